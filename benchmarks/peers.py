@@ -1,0 +1,42 @@
+"""torch.distributed's gloo, started inside an MPI job, to compare with. Nothing but benchmarks may use it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+
+import torch.distributed as dist
+
+import mpidl
+from collectives import Communicator
+
+
+def start_gloo(comm: Communicator) -> None:
+    """Makes torch.distributed's default group over the job's ranks. Collective; a second call does nothing.
+
+    Rank 0 listens on a free port, of the loopback interface if all ranks are on its node, and tells the others.
+    """
+    if dist.is_initialized():
+        return
+    one_node = comm.nodes == 1
+    if one_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address = "127.0.0.1" if one_node else socket.gethostbyname(socket.gethostname())
+    with socket.socket() as probe:
+        probe.bind((address if comm.rank == 0 else "", 0))
+        port = probe.getsockname()[1]
+    host, port = mpidl.broadcast_object(comm, (address, port))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=datetime.timedelta(minutes=5),
+    )
+
+
+def stop_gloo() -> None:
+    """Leaves the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

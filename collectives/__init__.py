@@ -1,0 +1,32 @@
+"""Collectives for deep learning over MPI, on numpy arrays and torch tensors.
+
+Read `communicator` first, then `executor`, `schedule` and `algorithms`.
+"""
+
+from .communicator import Communicator
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectivesError,
+    MismatchError,
+    OperationError,
+    ScheduleError,
+    WorkTimeout,
+)
+from .partition import even_counts
+from .progress import Work
+from .reduction import PremulSum
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CollectivesError",
+    "Communicator",
+    "MismatchError",
+    "OperationError",
+    "PremulSum",
+    "ScheduleError",
+    "Work",
+    "WorkTimeout",
+    "even_counts",
+]

@@ -1,0 +1,23 @@
+"""Pairwise all-to-all: in round s every rank sends to the rank s to its right and receives from s to its left.
+
+p - 1 rounds, each chunk travels once and directly, no two ranks send to the same one in a round (Thakur,
+Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", section 3.3).
+"""
+
+from __future__ import annotations
+
+from ..schedule import Place, Round, Schedule, chunk, copy, recv, send
+
+
+def all_to_all(ranks: int) -> Schedule:
+    """Chunk q of rank r's in becomes chunk r of rank q's out."""
+
+    def rounds(rank: int) -> list[Round]:
+        own: Round = (copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)
+        exchanges: list[Round] = []
+        for step in range(1, ranks):
+            to, source = (rank + step) % ranks, (rank - step) % ranks
+            exchanges.append((send(chunk(Place.IN, to), to), recv(chunk(Place.OUT, source), source)))
+        return [own, *exchanges]
+
+    return Schedule("pairwise", "all_to_all", ranks, ranks, rounds)

@@ -1,0 +1,63 @@
+"""Ring algorithms: every rank sends to its right neighbour only; optimal in bytes, p - 1 rounds a phase.
+
+    reduce-scatter, 4 ranks: a partial sum of each chunk travels once around and ends, complete, at its owner
+
+        round   rank 0      rank 1      rank 2      rank 3
+          1     sends c3    sends c0    sends c1    sends c2
+          2     sends c2    sends c3    sends c0    sends c1     (each: own part + what came in)
+          3     sends c1    sends c2    sends c3    sends c0
+        holds   c0          c1          c2          c3
+
+Bytes a rank: n (p - 1) / p for a phase, twice that for all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", section 3).
+"""
+
+from __future__ import annotations
+
+from ..schedule import Place, Round, Schedule, chunk, copy, finish, recv, reduce, send
+
+
+def _reduce_rounds(rank: int, ranks: int) -> list[Round]:
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    rounds: list[Round] = []
+    for step in range(1, ranks):
+        leaving, coming = (rank - step) % ranks, (rank - step - 1) % ranks
+        rounds.append((send(chunk(Place.WORK, leaving), right), reduce(coming, coming + 1, left)))
+    return [*rounds, (finish(rank, rank + 1),)]
+
+
+def _gather_rounds(rank: int, ranks: int) -> list[Round]:
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    return [
+        (
+            send(chunk(Place.OUT, (rank - step) % ranks), right),
+            recv(chunk(Place.OUT, (rank - step - 1) % ranks), left),
+        )
+        for step in range(ranks - 1)
+    ]
+
+
+def reduce_scatter(ranks: int) -> Schedule:
+    """p - 1 rounds; rank r ends with chunk r."""
+    return Schedule("ring", "reduce_scatter", ranks, ranks, lambda rank: _reduce_rounds(rank, ranks))
+
+
+def all_gather(ranks: int) -> Schedule:
+    """p - 1 rounds; chunk r starts at rank r."""
+
+    def rounds(rank: int) -> list[Round]:
+        own: Round = (copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)
+        return [own, *_gather_rounds(rank, ranks)]
+
+    return Schedule("ring", "all_gather", ranks, ranks, rounds)
+
+
+def all_reduce(ranks: int) -> Schedule:
+    """Reduce-scatter, then all-gather: 2 (p - 1) rounds, 2 n (p - 1) / p bytes a rank."""
+    return Schedule(
+        "ring",
+        "all_reduce",
+        ranks,
+        ranks,
+        lambda rank: _reduce_rounds(rank, ranks) + _gather_rounds(rank, ranks),
+    )

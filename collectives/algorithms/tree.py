@@ -1,0 +1,121 @@
+"""Binomial trees: log2 p rounds of whole messages; the choice where latency counts more than bytes.
+
+Ranks are numbered relative to the root, v = (rank - root) mod p. The parent of v is v without its lowest set bit,
+so v's subtree is the run v <= u < v + lowest bit:
+
+    8 ranks     0 -- 1
+                0 -- 2 -- 3
+                0 -- 4 -- 5
+                     4 -- 6 -- 7
+
+All-reduce is a reduce to rank 0 and a broadcast: 2 log2 p rounds of n bytes (Thakur, Rabenseifner and Gropp 2005,
+"Optimization of collective communication operations in MPICH", section 4).
+"""
+
+from __future__ import annotations
+
+from ..schedule import Chunks, Place, Round, Schedule, chunk, copy, finish, recv, reduce, send
+
+
+def _span(v: int, ranks: int) -> int:
+    """How far the subtree of v reaches: its lowest set bit; for the root the power of two that covers all."""
+    return v & -v if v else 1 << (ranks - 1).bit_length()
+
+
+def _children(v: int, ranks: int) -> list[int]:
+    """Children of v, the smallest subtree first."""
+    children, bit = [], 1
+    while bit < _span(v, ranks):
+        if v + bit < ranks:
+            children.append(v + bit)
+        bit *= 2
+    return children
+
+
+def _reduce_rounds(rank: int, ranks: int, root: int) -> list[Round]:
+    v = (rank - root) % ranks
+    rounds: list[Round] = [(reduce(0, 1, (u + root) % ranks),) for u in _children(v, ranks)]
+    if v == 0:
+        return [*rounds, (finish(0, 1),)]
+    parent = (v - (v & -v) + root) % ranks
+    return [*rounds, (send(chunk(Place.WORK, 0), parent),)]
+
+
+def _broadcast_rounds(rank: int, ranks: int, root: int) -> list[Round]:
+    v = (rank - root) % ranks
+    whole = chunk(Place.OUT, 0)
+    down: list[Round] = [(send(whole, (u + root) % ranks),) for u in reversed(_children(v, ranks))]
+    if v == 0:
+        return down
+    return [(recv(whole, (v - (v & -v) + root) % ranks),), *down]
+
+
+def broadcast(ranks: int, root: int = 0) -> Schedule:
+    """From the root's out to everyone's, in log2 p rounds."""
+    return Schedule("tree", "broadcast", ranks, 1, lambda rank: _broadcast_rounds(rank, ranks, root), root)
+
+
+def reduce_to_root(ranks: int, root: int = 0) -> Schedule:
+    """Into the root's out, in log2 p rounds."""
+    return Schedule("tree", "reduce", ranks, 1, lambda rank: _reduce_rounds(rank, ranks, root), root)
+
+
+def all_reduce(ranks: int) -> Schedule:
+    """Reduce to rank 0, then broadcast."""
+    return Schedule(
+        "tree",
+        "all_reduce",
+        ranks,
+        1,
+        lambda rank: _reduce_rounds(rank, ranks, 0) + _broadcast_rounds(rank, ranks, 0),
+    )
+
+
+def _pieces(v: int, ranks: int, root: int) -> list[tuple[int, int]]:
+    """The chunks of v's subtree as runs of absolute rank numbers: two where they pass the end."""
+    start, stop = v + root, min(v + _span(v, ranks), ranks) + root
+    if stop <= ranks:
+        return [(start, stop)]
+    if start >= ranks:
+        return [(start - ranks, stop - ranks)]
+    return [(start, ranks), (0, stop - ranks)]
+
+
+def gather(ranks: int, root: int = 0) -> Schedule:
+    """Chunk r of rank r to the root's out; every rank passes its whole subtree on in one go."""
+
+    def rounds(rank: int) -> list[Round]:
+        v = (rank - root) % ranks
+        children = _children(v, ranks)
+        parent = (v - (v & -v) + root) % ranks
+        if v and not children:
+            return [(send(chunk(Place.IN, rank), parent),)]
+        place = Place.WORK if v else Place.OUT
+        steps: list[Round] = [(copy(chunk(Place.IN, rank), chunk(place, rank)),)]
+        for u in children:
+            steps += [(recv(Chunks(place, *piece), (u + root) % ranks),) for piece in _pieces(u, ranks, root)]
+        if v:
+            steps += [(send(Chunks(place, *piece), parent),) for piece in _pieces(v, ranks, root)]
+        return steps
+
+    return Schedule("tree", "gather", ranks, ranks, rounds, root)
+
+
+def scatter(ranks: int, root: int = 0) -> Schedule:
+    """Chunk r of the root's in to rank r's out; the gather backwards."""
+
+    def rounds(rank: int) -> list[Round]:
+        v = (rank - root) % ranks
+        children = _children(v, ranks)
+        parent = (v - (v & -v) + root) % ranks
+        if v and not children:
+            return [(recv(chunk(Place.OUT, rank), parent),)]
+        place = Place.WORK if v else Place.IN
+        steps: list[Round] = []
+        if v:
+            steps += [(recv(Chunks(place, *piece), parent),) for piece in _pieces(v, ranks, root)]
+        for u in reversed(children):
+            steps += [(send(Chunks(place, *piece), (u + root) % ranks),) for piece in _pieces(u, ranks, root)]
+        return [*steps, (copy(chunk(place, rank), chunk(Place.OUT, rank)),)]
+
+    return Schedule("tree", "scatter", ranks, ranks, rounds, root)

@@ -1,0 +1,122 @@
+"""Checks of what a caller gives, each with an error that says what was given and what is needed."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from .algorithms import EVEN_ONLY
+from .buffers import Buffer
+from .errors import ArgumentError, ArgumentTypeError
+from .partition import even_counts
+
+
+def wrong_type(name: str, value: Any, needed: str) -> ArgumentTypeError:
+    """The error for an object of the wrong kind."""
+    return ArgumentTypeError(f"{name}: got {value!r} of type {type(value).__name__}; needs {needed}")
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int within low..high."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise wrong_type(name, value, "an integer") from None
+    if isinstance(value, bool):
+        raise wrong_type(name, value, "an integer")
+    if not low <= number <= high:
+        raise ArgumentError(f"{name}: got {number}; needs a number from {low} to {high}")
+    return number
+
+
+def elements(name: str, shape: Any) -> int:
+    """How many elements an array of this shape has."""
+    try:
+        sizes = [shape] if isinstance(shape, int) else list(shape)
+    except TypeError:
+        raise wrong_type(name, shape, "an integer or a sequence of integers") from None
+    return math.prod(integer(name, size, 0, 2**62) for size in sizes)
+
+
+def root_rank(operation: str, root: Any, ranks: int) -> int:
+    """`root` as a rank of the group."""
+    return integer(f"{operation}: root", root, 0, ranks - 1)
+
+
+def peer(name: str, value: Any, rank: int, ranks: int) -> int:
+    """`value` as another rank of the group."""
+    number = integer(name, value, 0, ranks - 1)
+    if number == rank:
+        raise ArgumentError(f"{name}: got {number}, this rank itself; needs another one of {ranks}")
+    return number
+
+
+def parts(name: str, counts: Sequence[int] | None, size: int, ranks: int) -> list[int]:
+    """Elements of each rank's part of `size`; by default as even as possible."""
+    if counts is None:
+        return even_counts(size, ranks)
+    found = _counts(name, counts, ranks)
+    if sum(found) != size:
+        raise ArgumentError(f"{name}: got {found}, in all {sum(found)}; needs {size}, the array's elements")
+    return found
+
+
+def given_parts(name: str, counts: Sequence[int] | None, own: int, ranks: int) -> list[int]:
+    """Elements of each rank's part where nobody but the root sees the whole; by default all like this rank's."""
+    return [own] * ranks if counts is None else _counts(name, counts, ranks)
+
+
+def no_counts(operation: str, counts: Any) -> None:
+    """Raises if counts are given with a list of arrays, each of which is cut as evenly as possible."""
+    if counts is not None:
+        raise ArgumentError(f"{operation}: got counts {counts!r} and a list of arrays; needs one or the other")
+
+
+def even_only(operation: str, algorithm: str, *, even: bool) -> None:
+    """Raises if splits are given for an algorithm that knows only the default ones."""
+    if (operation, algorithm) in EVEN_ONLY and not even:
+        raise ArgumentError(
+            f"{operation}: got splits for algorithm {algorithm!r}; needs none, as no rank could tell the sizes of what "
+            "it passes on for others, or another algorithm"
+        )
+
+
+def _counts(name: str, counts: Sequence[int], ranks: int) -> list[int]:
+    try:
+        found = [integer(f"{name}: counts", c, 0, 2**62) for c in counts]
+    except TypeError:
+        raise wrong_type(f"{name}: counts", counts, f"a sequence of {ranks} integers") from None
+    if len(found) != ranks:
+        raise ArgumentError(f"{name}: got {len(found)} counts; needs {ranks}, one for each rank")
+    return found
+
+
+def same_dtype(operation: str, out: Buffer, x: Buffer) -> None:
+    """Raises unless both arrays have one element type."""
+    if out.dtype != x.dtype:
+        raise ArgumentTypeError(f"{operation}: got out of {out.dtype.name} and x of {x.dtype.name}; needs one dtype")
+
+
+def own_part(name: str, array: Buffer, counts: Sequence[int], rank: int) -> None:
+    """Raises unless the array has as many elements as this rank's part."""
+    if array.size != counts[rank]:
+        raise ArgumentError(
+            f"{name}: got {array.size} elements; needs {counts[rank]}, the part of rank {rank} in {list(counts)}"
+        )
+
+
+def apart(operation: str, part: Buffer, whole: Buffer, counts: Sequence[int] | None = None, rank: int = 0) -> None:
+    """Raises if the two arrays share memory, unless `part` is exactly this rank's own part of `whole`."""
+    (a, a_stop), (b, b_stop) = part.span(), whole.span()
+    if a >= b_stop or b >= a_stop or part.size == 0:
+        return
+    if counts is None:
+        raise ArgumentError(f"{operation}: out and x share memory; needs two arrays apart")
+    place = b + sum(counts[:rank]) * whole.dtype.itemsize
+    if a != place:
+        raise ArgumentError(
+            f"{operation}: out and x share memory, {a - b} bytes apart; needs two arrays apart, or the smaller one "
+            f"exactly at rank {rank}'s part of the larger, {place - b} bytes in"
+        )

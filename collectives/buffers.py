@@ -1,0 +1,216 @@
+"""An array of any kind -> a flat, typed, contiguous view of its memory, without a copy.
+
+numpy knows no bfloat16, so a bf16 tensor's flat view holds its bits as uint16; `DType` remembers what they mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from .errors import ArgumentError, ArgumentTypeError
+
+
+@dataclass(frozen=True, eq=False)  # there is one of each, and to hash five fields for every call takes a microsecond
+class DType:
+    """An element type. kind: "f" float, "i" signed, "u" unsigned, "b" bool, "c" complex.
+
+    storage: the numpy dtype of the flat view. accumulate: the numpy dtype in which reductions run.
+    """
+
+    name: str
+    kind: str
+    storage: np.dtype[Any]
+    accumulate: np.dtype[Any]
+    torch: torch.dtype | None
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return self.storage.itemsize
+
+    @cached_property
+    def widened(self) -> bool:
+        """Whether reductions run in a wider type than the data's (fp16 and bf16 in fp32)."""
+        return self.accumulate != self.storage
+
+
+def _dtype(name: str, accumulate: str | None = None) -> DType:
+    storage = np.dtype("uint16" if name == "bfloat16" else name)
+    kind = "f" if name == "bfloat16" else storage.kind
+    return DType(name, kind, storage, np.dtype(accumulate or storage), getattr(torch, name, None))
+
+
+_FLOATS = [_dtype("float64"), _dtype("float32"), _dtype("float16", "float32"), _dtype("bfloat16", "float32")]
+_INTEGERS = [_dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_OTHERS = [_dtype("bool"), _dtype("complex64"), _dtype("complex128")]
+DTYPES: dict[str, DType] = {d.name: d for d in [*_FLOATS, *_INTEGERS, *_OTHERS]}
+_BY_TORCH = {d.torch: d for d in DTYPES.values() if d.torch is not None}
+_BY_NUMPY = {d.storage: d for d in DTYPES.values() if d.name != "bfloat16"}
+_NAMES = ", ".join(DTYPES)
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """The memory of one array. flat: a 1-D numpy view of all its elements, in C order. owner: keeps it alive."""
+
+    flat: np.ndarray[Any, Any]
+    dtype: DType
+    owner: Any = None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.flat.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.flat.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the first byte lies."""
+        return address(self.flat)
+
+    def unowned(self) -> Buffer:
+        """The same without keeping the memory alive."""
+        return Buffer(unowned(self.address, self.size, self.flat.dtype), self.dtype)
+
+    def part(self, start: int, stop: int) -> Buffer:
+        """The elements start <= i < stop."""
+        return Buffer(self.flat[start:stop], self.dtype, self.owner)
+
+    def span(self) -> tuple[int, int]:
+        """Address of the first byte and of the byte after the last."""
+        start = self.address
+        return start, start + self.flat.nbytes
+
+    def as_torch(self) -> torch.Tensor:
+        """The same memory as a 1-D tensor of the element type."""
+        if self.dtype.torch is None:
+            raise ArgumentTypeError(f"torch has no {self.dtype.name}")
+        bits = self.flat.view(np.int16) if self.dtype.name == "bfloat16" else self.flat
+        return torch.from_numpy(bits).view(self.dtype.torch)
+
+
+def address(flat: np.ndarray[Any, Any]) -> int:
+    """Where an array's first byte lies."""
+    return MPI.Get_address(flat) if flat.size else flat.ctypes.data  # numpy's own way takes ten times as long
+
+
+def unowned(place: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A view of memory by its address, which keeps nothing alive: only to be used while something else does."""
+    if not size:
+        return np.empty(0, dtype)
+    memory: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(place)
+    return np.frombuffer(memory, dtype)
+
+
+def copy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+    """target = source, unless they are one memory."""
+    if address(source) != address(target):
+        np.copyto(target, source)
+
+
+def signature(array: Any) -> tuple[Any, ...] | None:
+    """What `inspect` looks at, at a tenth of its cost: what has the same is the same memory, and is seen alike.
+
+    None where that cannot be told: look again.
+    """
+    if type(array) is np.ndarray:
+        flags = array.flags
+        if not array.size or not flags.c_contiguous:
+            return None
+        return MPI.Get_address(array), array.size, array.dtype, flags.writeable
+    if isinstance(array, torch.Tensor) and array.is_cpu and array.layout is torch.strided:
+        if not array.is_contiguous() or array.is_complex() or array.is_neg():
+            return None
+        place = array.data_ptr()
+        return (place, array.numel(), array.dtype) if place else None
+    return None
+
+
+def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
+    """The Buffer of a numpy array or torch CPU tensor.
+
+    name: the argument's name in errors. writable: refuse memory that must not be written.
+    Raises ArgumentTypeError for what is no array or has no numeric elements, ArgumentError for an array whose
+    elements do not lie in one piece, or that is read-only and must be written.
+    """
+    if isinstance(array, np.ndarray):
+        return _inspect_numpy(array, name, writable)
+    if isinstance(array, torch.Tensor):
+        return _inspect_torch(array, name)
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    raise ArgumentTypeError(f"{name}: got {kind}; needs a numpy array or a torch CPU tensor")
+
+
+def _inspect_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer:
+    dtype = _BY_NUMPY.get(array.dtype)
+    if dtype is None:
+        raise ArgumentTypeError(f"{name}: got dtype {array.dtype!r}; needs one of {_NAMES}, in native byte order")
+    if not array.flags.c_contiguous:
+        raise ArgumentError(
+            f"{name}: got a non-contiguous array of shape {array.shape} and strides {array.strides}; "
+            "needs a C-contiguous one (numpy.ascontiguousarray copies it into one)"
+        )
+    if writable and not array.flags.writeable:
+        raise ArgumentError(f"{name}: got a read-only array; needs one that may be written")
+    return Buffer(array.reshape(-1), dtype)
+
+
+def _inspect_torch(tensor: torch.Tensor, name: str) -> Buffer:
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        raise ArgumentTypeError(
+            f"{name}: got a {tensor.layout} tensor on {tensor.device}; needs a dense (strided) tensor on the CPU"
+        )
+    dtype = _BY_TORCH.get(tensor.dtype)
+    if dtype is None:
+        raise ArgumentTypeError(f"{name}: got dtype {tensor.dtype}; needs one of {_NAMES}")
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(
+            f"{name}: got a non-contiguous tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            "needs a contiguous one (tensor.contiguous() copies it into one)"
+        )
+    if not tensor.numel():  # torch gives it the address 0, and MPI libraries give small addresses a meaning
+        return Buffer(np.empty(0, dtype.storage), dtype, tensor)
+    needed = (tensor.storage_offset() + tensor.numel()) * dtype.itemsize
+    if tensor.untyped_storage().nbytes() < needed:
+        raise ArgumentError(f"{name}: got a tensor whose storage was freed or made smaller; needs one with its memory")
+    # Not tensor.numpy(): that would forbid for ever to free the tensor's memory in place (`resize_`).
+    return Buffer(unowned(tensor.data_ptr(), tensor.numel(), dtype.storage), dtype, tensor)
+
+
+def describe(dtype: Any) -> DType:
+    """The DType of a torch dtype, or of whatever numpy takes for a dtype."""
+    found = _BY_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else DTYPES.get(np.dtype(dtype).name)
+    if found is None:
+        raise ArgumentTypeError(f"dtype: got {dtype!r}; needs one of {_NAMES}")
+    return found
+
+
+def empty(shape: Any, dtype: Any) -> Any:
+    """An uninitialised array: a torch tensor for a torch dtype, a numpy array for a numpy one."""
+    describe(dtype)
+    if isinstance(dtype, torch.dtype):
+        return torch.empty(shape, dtype=dtype)
+    return np.empty(shape, dtype)
+
+
+def over(memory: Any, start: int, shape: Any, dtype: Any) -> Any:
+    """Like `empty`, over memory that exists, from byte `start` of it; the array keeps it alive."""
+    kind = describe(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if 0 in shape:
+        return empty(shape, dtype)
+    if isinstance(dtype, torch.dtype):
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+    return np.frombuffer(memory, kind.storage, math.prod(shape), start).view(dtype).reshape(shape)

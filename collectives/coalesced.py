@@ -1,0 +1,138 @@
+"""Operations on a list of arrays, run as one: small arrays are packed side by side, so that they cost one operation.
+
+    all_reduce, reduce, broadcast       a | b | c
+    all_gather, reduce_scatter          rank 0's parts of a, b, c | rank 1's parts of a, b, c | ...
+
+Arrays of one dtype are packed together, in their order, into memory of a fixed size that is symmetric where the node
+can share memory; when it is full the operation runs, and packing begins anew. A large array gains nothing from being
+packed, and goes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import arguments, buffers
+from .buffers import Buffer
+from .errors import ArgumentError
+from .partition import even_counts
+
+PACKED_BYTES = 4 << 20  # a batch
+_ALONE_BYTES = 1 << 20  # an array that is not packed
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One array of a list.
+
+    whole: as long on every rank. own: this rank's part of it, where the operation has such, else None. counts: elements
+    of each rank's part; of one part, the whole, where there is none.
+    """
+
+    whole: Buffer
+    own: Buffer | None
+    counts: tuple[int, ...]
+
+
+def name(operation: str, number: int) -> str:
+    """What an array of a list is called in errors."""
+    return f"{operation}: array {number} of the list"
+
+
+def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int, *, writable: bool) -> list[Item]:
+    """The items of checked arrays. owns: this rank's parts, for all_gather and reduce_scatter.
+
+    writable: whether `wholes` must be, where these have no parts.
+    """
+    if operation not in ("all_gather", "reduce_scatter"):
+        data = [buffers.inspect(array, name(operation, i), writable=writable) for i, array in enumerate(wholes)]
+        return [Item(whole, None, (whole.size,)) for whole in data]
+    if not isinstance(owns, list) or len(owns) != len(wholes):
+        given = len(owns) if isinstance(owns, list) else type(owns).__name__
+        raise ArgumentError(f"{operation}: got a list of {len(wholes)} and {given}; needs two lists of one length")
+    items = []
+    for number, (array, part) in enumerate(zip(wholes, owns, strict=True)):
+        gathers, called = operation == "all_gather", name(operation, number)
+        whole = buffers.inspect(array, called, writable=gathers)
+        own = buffers.inspect(part, called, writable=not gathers)
+        counts = even_counts(whole.size, ranks)
+        arguments.same_dtype(called, own, whole)
+        arguments.own_part(called, own, counts, rank)
+        arguments.apart(called, own, whole, counts, rank)
+        items.append(Item(whole, own, tuple(counts)))
+    return items
+
+
+def batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Items that go together; the same on every rank. One with a single item is not worth packing."""
+    open_batches: dict[str, list[Item]] = {}
+    filled: dict[str, int] = {}
+    for item in items:
+        if item.whole.nbytes >= _ALONE_BYTES:
+            yield [item]
+            continue
+        name = item.whole.dtype.name
+        batch = open_batches.setdefault(name, [])
+        filled[name] = filled.get(name, 0) + item.whole.nbytes
+        if filled[name] > PACKED_BYTES:
+            yield batch
+            batch = open_batches[name] = []
+            filled[name] = item.whole.nbytes
+        batch.append(item)
+    yield from open_batches.values()
+
+
+class Packed:
+    """A batch, packed into `memory` (uint8).
+
+    whole, counts: the packed elements, and how many are in each part. rank: whose part `own` is.
+    """
+
+    def __init__(self, items: Sequence[Item], memory: np.ndarray, rank: int) -> None:
+        dtype = items[0].whole.dtype
+        elements = sum(item.whole.size for item in items)
+        self.whole = Buffer(memory[: elements * dtype.itemsize].view(dtype.storage), dtype)
+        self.counts = [sum(column) for column in zip(*(item.counts for item in items), strict=True)]
+        self._items = items
+        self._rank = rank
+        self._own: list[tuple[slice, slice, Item]] = []  # where in the packed and in the item, by part
+        self._pairs: list[tuple[slice, slice, Item]] = []
+        place = 0
+        starts = [0] * len(items)
+        for part in range(len(self.counts)):
+            for number, item in enumerate(items):
+                size = item.counts[part]
+                pair = (slice(place, place + size), slice(starts[number], starts[number] + size), item)
+                self._pairs.append(pair)
+                if part == rank:
+                    self._own.append(pair)
+                place += size
+                starts[number] += size
+        start = sum(self.counts[:rank])
+        self.own = self.whole.part(start, start + self.counts[rank]) if len(self.counts) > 1 else self.whole
+
+    def pack(self) -> None:
+        """Copies all arrays in."""
+        for there, here, item in self._pairs:
+            self.whole.flat[there] = item.whole.flat[here]
+
+    def unpack(self) -> None:
+        """Copies all arrays out."""
+        for there, here, item in self._pairs:
+            item.whole.flat[here] = self.whole.flat[there]
+
+    def pack_own(self) -> None:
+        """Copies this rank's parts in."""
+        for there, _, item in self._own:
+            assert item.own is not None
+            self.whole.flat[there] = item.own.flat
+
+    def unpack_own(self) -> None:
+        """Copies this rank's parts out."""
+        for there, _, item in self._own:
+            assert item.own is not None
+            item.own.flat[:] = self.whole.flat[there]

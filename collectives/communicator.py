@@ -1,0 +1,668 @@
+"""The Communicator: the collectives that a user calls.
+
+    from collectives import Communicator
+    comm = Communicator()                  # all ranks that mpirun started
+    comm.all_reduce(x, op="avg")           # in place; x: a numpy array or torch tensor, contiguous, of any shape
+
+Arrays are seen as flat runs of elements in C order; shapes need not agree, element counts and dtypes must. Where a
+list of arrays is taken, the operation runs on all of them as one (`coalesced`). What every
+rank must do alike: call the same operations in the same order, with the same dtype, op, root, algorithm, and sizes
+that fit each other. Each call checks what this rank can see before anything is sent.
+
+Every operation takes
+    algorithm   "auto" (default), "mpi" for the MPI library's own, or another of `Communicator.algorithms`
+    async_op    True: return a Work at once; the arrays must not be touched until it is complete
+and raises ArgumentTypeError or ArgumentError for what it cannot work with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from . import arguments, buffers, coalesced, reduction
+from .algorithms import ALGORITHMS
+from .arguments import integer, root_rank
+from .buffers import Buffer, signature
+from .checks import CheckedDispatch, wanted
+from .dispatch import Dispatch
+from .errors import ArgumentError, MismatchError, OperationError
+from .messages import Messages
+from .pages import Pages
+from .partition import Splits
+from .patience import on_all_ranks
+from .progress import Progress, Work
+from .selection import Selection, read_tables
+from .symmetric.shared_memory import ONE_FOR_ALL, SharedMemory, is_one_for_all
+from .topology import cores, discover
+from .watchdog import Guard, limit_of, watch
+
+_KEPT_CALLS = 1024
+Call = Callable[[], None]
+Made = TypeVar("Made")
+
+
+class Communicator:
+    """A group of ranks and the operations among them.
+
+    mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
+    messages of this class meet none of the user's.
+
+    timeout: seconds that an operation may wait for other ranks before the job is aborted with a report of where each
+    rank is; by default the environment's MPIDL_TIMEOUT, or 600; 0: for ever.
+
+    rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
+    nodes: how many nodes. mpi: the communicator that was given.
+
+    With MPIDL_DEBUG=1 in the environment the ranks compare, before every operation, what they are about to do, and
+    raise the same MismatchError on all ranks where that differs.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None) -> None:
+        if mpi is not None and not isinstance(mpi, MPI.Intracomm):
+            raise arguments.wrong_type("mpi", mpi, "an mpi4py intracommunicator")
+        self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
+        limit = self._agreed(lambda: limit_of(timeout))
+        self._collective = self.mpi.Dup()
+        self._apart = self.mpi.Dup()
+        self._progress = Progress()
+        self._issued = 0
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._unusable = ""
+        self._closed = self._patient = False
+        self._compound_in: int | None = None  # the thread that runs one
+        self._duplicates: list[Communicator] = []
+        weakref.finalize(self, self._progress.abandon).atexit = False  # there everything queued is waited for
+        self._timeout = timeout
+        self.rank: int = self.mpi.Get_rank()
+        self.size: int = self.mpi.Get_size()
+        place = discover(self._collective)
+        self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
+        self._progress.naps = place.nodes > 1
+        self._progress.crowded = place.local_size > cores()
+        self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)
+        self._positions = self._dispatch.positions
+        self._messages = Messages(self._apart, self._positions)
+        tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
+        tables = self._collective.bcast(tables)
+        self._selection = Selection(self._dispatch.composed, tables)
+        self._choose = self._selection.choose
+        self._guard: Guard | None = None
+        if self.size > 1 and limit < inf:
+            seen = list(place.members) if self._positions.shared else [self.rank]
+            self._guard = Guard(self._apart, self._positions, seen, limit)
+            watch(self._guard)
+
+    def _agreed(self, make: Callable[[], Made]) -> Made:
+        """What `make()` gives; if it raises on some rank, the first such rank's error is raised on all. Collective."""
+        made, error = None, None
+        try:
+            made = make()
+        except ArgumentError as failure:
+            error = failure
+        for found in self.mpi.allgather(error):
+            if found is not None:
+                raise found
+        return made  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size})"
+
+    def algorithms(self, operation: str) -> list[str]:
+        """What `algorithm=` may be for an operation here; not every one serves every dtype and operator."""
+        if operation not in ALGORITHMS:
+            raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
+        return self._selection.names(operation)
+
+    # ---- reductions -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+        """Replaces x, or each of a list, by the reduction of all ranks' x; bitwise equal on all of them."""
+        if isinstance(x, list):
+            return self._coalesced("all_reduce", algorithm, async_op, wholes=x, op=op)
+        key = ("all_reduce", self._signature(x), op, algorithm)
+        call = self._recall(key)
+        if call is None:
+            data = buffers.inspect(x, "all_reduce: x", writable=True)
+            self._refuse_shared("all_reduce: x", data)
+            reduced = reduction.check(op, data.dtype)
+            chosen = self._choose("all_reduce", algorithm, data.dtype, data.nbytes, reduced)
+            call = self._prepare(key, "all_reduce", chosen, data, reduced)
+        return self._issue("all_reduce", call, async_op, x)
+
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = "sum",
+        counts: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """out becomes this rank's part of the reduction of all ranks' x; x is unchanged. Lists: each with its like.
+
+        x: n elements. out: counts[rank] elements; it may be x's own part of that place, which is then overwritten.
+        counts: elements of each rank's part; by default as even as possible (`even_counts`).
+        """
+        if isinstance(x, list):
+            arguments.no_counts("reduce_scatter", counts)
+            return self._coalesced("reduce_scatter", algorithm, async_op, wholes=x, owns=out, op=op)
+        key = ("reduce_scatter", self._signature(x), self._signature(out), op, algorithm, _tuple(counts))
+        call = self._recall(key)
+        if call is None:
+            target = buffers.inspect(out, "reduce_scatter: out", writable=True)
+            data = buffers.inspect(x, "reduce_scatter: x", writable=False)
+            self._refuse_shared("reduce_scatter: x", data)
+            reduced = reduction.check(op, data.dtype)
+            parts = arguments.parts("reduce_scatter", counts, data.size, self.size)
+            arguments.same_dtype("reduce_scatter", target, data)
+            arguments.own_part("reduce_scatter: out", target, parts, self.rank)
+            arguments.apart("reduce_scatter", target, data, parts, self.rank)
+            chosen = self._choose("reduce_scatter", algorithm, data.dtype, data.nbytes, reduced)
+            call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
+        return self._issue("reduce_scatter", call, async_op, (out, x))
+
+    def reduce(
+        self, x: Any, root: int = 0, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
+    ) -> Work | None:
+        """Replaces the root's x, or each of a list, by the reduction of all ranks' x; x is unchanged elsewhere."""
+        root = root_rank("reduce", root, self.size)
+        if isinstance(x, list):
+            return self._coalesced("reduce", algorithm, async_op, wholes=x, root=root, op=op)
+        key = ("reduce", self._signature(x), op, algorithm, root)
+        call = self._recall(key)
+        if call is None:
+            data = buffers.inspect(x, "reduce: x", writable=self.rank == root)
+            self._refuse_shared("reduce: x", data)
+            reduced = reduction.check(op, data.dtype)
+            chosen = self._choose("reduce", algorithm, data.dtype, data.nbytes, reduced)
+            call = self._prepare(key, "reduce", chosen, data, root, reduced)
+        return self._issue("reduce", call, async_op, x)
+
+    # ---- movements --------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        counts: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """out becomes all ranks' x, one behind the other. Lists: each with its like.
+
+        out: n elements. x: counts[rank] elements; it may be out's own part of that place, and is then not copied.
+        counts: elements of each rank's part; by default as even as possible (`even_counts`).
+        """
+        if isinstance(out, list):
+            arguments.no_counts("all_gather", counts)
+            return self._coalesced("all_gather", algorithm, async_op, wholes=out, owns=x)
+        key = ("all_gather", self._signature(out), self._signature(x), algorithm, _tuple(counts))
+        call = self._recall(key)
+        if call is None:
+            target = buffers.inspect(out, "all_gather: out", writable=True)
+            data = buffers.inspect(x, "all_gather: x", writable=False)
+            parts = arguments.parts("all_gather", counts, target.size, self.size)
+            arguments.same_dtype("all_gather", target, data)
+            arguments.own_part("all_gather: x", data, parts, self.rank)
+            arguments.apart("all_gather", data, target, parts, self.rank)
+            if algorithm == "auto" and self._dispatch.is_shared(target.address):
+                algorithm = self._dispatch.composed or "auto"
+            chosen = self._choose("all_gather", algorithm, data.dtype, target.nbytes)
+            call = self._prepare(key, "all_gather", chosen, target, data, parts)
+        return self._issue("all_gather", call, async_op, (out, x))
+
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Part q of x goes to rank q; part q of out comes from rank q. out and x must not overlap.
+
+        output_splits, input_splits: elements of each part; given on all ranks or on none, and not with "bruck". By
+        default every rank's x has the same number of elements, cut as evenly as possible, so that out has
+        size * (this rank's part) elements.
+        """
+        key = (
+            "all_to_all",
+            self._signature(out),
+            self._signature(x),
+            algorithm,
+            _tuple(output_splits),
+            _tuple(input_splits),
+        )
+        call = self._recall(key)
+        if call is None:
+            target = buffers.inspect(out, "all_to_all: out", writable=True)
+            data = buffers.inspect(x, "all_to_all: x", writable=False)
+            arguments.same_dtype("all_to_all", target, data)
+            even = output_splits is None and input_splits is None
+            leaving = arguments.parts("all_to_all: x, input_splits", input_splits, data.size, self.size)
+            if even:
+                output_splits = [leaving[self.rank]] * self.size
+            coming = arguments.parts("all_to_all: out, output_splits", output_splits, target.size, self.size)
+            arguments.apart("all_to_all", target, data)
+            self._refuse_shared("all_to_all: out", target)
+            chosen = self._choose("all_to_all", algorithm, data.dtype, data.nbytes, even=even)
+            arguments.even_only("all_to_all", chosen, even=even)
+            splits = Splits(leaving, coming, alike=even and data.size % self.size == 0)
+            call = self._prepare(key, "all_to_all", chosen, target, data, splits)
+        return self._issue("all_to_all", call, async_op, (out, x))
+
+    def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+        """Replaces x, or each of a list, on every rank by the root's."""
+        root = root_rank("broadcast", root, self.size)
+        if isinstance(x, list):
+            return self._coalesced("broadcast", algorithm, async_op, wholes=x, root=root)
+        key = ("broadcast", self._signature(x), algorithm, root)
+        call = self._recall(key)
+        if call is None:
+            data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
+            chosen = self._choose("broadcast", algorithm, data.dtype, data.nbytes)
+            call = self._prepare(key, "broadcast", chosen, data, root)
+        return self._issue("broadcast", call, async_op, x)
+
+    def gather(
+        self,
+        out: Any,
+        x: Any,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """The root's out becomes all ranks' x, one behind the other; out is None on the others.
+
+        counts: elements of each rank's x, the same on every rank; by default all ranks give as many as this one.
+        """
+        root = root_rank("gather", root, self.size)
+        key = (
+            "gather",
+            self._signature(out) if self.rank == root else out is None,
+            self._signature(x),
+            algorithm,
+            root,
+            _tuple(counts),
+        )
+        call = self._recall(key)
+        if call is None:
+            data = buffers.inspect(x, "gather: x", writable=False)
+            parts = arguments.given_parts("gather", counts, data.size, self.size)
+            arguments.own_part("gather: x", data, parts, self.rank)
+            target = self._root_only("gather: out", out, root, sum(parts), writable=True)
+            if target is not None:
+                arguments.same_dtype("gather", target, data)
+                arguments.apart("gather", data, target, parts, self.rank)
+            chosen = self._choose("gather", algorithm, data.dtype, sum(parts) * data.dtype.itemsize)
+            call = self._prepare(key, "gather", chosen, target, data, root, parts)
+        return self._issue("gather", call, async_op, (out, x))
+
+    def scatter(
+        self,
+        out: Any,
+        x: Any,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """out becomes this rank's part of the root's x; x is None on the others.
+
+        counts: elements of each rank's out, the same on every rank; by default all get as many as this one.
+        """
+        root = root_rank("scatter", root, self.size)
+        key = (
+            "scatter",
+            self._signature(x) if self.rank == root else x is None,
+            self._signature(out),
+            algorithm,
+            root,
+            _tuple(counts),
+        )
+        call = self._recall(key)
+        if call is None:
+            target = buffers.inspect(out, "scatter: out", writable=True)
+            parts = arguments.given_parts("scatter", counts, target.size, self.size)
+            arguments.own_part("scatter: out", target, parts, self.rank)
+            data = self._root_only("scatter: x", x, root, sum(parts), writable=False)
+            if data is not None:
+                arguments.same_dtype("scatter", target, data)
+                arguments.apart("scatter", target, data, parts, self.rank)
+            chosen = self._choose("scatter", algorithm, target.dtype, sum(parts) * target.dtype.itemsize)
+            call = self._prepare(key, "scatter", chosen, target, data, root, parts)
+        return self._issue("scatter", call, async_op, (out, x))
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def send(self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
+        """Sends x to rank `dest`, which must receive as many elements of the same dtype with the same tag.
+
+        Messages do not queue behind collectives: two ranks may both receive first and then send, asynchronously.
+        """
+        return self._messages.send(x, dest, tag, async_op=async_op)
+
+    def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
+        """Fills x with the next message of the same tag from rank `source`.
+
+        Raises OperationError if the message is longer or shorter than x.
+        """
+        return self._messages.recv(x, source, tag, async_op=async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Returns once every rank has called it."""
+        return self._issue("barrier", self._dispatch.barrier, async_op)
+
+    def compound(self, name: str, task: Call, *, async_op: bool = False) -> Work | None:
+        """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
+
+        So that what comes later may depend on what came first, and nothing comes in between. name: for errors. task:
+        calls operations, none of them asynchronous, the same on every rank; with async_op it runs in another thread.
+        """
+
+        def parts() -> None:
+            self._compound_in = threading.get_ident()
+            try:
+                with on_all_ranks() if async_op else contextlib.nullcontext():
+                    task()
+            finally:
+                self._compound_in = None
+
+        return self._issue("compound", parts, async_op, name=name)
+
+    # ---- groups and memory ------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A Communicator of the ranks that give the same colour, ordered by key, then rank; None for colour None.
+
+        Collective over this communicator. Groups work independently, also at the same time.
+        """
+        chosen = MPI.UNDEFINED if color is None else integer("split: color", color, 0, 2**31 - 1)
+        key = integer("split: key", key, -(2**31), 2**31 - 1)
+        groups: list[MPI.Comm] = []
+        self._issue("split", lambda: groups.append(self._dispatch.split(chosen, key)), async_op=False)
+        group = groups[0]
+        if group == MPI.COMM_NULL:
+            return None
+        assert isinstance(group, MPI.Intracomm)
+        made = Communicator(group, timeout=self._timeout)
+        made._owned = group
+        return made
+
+    _owned: MPI.Intracomm | None = None
+
+    def split_by_node(self) -> tuple[Communicator, Communicator]:
+        """Two Communicators: of this rank's node, and of the ranks with its local rank on every node. Collective.
+
+        Raises ArgumentError on every rank unless each node has as many ranks, numbered node by node.
+        """
+        place = self._dispatch.topology
+        if not place.regular:
+            raise ArgumentError("split_by_node: needs as many ranks on every node, numbered node by node")
+        within, across = self.split(place.members[0]), self.split(self.local_rank)
+        assert within is not None
+        assert across is not None
+        return within, across
+
+    def duplicate(self) -> Communicator:
+        """A Communicator of the same ranks, with operations apart from this one's; closed along with it. Collective."""
+        made = self.split(0, self.rank)
+        assert made is not None
+        self._duplicates.append(made)
+        return made
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """An uninitialised array in symmetric memory: the node's other ranks reach it without a copy of their own.
+
+        A torch tensor for a torch dtype, else a numpy array; freed like any other. Collective: every rank makes the
+        same calls in the same order, with the same dtype. Where the node cannot share memory it is an ordinary array.
+        """
+        return self._allocate("empty", shape, dtype, shared=False)
+
+    def shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """An uninitialised array that is the same memory on all ranks of the node; otherwise like `empty`.
+
+        For the output of all_gather: each rank writes its part in place, and to gather is only to wait. Where the node
+        cannot share memory every rank has an array of its own, and the same all_gather sends messages. Reductions
+        refuse such an array, as all ranks' contributions would be one.
+        """
+        return self._allocate("shared", shape, dtype, shared=True)
+
+    def pages(self, nbytes: int, *, shared: bool = True) -> Pages:
+        """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
+
+        shared: the same memory on all ranks of the node, as of `shared`, where they can share memory. Ranks of a node
+        that do not reserve the pages before they write to shared ones risk to be killed where there is no room.
+        """
+        size = arguments.elements("pages: nbytes", nbytes)
+        made: list[SharedMemory] = []
+        self._calls.clear()  # as for any new memory
+
+        def task() -> None:
+            kind = buffers.describe(np.uint8)
+            memory = self._dispatch.allocate(size, kind, shared=True, reserved=False) if shared else None
+            if memory is not None:
+                made.append(memory)
+
+        self._issue("pages", task, async_op=False)
+        return Pages(made[0], made[0].file) if made else Pages.private(size)
+
+    def is_shared(self, array: Any) -> bool:
+        """Whether an array is from `shared`, and one memory for all ranks of the node indeed."""
+        return self._dispatch.is_shared(buffers.inspect(array, "is_shared", writable=False).address)
+
+    @property
+    def patient(self) -> bool:
+        """Whether this rank waits for the others as long as it takes, and none is called late for it. May be set."""
+        return self._patient
+
+    @patient.setter
+    def patient(self, on: bool) -> None:
+        self._patient = on
+        if on:
+            self._positions.leave()
+
+    def before_end(self, task: Call | None) -> None:
+        """Has `task` run before this rank waits for what is queued here for the last time: alike on every rank.
+
+        That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such
+        task, which the other ranks are told of: they may still be in the middle of their program.
+        """
+        self._progress.at_end = task
+        if self._guard is not None:
+            self._guard.late = task is not None
+
+    def close(self) -> None:
+        """Finishes what is queued and frees the duplicated communicators. Collective; the object is unusable after."""
+        if self._closed:
+            return
+        if self._progress.at_end is not None:
+            self._progress.at_end()
+            self.before_end(None)
+        self._closed, self._unusable = True, "it was closed"
+        for made in self._duplicates:
+            made.close()
+        self._progress.close()
+        if self._guard is not None:
+            self._guard.close()
+        self._dispatch.topology.free()
+        for comm in (self._collective, self._apart, self._owned):
+            if comm is not None and comm != MPI.COMM_NULL:
+                comm.Free()
+
+    def abort(self, status: int = 1) -> None:
+        """Ends all processes of the job at once with an exit status. Does not return. From any thread."""
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
+            os._exit(status)  # mpirun then ends the other ranks
+        self.mpi.Abort(status)
+
+    # ---- lists of arrays --------------------------------------------------------------------------------------
+
+    def _coalesced(
+        self,
+        operation: str,
+        algorithm: str,
+        async_op: bool,
+        *,
+        wholes: list[Any],
+        owns: Any = None,
+        root: int = 0,
+        op: Any = None,
+    ) -> Work | None:
+        """Checks every array, chooses for every batch, and issues all of it as one operation."""
+        written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (self.rank == root)
+        items = coalesced.inspect(operation, wholes, owns, self.rank, self.size, writable=written)
+        if operation in ("all_reduce", "reduce", "reduce_scatter"):
+            for number, item in enumerate(items):
+                self._refuse_shared(coalesced.name(operation, number), item.whole)
+        steps: list[Callable[[], None]] = []
+        for batch in coalesced.batches(items):
+            dtype = batch[0].whole.dtype
+            reduced = None if op is None else reduction.check(op, dtype)
+            nbytes = sum(item.whole.nbytes for item in batch)
+            chosen = self._choose(operation, algorithm, dtype, nbytes, reduced)
+            steps.append(partial(self._dispatch.batch, operation, chosen, batch, root, reduced, written))
+
+        def task() -> None:
+            for step in steps:
+                step()
+
+        return self._issue(operation, task, async_op)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _signature(self, array: Any) -> tuple[Any, ...] | None:
+        """The array's signature, and whether it is memory that all ranks of the node have alike."""
+        seen = signature(array)
+        return seen if seen is None or not ONE_FOR_ALL else (*seen, is_one_for_all(seen[0]))
+
+    def _recall(self, key: tuple[Any, ...]) -> Call | None:
+        """The call that was prepared for the same arrays and arguments, which need no second check."""
+        try:
+            return self._calls.get(key)
+        except TypeError:  # an argument that cannot be a key; the checks will say what is wrong with it
+            return None
+
+    def _prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Call:
+        """The call for checked arguments, kept for the next time if the arrays can be told by their signatures.
+
+        key: the operation, the signatures, and all that the checks and the choice depend on.
+
+        It refers to the arrays by their addresses, so as not to keep them alive.
+        """
+        self._refuse_if_unusable(operation)
+        if None in key[1:3]:
+            return self._dispatch.prepare(operation, algorithm, *checked)
+        free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
+        call = self._dispatch.prepare(operation, algorithm, *free)
+        if len(self._calls) >= _KEPT_CALLS:
+            self._calls.clear()
+        with contextlib.suppress(TypeError):  # an argument that is right and yet no key
+            self._calls[key] = call
+        return call
+
+    def _issue(
+        self, operation: str, task: Call, async_op: bool, arrays: Any = None, name: str | None = None
+    ) -> Work | None:
+        """Runs the operation now if nothing is before it, else queues it, with the arrays that it must keep alive."""
+        self._refuse_if_unusable(operation)
+        if self._compound_in == threading.get_ident():
+            if async_op:
+                raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
+            task()
+            return None
+        number = self._issued = self._issued + 1
+        if async_op or not self._progress.take_turn():
+            called = self._name(name or operation, number)
+            work = self._progress.submit(called, lambda arrays=arrays: self._run(operation, number, task, queued=True))  # type: ignore[misc]
+            if async_op:
+                return work
+            work.wait()
+            return None
+        try:
+            self._run(operation, number, task)
+        finally:
+            self._progress.end_turn()
+        return None
+
+    def _refuse_if_unusable(self, operation: str) -> None:
+        if self._unusable:
+            raise OperationError(f"{operation}: this communicator cannot be used any more: {self._unusable}")
+
+    def _run(self, operation: str, number: int, task: Call, queued: bool = False) -> None:
+        self._positions.enter(number, operation)
+        if self._patient:
+            self._positions.leave()  # for the watchdog it waits for nobody
+        try:
+            if queued or self._progress.crowded:
+                self._progress.nap_until(lambda: self._positions.all_entered(number))
+            task()
+        except MismatchError:  # on all ranks, before anything was sent
+            raise
+        except BaseException as error:  # the other ranks may be anywhere in the operation
+            self._unusable = f"{self._name(operation, number)} failed: {error!r}"
+            if isinstance(error, MPI.Exception):
+                raise OperationError(f"{self._name(operation, number)} failed: {error}") from error
+            raise
+        finally:
+            self._positions.leave()
+
+    def _name(self, operation: str, number: int) -> str:
+        return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"
+
+    def _allocate(self, operation: str, shape: int | Sequence[int], dtype: Any, *, shared: bool) -> Any:
+        kind = buffers.describe(dtype)
+        elements = arguments.elements(f"{operation}: shape", shape)
+        made: list[Any] = []
+        self._calls.clear()  # an array that is freed may have had an address that is now of this memory
+
+        def task() -> None:
+            memory = self._dispatch.allocate(elements * kind.itemsize, kind, shared=shared)
+            if memory is not None:
+                made.append(buffers.over(memory, memory.offset(self.local_rank), shape, dtype))
+
+        self._issue(operation, task, async_op=False)
+        return made[0] if made else buffers.empty(shape, dtype)
+
+    def _refuse_shared(self, name: str, data: Buffer) -> None:
+        if is_one_for_all(data.address):
+            raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
+
+    def _root_only(self, name: str, array: Any, root: int, size: int, *, writable: bool) -> Buffer | None:
+        """The root's large array; the others must give none."""
+        if self.rank != root:
+            if array is not None:
+                raise ArgumentError(f"{name}: got an array on rank {self.rank}; only the root, {root}, gives one")
+            return None
+        data = buffers.inspect(array, name, writable=writable)
+        if data.size != size:
+            raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
+        return data
+
+
+def _tuple(counts: Any) -> Any:
+    """Counts as a part of a key: by their values, whatever holds them. What is no counts is left to the checks."""
+    if counts is None:
+        return None
+    try:
+        return tuple(operator.index(count) for count in counts)
+    except TypeError:
+        return [counts]  # which is no key

@@ -1,0 +1,303 @@
+"""Runs checked operations by the algorithm chosen for them; one rank's view of one group.
+
+    "mpi"            the library's own                     library
+    "symmetric"      one copy, inside a node               symmetric
+    "hierarchical"   symmetric inside nodes, a schedule    hierarchical
+                     between them
+    else             a schedule over messages              executor
+
+Methods run in the order of issue, one at a time, in the caller's thread or the progress thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from . import algorithms, library
+from .buffers import Buffer, DType
+from .coalesced import PACKED_BYTES, Item, Packed
+from .executor import Execution, Region, single, whole
+from .hierarchical import Hierarchy
+from .partition import Splits, cut, even_counts
+from .pipeline import PipelinedAllReduce
+from .positions import Positions
+from .reduction import Reduction
+from .schedule import Place, Schedule
+from .scratch import Scratch
+from .selection import COMPOSED
+from .symmetric import Operation, Symmetric
+from .symmetric.meeting import Meetings
+from .symmetric.peer_memory import connect
+from .symmetric.shared_memory import ONE_FOR_ALL, Allocator, SharedMemory
+from .topology import Topology
+
+Array = np.ndarray[Any, Any]
+
+
+class Dispatch:
+    """The algorithms of one group, with the memory and the communicators that they need.
+
+    comm: of the group's ranks, for nothing else. place: from `topology.discover`. Collective.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, place: Topology) -> None:
+        self.comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.topology = place
+        self.allocator = Allocator(place.node)
+        self.scratch = Scratch()
+        self._symmetric_packing: Array | None = None
+        self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
+        self._symmetric: Symmetric | None = None
+        self._hierarchy: Hierarchy | None = None
+        self._share()
+
+    def _share(self) -> None:
+        """Sets up what the ranks of a node share, if they can share memory."""
+        node, rank, ranks = self.topology.node, self.topology.local_rank, self.topology.local_size
+        first = Positions.nbytes(ranks)
+        memory = self.allocator.allocate(first + Meetings.nbytes(ranks), shared=True)
+        if memory is not None:
+            self.positions = Positions(memory, rank, ranks)
+        if not self.comm.allreduce(int(memory is not None), MPI.MIN):  # on some node they cannot
+            return
+        assert memory is not None
+        meetings = Meetings(memory, first, rank, ranks, node.Barrier)
+        self._symmetric = Symmetric(meetings, self.allocator, connect(node))
+        if self.topology.regular and self.topology.nodes > 1:
+            all_reduce = PipelinedAllReduce(self.topology, meetings, self.allocator, self.scratch)
+            self._hierarchy = Hierarchy(self.topology, self._symmetric, all_reduce, self.scratch)
+
+    @property
+    def composed(self) -> str | None:
+        """The algorithm that uses shared memory here, if any does."""
+        if self._symmetric is None:
+            return None
+        if self.topology.nodes == 1:
+            return "symmetric"
+        return "hierarchical" if self._hierarchy is not None else None
+
+    @property
+    def symmetric(self) -> Symmetric:
+        """The one-copy collectives; only where `composed` says so."""
+        assert self._symmetric is not None
+        return self._symmetric
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The hierarchical collectives; only where `composed` says so."""
+        assert self._hierarchy is not None
+        return self._hierarchy
+
+    def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Callable[[], None]:
+        """The operation as a call that can be made again and again on the same arrays; arguments: as below."""
+        if algorithm == "symmetric":
+            prepared: Operation = getattr(self.symmetric, operation)(*arguments)
+            return prepared.run
+        if algorithm == "mpi":
+            call: Callable[[], None] = getattr(library, operation)(self.comm, *arguments)
+            return call
+        return partial(getattr(self, operation), algorithm, *arguments)
+
+    # ---- reductions -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, algorithm: str, x: Buffer, op: Reduction) -> None:
+        """In place on every rank."""
+        if algorithm == "mpi":
+            library.all_reduce(self.comm, x, op)()
+        elif algorithm == "symmetric":
+            self.symmetric.all_reduce(x, op).run()
+        elif algorithm == "hierarchical":
+            self.hierarchy.all_reduce(x, op)
+        else:
+            schedule = algorithms.schedule("all_reduce", algorithm, self.size, nbytes=x.nbytes)
+            counts = even_counts(x.size, schedule.chunks)
+            self._execute(schedule, whole(x, counts), whole(x, counts), counts, op)
+
+    def reduce_scatter(self, algorithm: str, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
+        """counts[r] elements of the reduction to rank r."""
+        if algorithm == "mpi":
+            library.reduce_scatter(self.comm, out, x, op, counts)()
+        elif algorithm == "symmetric":
+            self.symmetric.reduce_scatter(out, x, op, counts).run()
+        elif algorithm == "hierarchical":
+            self.hierarchy.reduce_scatter(out, x, op, counts)
+        else:
+            schedule = algorithms.schedule("reduce_scatter", algorithm, self.size)
+            chunks = cut(counts, schedule.pieces)
+            own = single(out, self.rank, self.size, schedule.pieces)
+            self._execute(schedule, whole(x, chunks), own, chunks, op)
+
+    def reduce(self, algorithm: str, x: Buffer, root: int, op: Reduction) -> None:
+        """In place on the root."""
+        if algorithm == "mpi":
+            library.reduce(self.comm, x, root, op)()
+        elif algorithm == "symmetric":
+            self.symmetric.reduce(x, root, op).run()
+        else:
+            schedule = algorithms.schedule("reduce", algorithm, self.size, root, x.nbytes)
+            counts = even_counts(x.size, schedule.chunks)
+            out = whole(x, counts) if self.rank == root else None
+            self._execute(schedule, whole(x, counts), out, counts, op)
+
+    # ---- movements --------------------------------------------------------------------------------------------
+
+    def all_gather(self, algorithm: str, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
+        """counts[r] elements from rank r."""
+        if algorithm == "mpi":
+            library.all_gather(self.comm, out, x, counts)()
+        elif algorithm == "symmetric":
+            self.symmetric.all_gather(out, x, counts).run()
+        elif algorithm == "hierarchical":
+            self.hierarchy.all_gather(out, x, counts)
+        else:
+            schedule = algorithms.schedule("all_gather", algorithm, self.size)
+            chunks = cut(counts, schedule.pieces)
+            own = single(x, self.rank, self.size, schedule.pieces)
+            self._execute(schedule, own, whole(out, chunks), chunks)
+
+    def all_to_all(self, algorithm: str, out: Buffer, x: Buffer, splits: Splits) -> None:
+        """leaving[q] elements to rank q, coming[q] from it."""
+        if algorithm == "mpi":
+            library.all_to_all(self.comm, out, x, splits)()
+        elif algorithm == "symmetric":
+            self.symmetric.all_to_all(out, x, splits).run()
+        else:
+            schedule = algorithms.schedule("all_to_all", algorithm, self.size)
+            self._execute(schedule, whole(x, splits.leaving), whole(out, splits.coming), splits.leaving)
+
+    def broadcast(self, algorithm: str, x: Buffer, root: int) -> None:
+        """The root's to all."""
+        if algorithm == "mpi":
+            library.broadcast(self.comm, x, root)()
+        elif algorithm == "symmetric":
+            self.symmetric.broadcast(x, root).run()
+        elif algorithm == "hierarchical":
+            self.hierarchy.broadcast(x, root)
+        else:
+            schedule = algorithms.schedule("broadcast", algorithm, self.size, root, x.nbytes)
+            counts = even_counts(x.size, schedule.chunks)
+            self._execute(schedule, None, whole(x, counts), counts)
+
+    def gather(self, algorithm: str, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> None:
+        """counts[r] elements from rank r to the root."""
+        if algorithm == "mpi":
+            library.gather(self.comm, out, x, root, counts)()
+        elif algorithm == "symmetric":
+            self.symmetric.gather(out, x, root, counts).run()
+        else:
+            schedule = algorithms.schedule("gather", algorithm, self.size, root)
+            own = single(x, self.rank, self.size)
+            self._execute(schedule, own, None if out is None else whole(out, counts), counts)
+
+    def scatter(self, algorithm: str, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> None:
+        """counts[r] elements from the root to rank r."""
+        if algorithm == "mpi":
+            library.scatter(self.comm, out, x, root, counts)()
+        elif algorithm == "symmetric":
+            self.symmetric.scatter(out, x, root, counts).run()
+        else:
+            schedule = algorithms.schedule("scatter", algorithm, self.size, root)
+            own = single(out, self.rank, self.size)
+            self._execute(schedule, None if x is None else whole(x, counts), own, counts)
+
+    # ---- lists of arrays --------------------------------------------------------------------------------------
+
+    def batch(
+        self, operation: str, algorithm: str, items: Sequence[Item], root: int, op: Reduction | None, written: bool
+    ) -> None:
+        """One batch of a list, packed if it has several. written: whether results come back to this rank."""
+        if len(items) == 1:
+            self._one(operation, algorithm, items[0].whole, items[0].own, root, op, items[0].counts)
+            return
+        packed = Packed(items, self._packing(algorithm), self.rank if len(items[0].counts) > 1 else 0)
+        if operation == "all_gather":
+            packed.pack_own()
+        else:
+            packed.pack()
+        self._one(operation, algorithm, packed.whole, packed.own, root, op, packed.counts)
+        if operation == "reduce_scatter":
+            packed.unpack_own()
+        elif written:
+            packed.unpack()
+
+    def _one(
+        self,
+        operation: str,
+        algorithm: str,
+        whole: Buffer,
+        own: Buffer | None,
+        root: int,
+        op: Reduction | None,
+        counts: Sequence[int],
+    ) -> None:
+        if operation == "broadcast":
+            self.broadcast(algorithm, whole, root)
+        elif operation == "all_gather":
+            assert own is not None
+            self.all_gather(algorithm, whole, own, counts)
+        else:
+            assert op is not None
+            if operation == "all_reduce":
+                self.all_reduce(algorithm, whole, op)
+            elif operation == "reduce":
+                self.reduce(algorithm, whole, root, op)
+            else:
+                assert own is not None
+                self.reduce_scatter(algorithm, own, whole, op, counts)
+
+    def _packing(self, algorithm: str) -> Array:
+        """Memory of PACKED_BYTES; symmetric, if that helps the algorithm."""
+        if algorithm not in COMPOSED:
+            return self.scratch.take("packing", PACKED_BYTES)
+        if self._symmetric_packing is None:
+            memory = self.allocator.allocate(PACKED_BYTES)
+            self._symmetric_packing = (
+                np.empty(PACKED_BYTES, np.uint8)
+                if memory is None
+                else memory.view(self.topology.local_rank, 0, PACKED_BYTES, np.dtype(np.uint8))
+            )
+        return self._symmetric_packing
+
+    # ---- groups and memory ------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self.comm.Barrier()
+
+    def split(self, color: int, key: int) -> MPI.Comm:
+        """The ranks of one colour, in the order of keys."""
+        return self.comm.Split(color, key)
+
+    def allocate(self, nbytes: int, dtype: DType, *, shared: bool, reserved: bool = True) -> SharedMemory | None:
+        """Memory that the ranks of this node share; None where they cannot."""
+        if self.topology.local_size == 1:
+            return None
+        memory = self.allocator.allocate(nbytes, shared=shared, reserved=reserved)
+        if shared and memory is not None:
+            ONE_FOR_ALL.add(memory)
+        return memory
+
+    def is_shared(self, address: int) -> bool:
+        """Whether an array at this address lies in memory of this group that is the same for all ranks of the node."""
+        found = self.allocator.find(address, 1) if ONE_FOR_ALL else None
+        return found is not None and not found[0].stride
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _execute(
+        self,
+        schedule: Schedule,
+        source: Region | None,
+        target: Region | None,
+        counts: Sequence[int],
+        op: Reduction | None = None,
+    ) -> None:
+        given = {Place.IN: source, Place.OUT: target}
+        regions = {place: region for place, region in given.items() if region is not None}
+        Execution(self.comm, schedule, regions, counts, self.scratch, op).run()

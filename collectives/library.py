@@ -1,0 +1,131 @@
+"""The MPI library's own collectives, for `algorithm="mpi"` and for what it does fastest.
+
+Each function returns the call, with addresses, datatypes and operators looked up once; it can be made again and again.
+Movements work for every dtype, because they are sent as plain bits. Reductions need a datatype that MPI knows: fp16 and
+bf16 have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from .buffers import Buffer, DType
+from .partition import Splits
+from .patience import collective
+from .reduction import Reduction
+
+Call = Callable[[], None]
+
+_OPERATORS = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+_LOGICAL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
+
+
+def reduces(dtype: DType, op: Reduction | None) -> bool:
+    """Whether the library has the operator on the element type."""
+    return not dtype.widened and (op is None or not op.premultiplied)
+
+
+def all_reduce(comm: MPI.Comm, x: Buffer, op: Reduction) -> Call:
+    """MPI_Allreduce, in place."""
+    call = collective(comm, "Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+    return _finished(call, op, comm.size, x)
+
+
+def reduce_scatter(comm: MPI.Comm, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
+    """MPI_Reduce_scatter, or its block variant where the parts are equal; out may be x's own part."""
+    if _overlap(out, x):  # MPI takes none; the memory for another is not kept
+
+        def apart() -> None:
+            result = Buffer(np.empty_like(out.flat), out.dtype)
+            reduce_scatter(comm, result, x, op, counts)()
+            np.copyto(out.flat, result.flat)
+
+        return apart
+    data, target, operator = _elements(x), _elements(out), _operator(op, x.dtype)
+    if len(set(counts)) == 1:
+        call = collective(comm, "Reduce_scatter_block", data, target, operator)
+    else:
+        call = collective(comm, "Reduce_scatter", data, target, list(counts), operator)
+    return _finished(call, op, comm.size, out)
+
+
+def all_gather(comm: MPI.Comm, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
+    """MPI_Allgather, or MPI_Allgatherv where the parts differ."""
+    source = MPI.IN_PLACE if _overlap(out, x) else _elements(x)
+    if len(set(counts)) == 1:
+        return collective(comm, "Allgather", source, _elements(out))
+    return collective(comm, "Allgatherv", source, _parts(out, counts))
+
+
+def all_to_all(comm: MPI.Comm, out: Buffer, x: Buffer, splits: Splits) -> Call:
+    """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
+    if splits.alike:
+        return collective(comm, "Alltoall", _elements(x), _elements(out))
+    return collective(comm, "Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
+
+
+def broadcast(comm: MPI.Comm, x: Buffer, root: int) -> Call:
+    """MPI_Bcast."""
+    return collective(comm, "Bcast", _elements(x), root)
+
+
+def reduce(comm: MPI.Comm, x: Buffer, root: int, op: Reduction) -> Call:
+    """MPI_Reduce, in place on the root."""
+    operator = _operator(op, x.dtype)
+    if comm.rank != root:
+        return collective(comm, "Reduce", _elements(x), None, operator, root)
+    return _finished(collective(comm, "Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
+
+
+def gather(comm: MPI.Comm, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
+    """MPI_Gatherv."""
+    target = None if out is None else _parts(out, counts)
+    return collective(
+        comm, "Gatherv", MPI.IN_PLACE if out is not None and _overlap(out, x) else _elements(x), target, root
+    )
+
+
+def scatter(comm: MPI.Comm, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
+    """MPI_Scatterv."""
+    source = None if x is None else _parts(x, counts)
+    return collective(
+        comm, "Scatterv", source, MPI.IN_PLACE if x is not None and _overlap(out, x) else _elements(out), root
+    )
+
+
+def _operator(op: Reduction, dtype: DType) -> MPI.Op:
+    return (_LOGICAL if dtype.kind == "b" else _OPERATORS)[op.name]
+
+
+def _elements(data: Buffer) -> list[Any]:
+    """All elements; those that MPI has no type for as integers."""
+    code = "H" if data.dtype.widened else data.dtype.storage.char
+    memory = MPI.memory.fromaddress(data.address, data.nbytes) if data.size else data.flat
+    return [memory, MPI.Datatype.fromcode(code)]
+
+
+def _parts(data: Buffer, counts: Sequence[int]) -> list[Any]:
+    """The elements, cut into one part for each rank."""
+    memory, datatype = _elements(data)
+    return [memory, list(counts), datatype]
+
+
+def _finished(call: Callable[..., Any], op: Reduction, ranks: int, out: Buffer) -> Call:
+    """The call, and for an average what turns the sum into it."""
+    if op.name != "avg":
+        return call
+
+    def run() -> None:
+        call()
+        op.finish(out.flat, ranks, out)
+
+    return run
+
+
+def _overlap(a: Buffer, b: Buffer) -> bool:
+    (a_start, a_stop), (b_start, b_stop) = a.span(), b.span()
+    return a_start < b_stop and b_start < a_stop

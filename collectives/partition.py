@@ -1,0 +1,29 @@
+"""How n elements are cut over p ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How one rank's arrays of an all_to_all are cut: elements to and from each rank.
+
+    alike: whether all ranks cut into parts of one size, and all ranks know that they do.
+    """
+
+    leaving: Sequence[int]
+    coming: Sequence[int]
+    alike: bool
+
+
+def even_counts(size: int, ranks: int) -> list[int]:
+    """As evenly as possible: the first `size % ranks` ranks have one element more than the others."""
+    share, rest = divmod(size, ranks)
+    return [share + (rank < rest) for rank in range(ranks)]
+
+
+def cut(counts: Sequence[int], pieces: int) -> list[int]:
+    """Each part cut as evenly as possible into so many pieces."""
+    return [piece for count in counts for piece in even_counts(count, pieces)]

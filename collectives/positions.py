@@ -1,0 +1,172 @@
+"""Where each rank of a node is: a page in its shared memory on which every rank writes what it is in.
+
+It can be read at any time and without any rank's help, also while a rank is stuck; the watchdog does.
+
+    rank 0 | rank 1 | ...       each: number and kind of its collective, whether it is still in it; the same of its
+                                last wait for a message; a beat, which goes on as long as its process runs
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .symmetric.shared_memory import SharedMemory
+
+OPERATIONS = (
+    "nothing",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "split",
+    "empty",
+    "shared",
+    "pages",
+    "compound",
+    "close",
+    "send",
+    "recv",
+    "the end of its program",
+)
+CODES = {name: code for code, name in enumerate(OPERATIONS)}
+END = OPERATIONS[-1]
+_COLLECTIVE = struct.Struct("3q")
+_MESSAGE = struct.Struct("4q")
+_BEAT = struct.Struct("q")
+_WIDTH = _COLLECTIVE.size + _MESSAGE.size + _BEAT.size
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is: in (or, if not inside, after) the collective of that number, and maybe in a message, too.
+
+    waits: the messages that it has waited for. message: "send" or "recv", with `peer`, if it is waiting for one. beat:
+    how often its watchdog has looked.
+    At the end of its program `peer` is the status with which it exits, as far as is known.
+    """
+
+    number: int
+    operation: str
+    inside: bool
+    waits: int = 0
+    message: str | None = None
+    peer: int = 0
+    beat: int = field(default=0, compare=False)
+
+    @property
+    def status(self) -> int:
+        """The exit status of a rank at the end of its program; 0 for the others."""
+        return self.peer if self.operation == END else 0
+
+    def __str__(self) -> str:
+        if self.message:
+            return f"is in {self.message} {'to' if self.message == 'send' else 'from'} rank {self.peer}"
+        if not self.number:
+            return "has not begun any operation"
+        if self.operation == END:
+            status = f" with status {self.status}" if self.status else ""
+            return f"is at {END}{status}, after {self.number - 1} operations"
+        return f"is {'in' if self.inside else 'after'} {self.operation} (operation {self.number})"
+
+
+class Positions:
+    """The page of one group's ranks on one node, as seen by one of them.
+
+    memory: shared by these ranks, `Positions.nbytes(ranks)` long and zero at first; private to this rank where there
+    is no shared memory, and then of no use to others.
+    """
+
+    def __init__(self, memory: SharedMemory | bytearray, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._memory = memory
+        place = rank * _WIDTH
+        own = memoryview(memory)[place : place + _WIDTH].cast("q")
+        self._collective, self._message, self._beat = own[:3], own[3:7], own[7:]
+        self._numbers = memoryview(memory)[: ranks * _WIDTH].cast("q")
+        self._waits = 0
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Bytes of memory that it needs."""
+        return ranks * _WIDTH
+
+    @property
+    def shared(self) -> bool:
+        """Whether the node's ranks see each other's."""
+        return isinstance(self._memory, SharedMemory)
+
+    def beat(self) -> None:
+        """This rank's process runs."""
+        self._beat[0] += 1
+
+    def enter(self, number: int, operation: str) -> None:
+        """This rank begins the operation of that number."""
+        collective = self._collective
+        collective[2] = 0
+        collective[0], collective[1] = number, CODES[operation]
+        collective[2] = 1
+
+    def leave(self) -> None:
+        """This rank has ended it."""
+        self._collective[2] = 0
+
+    def all_entered(self, number: int) -> bool:
+        """Whether every rank of the node has come to the operation of that number, or past it, as far as is known."""
+        if not self.shared:
+            return True
+        return all(self._numbers[place] >= number for place in range(0, len(self._numbers), _WIDTH // 8))
+
+    def end(self, status: int = 0) -> None:
+        """This rank's program is over, with that exit status: it comes to no further operation."""
+        self._message[2], self._message[3] = 0, status
+        self._collective[0], self._collective[1], self._collective[2] = self._collective[0] + 1, CODES[END], 0
+
+    @contextmanager
+    def waiting(self, message: str, peer: int) -> Iterator[None]:
+        """While this rank waits for a "send" to or a "recv" from the peer."""
+        self._waits += 1
+        own = self._message
+        own[0], own[1], own[3] = self._waits, CODES[message], peer
+        own[2] = 1
+        try:
+            yield
+        finally:
+            own[2] = 0
+
+    def own(self) -> Position:
+        """Where this rank is."""
+        return self._read(self._memory, self.rank)
+
+    def all(self) -> list[Position]:
+        """Where each rank of the node is."""
+        return [self._read(self._memory, rank) for rank in range(self.ranks)]
+
+    def snapshot(self) -> bytes:
+        """The page as it is now, to be sent to another node."""
+        return bytes(self._memory[: self.ranks * _WIDTH])
+
+    @classmethod
+    def decode(cls, snapshot: bytes) -> list[Position]:
+        """What `snapshot` gave on another node."""
+        return [cls._read(snapshot, rank) for rank in range(len(snapshot) // _WIDTH)]
+
+    @staticmethod
+    def _read(memory: SharedMemory | bytearray | bytes, rank: int) -> Position:
+        number, code, inside = _COLLECTIVE.unpack_from(memory, rank * _WIDTH)
+        waits, message, waiting, peer = _MESSAGE.unpack_from(memory, rank * _WIDTH + _COLLECTIVE.size)
+        (beat,) = _BEAT.unpack_from(memory, (rank + 1) * _WIDTH - _BEAT.size)
+        kind = OPERATIONS[message] if waiting else None
+        return Position(number, OPERATIONS[code], bool(inside), waits, kind, peer, beat)
+
+
+def listing(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0, 1, 5"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,269 @@
+"""One progress thread per communicator: asynchronous operations run in it in the order in which they were issued.
+
+Order of issue is order of execution, on every rank, so no operation can overtake another and none can deadlock by
+reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn.
+
+While the program computes, a thread that waits for a late rank inside MPI takes a core from it, as MPI looks for
+messages all the time. So the thread naps until the node's other ranks have come to the operation, unless the program
+itself waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mpi4py import MPI
+
+from .errors import MismatchError, OperationError, WorkTimeout
+from .patience import nap_from_now_on
+from .watchdog import mark_end
+
+_SHORTEST_NAP, _LONGEST_NAP = 1e-4, 2e-3  # seconds
+_CROWDED_NAP, _GLANCES = 5e-5, 20  # seconds; looks before the first such nap
+
+
+class Work:
+    """The handle of an operation under way. Its arrays must not be touched until it is complete."""
+
+    def __init__(self, name: str, hurry: Callable[[int], None] | None = None) -> None:
+        self.name = name
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._hurry = hurry
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not; never blocks."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the operation has ended.
+
+        timeout: seconds; WorkTimeout when they pass first (the operation goes on). Raises OperationError if the
+        operation failed, MismatchError if the ranks were in different ones.
+        """
+        if self._hurry is not None and not self._done.is_set():
+            self._hurry(1)
+            try:
+                self._done.wait(timeout)
+            finally:
+                self._hurry(-1)
+        if not self._done.wait(0 if self._hurry else timeout):
+            raise WorkTimeout(f"{self.name} is not complete after {timeout} s")
+        if isinstance(self._error, (OperationError, MismatchError)):
+            raise self._error
+        if self._error is not None:
+            raise OperationError(f"{self.name} failed: {self._error}") from self._error
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._done.set()
+
+
+class RequestWork(Work):
+    """A Work that is MPI requests, for point-to-point messages, which must not wait for each other's turn.
+
+    keep: what must live as long. finish: runs when all are complete. waiting: a context for blocking in them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        requests: list[MPI.Request],
+        keep: Any,
+        finish: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]],
+        statuses: list[MPI.Status] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._requests, self._keep, self._finish, self._statuses = requests, keep, finish, statuses
+        self._waiting = waiting
+        self._lock = threading.Lock()
+
+    def is_completed(self) -> bool:
+        """Whether the message has been sent or has arrived; never blocks."""
+        with self._lock:
+            if not self._done.is_set():
+                self._attempt(MPI.Request.Testall)
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the message has been sent or has arrived; see Work.wait."""
+        if timeout is None:
+            with self._lock, self._waiting():
+                if not self._done.is_set():
+                    self._attempt(MPI.Request.Waitall)
+        else:
+            pause, limit = threading.Event(), MPI.Wtime() + timeout
+            while not self.is_completed() and MPI.Wtime() < limit:
+                pause.wait(1e-4)
+        super().wait(0 if timeout is not None else None)
+
+    def _attempt(self, complete: Callable[..., Any]) -> None:
+        """Testall or Waitall; an error is kept for whoever waits."""
+        try:
+            if not complete(self._requests, self._statuses):
+                return
+            self._finish()
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end()
+        self._keep = None
+
+
+class Progress:
+    """The queue of one communicator and the thread that works it off; the thread starts with the first task.
+
+    Whoever runs an operation has the turn: the thread, or a caller for whom nothing is queued. The thread takes it
+    before it takes a task off the queue, so that an empty queue and a free turn mean that nothing is before a caller.
+
+    naps: whether the thread naps while it waits for messages (`patience`). crowded: whether the node has more ranks
+    than cores. Both are to be set before the first task. at_end: see `Communicator.before_end`. number: in the order in
+    which they were made.
+    """
+
+    def __init__(self) -> None:
+        self.naps = self.crowded = False
+        self.at_end: Callable[[], None] | None = None
+        self.number = next(_numbers)
+        self._condition = threading.Condition()
+        self._queue: deque[tuple[Work, Callable[[], None]]] = deque()
+        self._turn = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._waiters = 0
+        self._hurried = threading.Event()
+        _alive.add(self)
+
+    def hurry(self, more: int) -> None:
+        """One waits more, or less, for what is queued."""
+        with self._condition:
+            self._waiters += more
+            if self._waiters:
+                self._hurried.set()
+            else:
+                self._hurried.clear()
+
+    def nap_until(self, ready: Callable[[], bool]) -> None:
+        """Returns when `ready()`, or before where waiting takes no core from a rank that computes.
+
+        That is as soon as somebody waits for what is queued, or at once for a caller in the program's own thread,
+        unless the ranks are more than the cores: then naps are all there is to do.
+        """
+        inside = threading.current_thread() is self._thread
+        if not (inside or self.crowded):
+            return
+        pause, glances = _SHORTEST_NAP, 0
+        while not ready():
+            if inside and not self._hurried.is_set():
+                self._hurried.wait(pause)
+                pause = min(2 * pause, _LONGEST_NAP)
+            elif not self.crowded:
+                return
+            elif glances < _GLANCES:
+                glances += 1
+                os.sched_yield()
+            else:
+                time.sleep(_CROWDED_NAP)
+
+    def take_turn(self) -> bool:
+        """Whether the caller may run its operation now, because nothing is before it; then `end_turn` must follow."""
+        return not self._queue and self._turn.acquire(blocking=False)
+
+    def end_turn(self) -> None:
+        """The caller's operation has ended."""
+        self._turn.release()
+
+    def submit(self, name: str, task: Callable[[], None]) -> Work:
+        """Queues a task; returns at once."""
+        work = Work(name, self.hurry)
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the library cannot be called from a second thread
+            with self._turn:
+                self._carry_out(work, task)
+            return work
+        with self._condition:
+            self._queue.append((work, task))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work_off, name="mpidl-progress", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+        return work
+
+    def drain(self) -> None:
+        """Returns when everything queued so far has run."""
+        if not self.take_turn():
+            self.submit("drain", lambda: None).wait()
+        else:
+            self.end_turn()
+
+    def close(self) -> None:
+        """Drains the queue and ends the thread."""
+        if self._closed:
+            return
+        self.drain()
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def abandon(self) -> None:
+        """Ends the thread once it has run what is queued; waits for nothing."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+
+    def _work_off(self) -> None:
+        if self.naps:
+            nap_from_now_on()
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+            with self._turn:
+                self._carry_out(*self._queue.popleft())
+
+    @staticmethod
+    def _carry_out(work: Work, task: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        try:
+            task()
+        except BaseException as failure:  # handed to whoever waits
+            error = failure
+        del task  # and with it the arrays, before the caller goes on
+        work._end(error)
+
+
+_alive: weakref.WeakSet[Progress] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alive.clear)  # a forked child is no rank: it ends alone
+
+
+@atexit.register
+def _finish_what_is_queued() -> None:
+    """Before MPI is finalized, every operation that was issued has run, as the other ranks rely on it."""
+    late = sorted((progress for progress in _alive if progress.at_end is not None), key=lambda found: found.number)
+    for progress in set(_alive).difference(late):
+        progress.close()
+    mark_end(late=False)
+    for progress in late:
+        if progress.at_end is not None and not MPI.Is_finalized():
+            with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
+                progress.at_end()
+        progress.close()
+    mark_end(late=True)

@@ -1,0 +1,154 @@
+"""The small language in which algorithms are written.
+
+An algorithm sends nothing. It is a pure function of the number of ranks that returns a `Schedule`: for every rank
+a list of *rounds*, and in every round the steps that the rank begins together and completes together.
+
+Data lies in three buffers, each cut into numbered chunks:
+
+    in      what the caller gave; never written
+    work    in reductions: starts as a copy of `in` (in the accumulating dtype) and holds partial results;
+            in movements: starts undefined, room for what only passes through
+    out     what the caller gets
+
+and the steps are
+
+    send(buffer, chunks, peer)      the chunks leave for `peer`
+    recv(buffer, chunks, peer)      the chunks are overwritten by what `peer` sends
+    reduce(chunks, peer)            work[chunks] = work[chunks] (op) what `peer` sends from its work
+    copy(source, target)            local: one chunk run to another
+    finish(chunks)                  local: out[chunks] = the finished work[chunks] (averaged, rounded to the dtype)
+
+Within a round everything happens at once, so no step may write what another one reads or writes, but for two cases:
+
+- a reduce may overwrite exactly the run that a send of its round takes to the same peer: the message holds what was
+  there before (two ranks exchange their partial results);
+- several reduces may add to exactly the same run: in the order of the steps.
+
+Messages from one rank to another are received in the order in which they are sent, also within a round.
+
+The executor runs one rank's rounds over MPI; `simulate` runs all ranks symbolically and proves the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+
+class Kind(Enum):
+    """What a step does."""
+
+    SEND = "send"
+    RECV = "recv"
+    REDUCE = "reduce"
+    COPY = "copy"
+    FINISH = "finish"
+
+
+class Place(Enum):
+    """Which of a rank's three buffers a step touches."""
+
+    IN = "in"
+    WORK = "work"
+    OUT = "out"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A run of neighbouring chunks of one buffer: numbers start <= c < stop."""
+
+    place: Place
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank. `peer` is -1 and `source` is set for local steps."""
+
+    kind: Kind
+    target: Chunks
+    peer: int = -1
+    source: Chunks | None = None
+
+
+Round = tuple[Step, ...]
+Program = tuple[Round, ...]
+
+
+def chunk(place: Place, number: int) -> Chunks:
+    """The single chunk `number` of a buffer."""
+    return Chunks(place, number, number + 1)
+
+
+def send(what: Chunks, peer: int) -> Step:
+    """`what` leaves for `peer`."""
+    return Step(Kind.SEND, what, peer)
+
+
+def recv(where: Chunks, peer: int) -> Step:
+    """`where` is overwritten by the next message from `peer`."""
+    return Step(Kind.RECV, where, peer)
+
+
+def reduce(start: int, stop: int, peer: int) -> Step:
+    """The chunks `start` to `stop` of work are combined with the next message from `peer`."""
+    return Step(Kind.REDUCE, Chunks(Place.WORK, start, stop), peer)
+
+
+def backwards(rounds: list[Round]) -> list[Round]:
+    """The reduction that takes the way of a distribution over out, only from its end to its beginning.
+
+    What was received is sent, as a partial result of work; what was sent is reduced. All-gather gives reduce-scatter.
+    """
+    return [
+        tuple(
+            send(Chunks(Place.WORK, s.target.start, s.target.stop), s.peer)
+            if s.kind is Kind.RECV
+            else reduce(s.target.start, s.target.stop, s.peer)
+            for s in steps
+        )
+        for steps in reversed(rounds)
+    ]
+
+
+def copy(source: Chunks, target: Chunks) -> Step:
+    """Local copy of as many chunks."""
+    return Step(Kind.COPY, target, source=source)
+
+
+def finish(start: int, stop: int) -> Step:
+    """The chunks of work are complete: averaged and rounded into out."""
+    return Step(Kind.FINISH, Chunks(Place.OUT, start, stop), source=Chunks(Place.WORK, start, stop))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An algorithm for a number of ranks.
+
+    name: the algorithm's, e.g. "ring". operation: the collective that it computes, e.g. "all_reduce".
+    chunks: into how many chunks the data is cut. root: of rooted operations, else 0.
+    rounds_of: a rank's program; called once per rank and kept (`program`).
+    pieces: chunks that each rank's part is cut into, where parts belong to ranks; chunks is then ranks * pieces.
+    work: in movements, chunks of the work buffer, each with room for the largest chunk of in; 0: cut as in and out are.
+    """
+
+    name: str
+    operation: str
+    ranks: int
+    chunks: int
+    rounds_of: Callable[[int], list[Round]]
+    root: int = 0
+    pieces: int = 1
+    work: int = 0
+
+    def program(self, rank: int) -> Program:
+        """The rounds of one rank."""
+        return _program(self, rank)
+
+
+@lru_cache(maxsize=1024)
+def _program(schedule: Schedule, rank: int) -> Program:
+    return tuple(schedule.rounds_of(rank))

@@ -1,0 +1,203 @@
+"""Memory that every rank of a node can load and store directly.
+
+    symmetric (`comm.empty`)                    shared (`comm.shared`)
+    one array a rank, side by side              one array, the same for all
+    +--------+--------+--------+                +--------+
+    | rank 0 | rank 1 | rank 2 |                | 0, 1, 2|
+    +--------+--------+--------+                +--------+
+
+An allocation is one file that every rank maps and that is unlinked as soon as all have, so that nothing stays behind
+however a process ends. It is freed like any array, when nothing refers to it any more: no rank waits for another, as
+freeing an MPI window would. Its pages are reserved before it is mapped, each rank's by that rank: a file system that
+is too small is an error then, and not a SIGBUS later, and the pages lie in the memory that is near to their rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import sys
+import tempfile
+import warnings
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ..buffers import address
+
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor an array
+DIRECTORY = "MPIDL_SHM_DIR"
+JOB = "MPIDL_JOB"  # set by who started the job and removes what it leaves behind: a part of all names
+_USUAL = "/dev/shm"
+
+
+class SharedMemory(mmap.mmap):
+    """One allocation, as this rank maps it; arrays over it keep it alive.
+
+    number: of the allocation, the same on all its ranks. stride: bytes from one rank's part to the next rank's; 0 if
+    all share one. file: a descriptor of the file where its pages come and go, else -1.
+    """
+
+    number: int
+    stride: int
+    address: int
+    file: int = -1
+
+    def offset(self, rank: int) -> int:
+        """Bytes from the start to a rank's part."""
+        return rank * self.stride
+
+    def view(self, rank: int, start: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """`size` elements of a rank's part, from byte `start` of it."""
+        return np.frombuffer(self, dtype, size, rank * self.stride + start)
+
+
+# What `Communicator.shared` has made in this process, for any group: all ranks' contributions would be one there.
+ONE_FOR_ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def is_one_for_all(place: int) -> bool:
+    """Whether an array at this address is the same memory on other ranks."""
+    return any(memory.address <= place < memory.address + len(memory) for memory in ONE_FOR_ALL)
+
+
+def directories() -> Iterator[str]:
+    """Where to make the files: memory if it has room, else a disk's page cache."""
+    yield os.environ.get(DIRECTORY) or _USUAL
+    yield tempfile.gettempdir()
+
+
+class Allocator:
+    """Makes a group of ranks' allocations, and finds the one that an array lies in.
+
+    node: a communicator of ranks that are on one node. A method marked collective is called by all of them, in the
+    same order.
+    """
+
+    def __init__(self, node: MPI.Intracomm) -> None:
+        self._node = node
+        self._rank, self._ranks = node.Get_rank(), node.Get_size()
+        self._made = 0
+        self._starts: list[int] = []
+        self._live: list[weakref.ref[SharedMemory]] = []
+
+    def allocate(self, nbytes: int, *, shared: bool = False, reserved: bool = True) -> SharedMemory | None:
+        """Room for the largest `nbytes` that a rank asks for, a part for each rank or one for all. Collective.
+
+        reserved: False: no pages yet; whoever uses some reserves them first. None on all ranks where no file system
+        has room for it.
+        """
+        self._made += 1
+        part = _pages(max(1, self._node.allreduce(nbytes, MPI.MAX)))
+        wanted = part if shared else part * self._ranks
+        for number, directory in enumerate(directories()):
+            memory = self._map(directory, part, wanted, shared=shared, reserved=reserved)
+            if memory is not None:
+                if number and self._rank == 0:
+                    _warn(f"{wanted >> 20} MiB of the node's shared memory are in {directory}, which is slower")
+                memory.number, memory.stride = self._made, 0 if shared else part
+                memory.address = address(np.frombuffer(memory, np.uint8))
+                self._register(memory)
+                return memory
+        if self._rank == 0:
+            _warn(f"the node has no room for {wanted >> 20} MiB of shared memory; ranks send messages instead")
+        return None
+
+    def find(self, address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
+        """The allocation in whose part of this rank the bytes lie, and their place in that part."""
+        place = bisect_right(self._starts, address) - 1
+        if place < 0:
+            return None
+        memory = self._live[place]()
+        if memory is None:
+            self._forget()
+            return None
+        start = address - memory.address - memory.offset(self._rank)
+        part = memory.stride or len(memory)
+        return (memory, start) if start >= 0 and start + nbytes <= part else None
+
+    def _map(self, directory: str, part: int, wanted: int, *, shared: bool, reserved: bool) -> SharedMemory | None:
+        """Rank 0 makes the file, everyone reserves its own part and maps all; None if any of them cannot."""
+        name = "-".join(filter(None, ["mpidl", os.environ.get(JOB), secrets.token_hex(8)]))
+        path = Path(directory) / name
+        path = Path(self._node.bcast(str(path)))
+        file = -1
+        try:
+            if self._rank == 0:
+                file = _attempt_open(path, os.O_CREAT | os.O_EXCL)
+                ready = file >= 0 and (reserve(file, 0, part) if reserved else _enlarge(file, wanted))
+                self._node.bcast(ready)
+            else:
+                ready = self._node.bcast(None)
+                file = _attempt_open(path) if ready else -1
+                ready = file >= 0 and (shared or not reserved or reserve(file, self._rank * part, part))
+            memory = None
+            if self._node.allreduce(int(bool(ready)), MPI.MIN):
+                with contextlib.suppress(OSError):  # too many open files, or mappings
+                    memory = SharedMemory(file, wanted, **_UNTRACKED)
+                if not self._node.allreduce(int(memory is not None), MPI.MIN):
+                    memory = None
+            if memory is not None and not reserved:
+                memory.file = os.dup(file)
+                weakref.finalize(memory, os.close, memory.file)
+            return memory
+        finally:
+            if file >= 0:
+                os.close(file)
+            if self._rank == 0:
+                path.unlink(missing_ok=True)
+
+    def _register(self, memory: SharedMemory) -> None:
+        self._forget()
+        place = bisect_right(self._starts, memory.address)
+        self._starts.insert(place, memory.address)
+        self._live.insert(place, weakref.ref(memory))
+
+    def _forget(self) -> None:
+        """Drops what is freed: its addresses may be given to something else."""
+        live = [(start, memory) for start, memory in zip(self._starts, self._live, strict=True) if memory() is not None]
+        self._starts, self._live = [start for start, _ in live], [memory for _, memory in live]
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _attempt_open(path: Path, flags: int = 0) -> int:
+    try:
+        return os.open(path, os.O_RDWR | flags, 0o600)
+    except OSError:
+        return -1
+
+
+def _enlarge(file: int, nbytes: int) -> bool:
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError:
+        return False
+    return True
+
+
+def reserve(file: int, start: int, nbytes: int) -> bool:
+    """Gives a file the pages for these bytes; False where there is no room."""
+    try:
+        os.posix_fallocate(file, start, nbytes)
+    except OSError:
+        return False
+    return True
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"{what}. {_USUAL} is too small: enlarge it (docker run --shm-size=8g, or mount -o remount,size=50% "
+        f"{_USUAL} as root), or name a larger tmpfs in {DIRECTORY}",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,42 @@
+"""How collectives are timed, for the benchmarks and the tuner."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+def repetitions(nbytes: int) -> int:
+    """Enough for a steady median, few enough to be done soon."""
+    return 100 if nbytes <= 64 << 10 else 40 if nbytes <= 4 << 20 else 9
+
+
+def measure(
+    comm: Communicator, calls: Mapping[str, Callable[[], Any]], count: int, warmup: int = 3
+) -> dict[str, float]:
+    """Median over `count` repetitions of the slowest rank's seconds, by name. Collective.
+
+    The calls take turns, repetition by repetition, so that drift of the machine hits all alike, and in an order that
+    is drawn anew each time, as each finds the caches as the one before has left them. A repetition's time is the
+    slowest rank's, between a barrier and its own end.
+    """
+    times = np.zeros((count, len(calls)))
+    order = list(enumerate(calls.values()))
+    draw = random.Random(count)  # the same on every rank
+    for number in range(-warmup, count):
+        draw.shuffle(order)
+        for column, call in order:
+            comm.mpi.Barrier()
+            start = time.perf_counter()
+            call()
+            if number >= 0:
+                times[number, column] = time.perf_counter() - start
+    comm.all_reduce(times, "max")
+    return dict(zip(calls, np.median(times, 0).tolist(), strict=True))

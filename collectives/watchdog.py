@@ -1,0 +1,329 @@
+"""The watchdog: ends the job where an operation waits for a rank that does not come, and says which and where it is.
+
+One thread a process looks, once a second or more often where the limit is short, at the positions of each group that
+this process is in. Nothing is added to an operation but the few bytes that it writes there anyway.
+
+    waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
+    being waited for        the late rank prints where its program is, so that the report has its cause beside it
+    waiting for a rank      that has come to the end of its program, which is hopeless: reported at once; the job ends
+                            with that rank's exit status, if it is known and not 0
+
+A rank that is stopped in the middle of an operation has arrived like all the others. What tells it apart is its own
+watchdog, whose looks leave a beat on its node's page: the report names the ranks whose beat has ceased. A process that
+has not looked for long itself was stopped, maybe with the whole job, and does not count that time as waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from mpi4py import MPI
+
+from .errors import ArgumentError
+from .positions import END, Position, Positions, listing
+
+TIMEOUT = "MPIDL_TIMEOUT"
+TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
+_DEFAULT = 600.0
+_ANSWER = 3.0  # seconds that other nodes have to say where their ranks are
+_LAST_MESSAGE = 10.0  # seconds that a message of a rank that has come to its end may still take
+_GRACE = 5.0  # seconds by which other waiting ranks let the lowest report first
+_LAST_WORDS = 2.0  # seconds that late ranks have at most to print where they are
+_ABSENT = 4.0  # seconds between two looks that only a process that was stopped lets pass
+
+
+def limit_of(given: float | None) -> float:
+    """Seconds that an operation may wait: the argument, or the environment's, or ten minutes; 0 means for ever."""
+    name, value = "timeout", given
+    if value is None:
+        name, value = TIMEOUT, os.environ.get(TIMEOUT) or _DEFAULT  # type: ignore[assignment]
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ArgumentError(f"{name}: got {value!r}; needs a number of seconds, 0 or more (0: wait for ever)")
+    return seconds or math.inf
+
+
+@dataclass
+class _Seen:
+    """A rank's position, since when it has been in its collective and in its wait for a message, and its last beat."""
+
+    position: Position
+    collective: float
+    message: float
+    heard: float
+
+    def update(self, position: Position, now: float) -> None:
+        """Compares with what was seen last."""
+        before, self.position = self.position, position
+        if (position.number, position.inside) != (before.number, before.inside):
+            self.collective = now
+        if (position.waits, position.message) != (before.waits, before.message):
+            self.message = now
+        if position.beat != before.beat:
+            self.heard = now
+
+    def forgive(self, seconds: float) -> None:
+        """That long nobody looked."""
+        self.collective, self.message, self.heard = (t + seconds for t in (self.collective, self.message, self.heard))
+
+    def waited(self, now: float) -> tuple[float, bool]:
+        """Seconds of the longer of its waits, and whether that is in a collective."""
+        inside = now - self.collective if self.position.inside else -1.0
+        message = now - self.message if self.position.message else -1.0
+        return max(inside, message), inside >= message
+
+
+@dataclass(eq=False)
+class Guard:
+    """What the watchdog knows of one group.
+
+    messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes. positions: of
+    this node's ranks. ranks: the group's number of each of them. limit: seconds. late: this rank takes part in its
+    operations until after the end of its program.
+    """
+
+    messages: MPI.Intracomm
+    positions: Positions
+    ranks: list[int]
+    limit: float
+    late: bool = False
+    _seen: list[_Seen] = field(default_factory=list)
+    _asked: float | None = None
+    _answers: dict[int, tuple[Position, float]] = field(default_factory=dict)  # with the seconds since its last beat
+    _looked: float = math.inf
+    _shown: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # held while it looks
+    _closed: bool = False
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, self.limit / 8)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all ranks' positions are on the page."""
+        return len(self.ranks) == self.messages.size
+
+    @property
+    def closed(self) -> bool:
+        """Whether it looks no more."""
+        return self._closed
+
+    def close(self) -> None:
+        """Looks no more, and sends no more messages."""
+        with self._lock:
+            self._closed = True
+
+    def look(self, now: float) -> None:
+        """Compares with the last look; may end the job."""
+        with self._lock:
+            if not self._closed:
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        self.positions.beat()
+        positions = self.positions.all()
+        if not self._seen:
+            self._seen = [_Seen(position, now, now, now) for position in positions]
+        if now - self._looked > _ABSENT:
+            self._asked = None
+            for seen in self._seen:
+                seen.forgive(now - self._looked)
+        self._looked = now
+        for seen, position in zip(self._seen, positions, strict=True):
+            seen.update(position, now)
+        if not self.sees_all:
+            self._answer(now)
+        mine = self._seen[self.positions.rank]
+        waited, inside = mine.waited(now)
+        if waited >= self.limit or self._hopeless(mine.position, waited, inside):
+            position = replace(mine.position, message=None) if inside else replace(mine.position, inside=False)
+            self._report(position, waited, now)
+        else:
+            self._asked = None
+            self._show_lateness(now)
+
+    def _hopeless(self, mine: Position, waited: float, inside: bool) -> bool:
+        """Whether a rank of this node that this one waits for has come to its end."""
+        ended = {
+            rank: seen.position.number
+            for rank, seen in zip(self.ranks, self._seen, strict=True)
+            if seen.position.operation == END
+        }
+        if inside:
+            return waited >= 2 * self.interval and any(number <= mine.number for number in ended.values())
+        return waited >= _LAST_MESSAGE and mine.peer in ended
+
+    def _show_lateness(self, now: float) -> None:
+        """Prints where this rank's program is, once, if another has waited for it too long."""
+        mine = self._seen[self.positions.rank].position
+        for seen in self._seen:
+            there = seen.position
+            if there.inside and there.number > mine.number >= self._shown and now - seen.collective >= self.limit:
+                self._shown = mine.number + 1
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                where = "".join(traceback.format_stack(frame)) if frame else ""
+                own, what = self.ranks[self.positions.rank], f"{there.operation} (operation {there.number})"
+                _say(f"mpidl: rank {own} is late for {what}; it is at\n{where}")
+
+    # ---- the report -------------------------------------------------------------------------------------------
+
+    def _report(self, mine: Position, waited: float, now: float) -> None:
+        if self._asked is None:
+            self._asked = now
+            self._answers = {}
+            if not self.sees_all:
+                self._ask()
+        if len(self._answers) + len(self.ranks) < self.messages.size and now < self._asked + _ANSWER:
+            return
+        here = {rank: (seen.position, now - seen.heard) for rank, seen in zip(self.ranks, self._seen, strict=True)}
+        told = here | self._answers
+        known = {rank: position for rank, (position, _) in told.items()}
+        longest = max(3 * self.interval, waited / 2)
+        beats = {rank: seconds for rank, (there, seconds) in told.items() if there.beat and there.operation != END}
+        silent = {rank: seconds for rank, seconds in beats.items() if seconds > longest}
+        own = self.ranks[self.positions.rank]
+        first = [(there.number, rank) for rank, there in known.items() if _comes_first(there, mine)]
+        first = [found for found in first if found[1] not in silent]
+        if first and own != min(first)[1] and now < self._asked + _ANSWER + _GRACE:
+            return
+        _say(report(own, self.messages.size, mine, waited, known, silent))
+        time.sleep(min(_LAST_WORDS, self.limit / 2))  # late ranks print where they are
+        _abort(next((there.status for there in known.values() if there.status), 1))
+
+    def _ask(self) -> None:
+        others = [rank for rank in range(self.messages.size) if rank not in self.ranks]
+        for rank in others:
+            self.messages.Isend(np.empty(0, np.uint8), rank, TAGS[0]).Free()
+
+    def _answer(self, now: float) -> None:
+        """Answers other nodes' questions, and takes their answers."""
+        status = MPI.Status()
+        while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[0], status):
+            asker = status.Get_source()
+            self.messages.Recv(np.empty(0, np.uint8), asker, TAGS[0])
+            silent = [now - seen.heard for seen in self._seen]
+            self.messages.isend((self.ranks, self.positions.snapshot(), silent), asker, TAGS[1])
+        while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[1], status):
+            ranks, snapshot, silent = self.messages.recv(None, status.Get_source(), TAGS[1])
+            told = zip(Positions.decode(snapshot), silent, strict=True)
+            self._answers.update(zip(ranks, told, strict=True))
+
+
+def _comes_first(there: Position, mine: Position) -> bool:
+    """Whether a rank waits for the same, or in an operation before it, which some can leave earlier than others."""
+    if not mine.inside:
+        return replace(there, inside=False) == mine
+    return there.inside and there.number <= mine.number
+
+
+def report(
+    rank: int, ranks: int, mine: Position, waited: float, known: dict[int, Position], silent: dict[int, float]
+) -> str:
+    """What the rank that waits says: the operation, who has arrived and who has not and what these are in.
+
+    silent: ranks whose beat has ceased, and for how many seconds.
+    """
+    if mine.inside:
+        operation = f"{mine.operation} (operation {mine.number} of this communicator)"
+        arrived = [r for r, there in known.items() if (there.number, there.inside) >= (mine.number, True)]
+    else:
+        way = "to" if mine.message == "send" else "from"
+        operation = f"{mine.message} {way} rank {mine.peer}"
+        arrived = [rank]
+    arrived += [r for r, there in known.items() if there.number > mine.number and r not in arrived and mine.inside]
+    lines = [f"mpidl: rank {rank} of {ranks} has waited {waited:.0f} s in {operation}"]
+    lines.append(f"  arrived: {listing(sorted(arrived))}")
+    missing: dict[str, list[int]] = {}
+    for other in range(ranks):
+        if other not in arrived and (mine.inside or other == mine.peer):
+            where = str(known[other]) if other in known else "has not answered"
+            missing.setdefault(where, []).append(other)
+    lines += [f"  not arrived: {listing(late)}, which {where}" for where, late in missing.items()]
+    if silent:
+        seconds = f"{min(silent.values()):.0f} s"
+        lines.append(f"  silent for {seconds}, as if stopped or gone: {listing(sorted(silent))}")
+    elif mine.inside and not missing:
+        lines.append("  all have arrived: one of them hangs inside the operation, or it takes longer than the limit")
+    lines.append(f"  the job ends; a longer limit is given by Communicator(timeout=seconds) or {TIMEOUT}")
+    return "\n".join(lines) + "\n"
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _abort(status: int) -> None:
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        MPI.COMM_WORLD.Abort(status)
+    os._exit(status)  # mpirun then ends the other ranks
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_wake = threading.Event()
+_thread: list[threading.Thread] = []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_guards.clear)  # a forked child is no rank, and ends for itself
+
+
+def watch(guard: Guard) -> None:
+    """Watches the group for as long as the guard is referred to."""
+    _guards.add(guard)
+    if not _thread:
+        _thread.append(threading.Thread(target=_look_around, name="mpidl-watchdog", daemon=True))
+        _thread[0].start()
+    _wake.set()  # this group may want shorter intervals
+
+
+def _look_around() -> None:
+    while True:
+        _wake.wait(_look_once())
+        _wake.clear()
+
+
+def _look_once() -> float:
+    """Seconds until the next look; until then the thread refers to no guard, and so keeps the memory of no group."""
+    now, guards = time.monotonic(), list(_guards)
+    for guard in guards:
+        guard.look(now)
+    return min((guard.interval for guard in guards), default=1.0)
+
+
+_exit_status = [0]
+
+
+def note_exit(status: int) -> None:
+    """Says with which status this rank's program is about to end; the job ends with it where others wait for it."""
+    _exit_status[0] = status
+
+
+def noted_exit() -> int:
+    """The status that was noted last; 0 if none was."""
+    return _exit_status[0]
+
+
+def mark_end(late: bool) -> None:
+    """Tells the other ranks that this one's program is over: it comes to no further operation of any group.
+
+    late: including the groups that are. What was told before is not told again.
+    """
+    for guard in list(_guards):
+        if (late or not guard.late) and not guard.closed:
+            guard.positions.end(_exit_status[0])
+            guard.close()

@@ -1,0 +1,477 @@
+"""Trains GPT-2 with ZeRO over MPI and shows the loss falling and a sample of text.
+
+    mpirun -n 4 python examples/gpt2_zero3.py                            # Python's standard library, stage 3
+    mpirun -n 4 python examples/gpt2_zero3.py --data my_text.txt --steps 1000 --zero 2
+    mpirun -n 4 python examples/gpt2_zero3.py --dtype bf16 --offload disk --delayed-update
+    python examples/gpt2_zero3.py                                        # a world of one
+
+The parts that make it parallel are marked with >>>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mpidl
+from mpidl.cli import ArgumentParser, Progress, at_least, check_writable
+from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
+from mpidl.errors import ConfigurationError, UsageError
+from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
+from mpidl.models.pretrained import load_config, load_pretrained, our_name
+from mpidl.zero import Safetensors
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parse(comm: Any) -> argparse.Namespace:
+    """The options; wrong ones end all ranks with one line and status 2."""
+    parser = ArgumentParser(comm, description=__doc__.splitlines()[0])
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="stdlib", help="a UTF-8 text file, tinyshakespeare, or stdlib")
+    data.add_argument("--tokenizer", default="bytes", choices=["bytes", "gpt2"], help="gpt2: byte pairs")
+    data.add_argument("--vocab", metavar="DIR", help="GPT-2's merges.txt and vocab.json; else tiktoken's")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="27m", choices=list(SIZES), help="size")
+    model.add_argument("--layers", type=at_least(1), help="instead of the size's; so are --heads and --embd")
+    model.add_argument("--heads", type=at_least(1), help="attention heads a layer")
+    model.add_argument("--embd", type=at_least(1), help="width")
+    model.add_argument("--dropout", type=at_least(0, float), default=0.0, help="probability")
+    model.add_argument("--init-from", metavar="DIR", help="start from GPT-2 weights in this directory")
+    train = parser.add_argument_group("training")
+    train.add_argument("--zero", type=int, default=3, choices=[0, 1, 2, 3], help="ZeRO stage; 0 is DDP")
+    train.add_argument("--steps", type=at_least(0), default=100, help="optimizer steps")
+    train.add_argument("--batch", type=at_least(1), default=2, help="sequences a rank a micro-step")
+    train.add_argument("--block-size", type=at_least(1), default=64, help="tokens a sequence")
+    train.add_argument("--grad-accum", type=at_least(1), default=1, help="micro-steps a step")
+    train.add_argument(
+        "--global-batch",
+        type=at_least(1),
+        metavar="N",
+        help="sequences a step on all ranks, however many, in micro-steps of at most --batch; for --grad-accum",
+    )
+    train.add_argument("--lr", type=at_least(0, float), default=1e-3, help="highest learning rate")
+    train.add_argument("--min-lr", type=at_least(0, float), help="lowest; a tenth of --lr by default")
+    train.add_argument("--warmup", type=at_least(0), default=10, help="steps of linear warm-up")
+    train.add_argument("--schedule", default="cosine", choices=["cosine", "constant"], help="after it")
+    train.add_argument("--beta1", type=at_least(0, float), default=0.9, help="AdamW's")
+    train.add_argument("--beta2", type=at_least(0, float), default=0.99, help="AdamW's")
+    train.add_argument("--weight-decay", type=at_least(0, float), default=0.1, help="of matrices")
+    train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
+    train.add_argument(
+        "--dtype",
+        default="fp32",
+        choices=["fp32", *HALVES],
+        help="bf16, fp16: parameters with fp32 masters; DDP: autocast",
+    )
+    train.add_argument(
+        "--checkpoint-activations",
+        type=at_least(1),
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="compute blocks again in backward, each N-th or all, instead of keeping what is inside",
+    )
+    train.add_argument("--offload-activations", type=Path, metavar="DIR", help="keep their inputs on disk")
+    train.add_argument("--offload", choices=["cpu", "disk"], help="where optimizer state and masters lie")
+    train.add_argument("--offload-dir", metavar="DIR", help="of --offload disk; by default the system's for such files")
+    train.add_argument(
+        "--delayed-update", nargs="?", const=40, type=at_least(0), metavar="N", help="a step late, after N (40) steps"
+    )
+    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where to compute")
+    train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
+    kept = parser.add_argument_group("checkpoints")
+    kept.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and at the end")
+    kept.add_argument("--save-every", type=at_least(1), metavar="N", help="steps")
+    kept.add_argument(
+        "--resume", default="auto", metavar="auto|never|PATH", help="auto: from the newest complete one in DIR"
+    )
+    safety = parser.add_argument_group("safety")
+    safety.add_argument(
+        "--check-replicas", type=at_least(0), default=0, metavar="N", help="compare the ranks' replicas every N steps"
+    )
+    safety.add_argument(
+        "--on-nan", default="ignore", choices=["ignore", "stop", "skip"], help="where a loss or gradient is no number"
+    )
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--eval-every", type=at_least(0), default=50, help="steps; 0: only at the end")
+    shown.add_argument("--eval-sequences", type=at_least(0), default=96, help="for a validation; 0: all")
+    shown.add_argument("--sample", type=at_least(0), default=300, help="tokens of text at the end")
+    shown.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
+
+    def check(options: argparse.Namespace) -> None:
+        if options.beta1 >= 1 or options.beta2 >= 1:
+            raise UsageError(f"--beta1 {options.beta1} --beta2 {options.beta2}: need numbers below 1")
+        if options.global_batch:
+            if options.grad_accum > 1:
+                raise UsageError("--global-batch and --grad-accum: give one of them")
+            options.batch, options.grad_accum = shares(options.global_batch, comm.size, options.batch)
+        if options.min_lr is not None and options.min_lr > options.lr:
+            raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
+        if options.device == "cuda":
+            missing = "" if torch.cuda.is_available() else "; torch sees no GPU here"
+            raise UsageError(f"--device cuda: the collectives serve CPU memory only in this version{missing}")
+        if options.offload_activations and not options.checkpoint_activations:
+            raise UsageError("--offload-activations is for --checkpoint-activations")
+        if options.init_from and (options.layers or options.heads or options.embd):
+            raise UsageError("--init-from brings its sizes; leave out --layers, --heads, --embd")
+        if options.offload and not options.zero:
+            raise UsageError(f"--offload {options.offload}: needs --zero 1, 2 or 3; DDP keeps its state where it is")
+        if options.offload_dir and options.offload != "disk":
+            raise UsageError(f"--offload-dir {options.offload_dir}: needs --offload disk")
+        if options.offload_dir and not Path(options.offload_dir).is_dir():
+            raise UsageError(f"--offload-dir {options.offload_dir}: is not a directory")
+        if options.delayed_update is not None and not options.offload:
+            raise UsageError("--delayed-update: needs --offload cpu or disk")
+        if options.save_every and not options.checkpoint_dir:
+            raise UsageError("--save-every: needs --checkpoint-dir DIR to save to")
+        if comm.rank == 0:
+            check_writable(options.json)
+            if options.checkpoint_dir:
+                there = next(
+                    path for path in (options.checkpoint_dir, *options.checkpoint_dir.parents) if os.path.exists(path)
+                )
+                if not there.is_dir():
+                    raise UsageError(f"--checkpoint-dir {options.checkpoint_dir}: {there} is not a directory")
+
+    return parser.parse_on_all_ranks(check)
+
+
+def configure(options: argparse.Namespace, vocab_size: int) -> GPT2Config:
+    """The sizes: a named model has 1024 positions, one put together by hand as many as --block-size."""
+    if options.init_from:
+        config = load_config(options.init_from, dropout=options.dropout)
+        if config.vocab_size != vocab_size:
+            raise UsageError(
+                f"{options.init_from} has a vocabulary of {config.vocab_size}, "
+                f"--tokenizer {options.tokenizer} one of {vocab_size}"
+            )
+    else:
+        given = {name: getattr(options, name) for name in ("layers", "heads", "embd")}
+        sizes = {name: size for name, size in given.items() if size}
+        if sizes:
+            sizes["block_size"] = options.block_size
+        config = GPT2Config.named(options.model, vocab_size=vocab_size, dropout=options.dropout, **sizes)
+    if options.block_size > config.block_size:
+        raise UsageError(f"--block-size {options.block_size}: the model has {config.block_size} positions")
+    return config
+
+
+def store_of(folder: Path | None) -> mpidl.activations.CheckpointStore | None:
+    """Where inputs of checkpointed blocks lie: on disk, or where they are."""
+    try:
+        return mpidl.activations.CheckpointStore(offload=folder) if folder else None
+    except mpidl.ConfigurationError as error:
+        raise UsageError(f"--offload-activations: {error}") from None
+
+
+def parallelise(options: argparse.Namespace, model: GPT2) -> tuple[Any, Any, Any]:
+    """What to call for the loss, the optimizer, and the context in which gradients only accumulate.
+
+    With --dtype bf16 or fp16 ZeRO keeps the parameters in 16 bits beside fp32 masters, DDP computes by autocast.
+    """
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    settings: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "fused": True}
+    if options.zero == 0:
+        wrapped = mpidl.DistributedDataParallel(model)  # >>> DDP: gradients are averaged during backward
+        return wrapped, torch.optim.AdamW(groups, **settings), wrapped.no_sync
+    half = HALVES.get(options.dtype)
+    precision = mpidl.Precision(half, torch.float32, [torch.nn.LayerNorm]) if half else None
+    if options.offload:
+        settings["offload"] = mpidl.Offload(
+            options.offload,
+            path=options.offload_dir,
+            delayed_update=options.delayed_update is not None,
+            delay_from=options.delayed_update or 0,
+        )
+    optimizer = mpidl.ZeroOptimizer(  # >>> ZeRO: the model is changed in place, the loop stays as it is
+        model,
+        torch.optim.AdamW,
+        stage=options.zero,
+        params=groups,
+        precision=precision,
+        weights=Safetensors(options.init_from, our_name) if options.zero == 3 and options.init_from else None,
+        **settings,
+    )
+    # Stages 2 and 3 would have to keep whole gradients to save the communication of the micro-steps.
+    return model, optimizer, optimizer.no_sync if options.zero == 1 else contextlib.nullcontext
+
+
+def learning_rate(options: argparse.Namespace, step: int) -> float:
+    """Share of --lr at a step: up linearly, then down along a cosine."""
+    if step < options.warmup:
+        return (step + 1) / (options.warmup + 1)
+    if options.schedule == "constant" or not options.lr:
+        return 1.0
+    lowest = 0.1 if options.min_lr is None else options.min_lr / options.lr
+    done = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return lowest + (1 - lowest) * (1 + math.cos(math.pi * done)) / 2
+
+
+def find_checkpoint(options: argparse.Namespace, said: list[str], without: Collection[Path] = ()) -> Path | None:
+    """Where to go on from, if anywhere. said: what was passed over; it grows."""
+    if options.resume == "never" or (options.resume == "auto" and not options.checkpoint_dir):
+        return None
+    folder = options.checkpoint_dir if options.resume == "auto" else Path(options.resume)
+    if options.resume != "auto":
+        if not folder.is_dir():
+            raise UsageError(f"--resume {folder}: no such directory")
+        if (folder / mpidl.checkpoint.index.NAME).exists():
+            return folder
+    found, passed = mpidl.checkpoint.newest(folder, without)
+    if not found and not passed and options.resume != "auto":
+        raise UsageError(f"--resume {folder}: is no checkpoint, and holds none")
+    for why in passed:
+        if why not in said:
+            print(f"passed over: {why}", flush=True)
+            said.append(why)
+    return found
+
+
+def load_checkpoint(comm: Any, options: argparse.Namespace, training: Sequence[Any]) -> Any:
+    """What there was to go on from, if anything; with --resume auto the newest that turns out undamaged."""
+    said: list[str] = []
+    failed: dict[Path, mpidl.CheckpointError] = {}
+    while True:
+        found = mpidl.agree_or_exit(comm, lambda: None if comm.rank else find_checkpoint(options, said, failed))
+        found = mpidl.broadcast_object(comm, found)  # >>> rank 0 chooses
+        if found is None and failed:  # to begin anew would in time remove what there is
+            raise next(iter(failed.values()))
+        if found is None:
+            return None
+        try:
+            return mpidl.checkpoint.load(found, *training)  # >>> each rank its slices, or the same error on all
+        except mpidl.CheckpointError as error:
+            if options.resume != "auto":
+                raise
+            failed[found] = error
+            if comm.rank == 0:
+                print(f"passed over: {error}", flush=True)
+
+
+def settings_of(comm: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What another training would differ in, to be kept in checkpoints; not how the ranks share it."""
+    names = (
+        "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule beta1 beta2"
+    )
+    names += " weight_decay clip dtype delayed_update seed"
+    settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names.split()}
+    return {**settings, "sequences a step": options.batch * options.grad_accum * comm.size}
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """In which settings they differ; empty if in none. Checkpoints of earlier versions have fewer, or none."""
+    return ", ".join(
+        f"{name} {saved[name]}, now {now[name]}" for name in now if saved.get(name, now[name]) != now[name]
+    )
+
+
+def without_nan(value: Any) -> Any:
+    """What JSON can hold: null in place of what is no number."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def in_one_line(comm: Any, action: Callable[[], Any]) -> Any:
+    """What `action()` returns; settings or a checkpoint that do not work end all ranks with one line."""
+
+    def act() -> Any:
+        try:
+            return action()
+        except mpidl.ConfigurationError as error:
+            raise UsageError(str(error)) from error
+
+    return mpidl.agree_or_exit(comm, act)
+
+
+def mean_over_ranks(comm: Any, value: float) -> float:
+    """The mean of a number over all ranks."""
+    total = np.array([value])
+    comm.all_reduce(total, "avg")
+    return float(total[0])
+
+
+@torch.no_grad()
+def validate(comm: Any, call: Any, batches: TokenBatches, options: argparse.Namespace) -> float:
+    """Mean loss over all tokens of the validation sequences of all ranks."""
+    sums = np.zeros(2)
+    call.eval()
+    for x, y, counted in batches.validate(options.eval_sequences):
+        sums += call(x, y).item() * counted, counted
+    call.train()
+    comm.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def sample(comm: Any, options: argparse.Namespace, model: GPT2, optimizer: Any, tokenizer: Any) -> str:
+    """Text from the model, on rank 0."""
+    whole = (
+        optimizer.gathered(writable=False) if options.zero else contextlib.nullcontext()
+    )  # >>> the shards put together
+    text = ""
+    model.eval()
+    with whole:
+        if comm.rank == 0:
+            random = torch.Generator().manual_seed(options.seed)
+            start = torch.from_numpy(tokenizer.encode("\n")).long()[None]
+            tokens = model.generate(start, options.sample, options.block_size, 0.8, 50, random)
+            text = tokenizer.decode(tokens[0, start.shape[1] :].tolist())
+        comm.barrier()
+    return text
+
+
+def main() -> None:
+    """Sets up, trains, shows."""
+    comm = mpidl.init()  # >>> all ranks that mpirun started
+    options = parse(comm)
+    stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
+    say = print if comm.rank == 0 else lambda *_, **__: None
+    torch.manual_seed(options.seed)
+
+    # >>> What is wrong on one rank alone ends them all, before they would wait for each other.
+    tokenizer = mpidl.agree_or_exit(comm, lambda: make_tokenizer(options.tokenizer, options.vocab))
+    text = mpidl.agree_or_exit(comm, lambda: read_corpus(options.data, comm))
+
+    def prepare() -> tuple[TokenBatches, GPT2]:
+        batches = TokenBatches(  # >>> each rank its own part of each global batch
+            tokenizer.encode(text), comm, options.block_size, options.batch, options.grad_accum, options.seed
+        )
+        config = configure(options, tokenizer.vocab_size)
+        if options.zero == 3:
+            return batches, mpidl.deferred_init(GPT2, config)  # >>> no rank ever holds all of it
+        return batches, load_pretrained(options.init_from, config) if options.init_from else GPT2(config)
+
+    batches, model = mpidl.agree_or_exit(comm, prepare)
+    if options.checkpoint_activations:
+        store = mpidl.agree_or_exit(comm, lambda: store_of(options.offload_activations))
+        mpidl.activations.checkpoint_modules(model, Block, options.checkpoint_activations, store=store)
+    parameters = parameter_count(model)
+
+    def prepare_training() -> tuple[Any, Any, Any]:
+        try:
+            return parallelise(options, model)
+        except ConfigurationError as error:  # weights that do not fit
+            raise UsageError(str(error)) from None
+
+    call, optimizer, accumulating = mpidl.agree_or_exit(comm, prepare_training)
+    scaler = mpidl.GradScaler(enabled=options.dtype == "fp16")  # >>> all ranks take or skip a step together
+    half = HALVES.get(options.dtype)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
+    how = f"ZeRO stage {options.zero}" if options.zero else "DDP"
+    say(
+        f"GPT-2 of {parameters / 1e6:.1f} M parameters, {how} on {comm.size} rank{'s' * (comm.size > 1)}, "
+        f"{torch.get_num_threads()} thread(s) each; {len(batches.train) / 1e6:.2f} M tokens of "
+        f"{options.data}, {batches.tokens_per_step} a step",
+        flush=True,
+    )
+
+    def evaluate() -> float:
+        if options.delayed_update is not None:
+            optimizer.flush()  # >>> the weights of the update that is under way
+        return validate(comm, call, batches, options)
+
+    training = (call, optimizer, schedule, scaler)
+    settings = settings_of(comm, options)
+    begin = 0
+    loaded = in_one_line(comm, lambda: load_checkpoint(comm, options, training))
+    if loaded:
+        begin = loaded.step
+        by = f"{loaded.engine} on {loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
+        say(f"going on from {loaded.path}, step {begin}, saved by {by}", flush=True)
+        if changed := differences((loaded.extra or {}).get("settings", {}), settings):
+            say(f"warning: it was saved with other settings: {changed}", flush=True)
+
+    def save(done: int) -> None:
+        mpidl.checkpoint.save(  # >>> each rank what it owns
+            options.checkpoint_dir, *training, step=done, extra={"settings": settings}, keep_last=2
+        )
+
+    guard = None if options.on_nan == "ignore" else mpidl.NonfiniteGuard(call, optimizer, options.on_nan)
+    steps: list[dict[str, float]] = []
+    progress = Progress(comm, options.steps, batches.tokens_per_step, begin)
+    for step in range(begin, options.steps):
+        start = time.perf_counter()
+        loss_sum = 0.0
+        for micro, (x, y) in enumerate(batches.step(step)):
+            last = micro == options.grad_accum - 1
+            with contextlib.nullcontext() if last else accumulating():
+                with torch.autocast("cpu", half, enabled=half is not None and not options.zero):
+                    loss = call(x, y) / options.grad_accum
+                scaler.scale(loss).backward()
+            loss_sum += loss.item()
+        scaler.unscale_(optimizer)
+        norm = None
+        if options.clip:
+            if options.zero:
+                norm = optimizer.clip_grad_norm_(options.clip)  # >>> over all ranks' shards
+            else:
+                norm = mpidl.clip_grad_norm_(model.parameters(), options.clip)
+        if scaler.is_enabled():
+            norm = 0.0  # infinite gradients are the scaler's business
+        if guard is None or guard.allows(loss_sum, norm):  # >>> the same on all ranks
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+        loss_mean = mean_over_ranks(comm, loss_sum)
+        elapsed = time.perf_counter() - start
+        steps.append({"step": step + 1, "loss": loss_mean, "ms": elapsed * 1e3})
+
+        done = step + 1
+        if options.check_replicas and done % options.check_replicas == 0:
+            mpidl.check_replicas(call, optimizer)
+        progress.show(done, elapsed * 1e3, f"loss {loss_mean:.4f}")
+        if done < options.steps and options.eval_every and done % options.eval_every == 0:
+            # Before it is saved: a delayed update that an evaluation brings in is not the next step's any more.
+            say(f"step {done:5d}  validation loss {evaluate():.4f}", flush=True)
+        stopping = stop.requested() and done < options.steps
+        due = done == options.steps or done % (options.save_every or options.steps) == 0
+        if options.checkpoint_dir and (due or stopping):
+            in_one_line(comm, partial(save, done))
+        if stopping:
+            stop.exit(f"after step {done}" + (", which is saved" if options.checkpoint_dir else ", nothing is saved"))
+
+    val_loss = evaluate()
+    say(f"validation loss {val_loss:.4f}", flush=True)
+    peak = np.array([mpidl.memory.peak_rss_mib()])
+    comm.all_reduce(peak, "max")
+    if options.sample:
+        text = sample(comm, options, model, optimizer, tokenizer)
+        say(f"--- a sample of {options.sample} tokens ---\n{text}\n---", flush=True)
+    median = statistics.median(s["ms"] for s in steps) if steps else None
+    if comm.rank == 0 and options.json:
+        results = {
+            "world_size": comm.size,
+            "params": parameters,
+            "zero_stage": options.zero,
+            "steps": steps,
+            "tokens_per_s": batches.tokens_per_step / median * 1e3 if median else None,
+            "step_ms_median": median,
+            "loss_first": steps[0]["loss"] if steps else None,
+            "loss_last": steps[-1]["loss"] if steps else None,
+            "val_loss": val_loss,
+            "peak_rss_mib": float(peak[0]),
+        }
+        options.json.write_text(json.dumps(without_nan(results), indent=1, allow_nan=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Trains a ResNet on images with DDP over MPI: shows the accuracy rising and how long an epoch takes.
+
+    mpirun -n 4 python examples/resnet_ddp.py                           # the handwritten digits of scikit-learn
+    mpirun -n 4 python examples/resnet_ddp.py --data DIR --model resnet101 --segments 4 --epochs 100 --plot out.png
+    python examples/resnet_ddp.py                                       # a world of one
+
+The parts that make it parallel are marked with >>>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import mpidl
+from mpidl.cli import ArgumentParser, at_least, check_writable
+from mpidl.data import DataLoader, DistributedSampler
+from mpidl.data.images import Digits, image_folders
+from mpidl.errors import UsageError
+from mpidl.models.resnet import SIZES, ResNet
+from mpidl.optim import LARS, warmup_cosine
+from mpidl.replicate import broadcast_states
+
+LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3}
+SMALLEST = 2  # images of a rank in a batch: of a single one, batch norm would leave nothing
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def parse(comm: Any) -> argparse.Namespace:
+    """The options; wrong ones end all ranks with one line and status 2."""
+    parser = ArgumentParser(comm, description=__doc__.splitlines()[0])
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data", metavar="DIR", help="one folder of images a class, or train/ and val/ of such; else digits"
+    )
+    data.add_argument("--size", type=at_least(8), default=224, help="height and width of the images in DIR")
+    data.add_argument("--workers", type=at_least(0), default=0, help="processes a rank that read images; 0: itself")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="resnet18", choices=list(SIZES), help="size")
+    model.add_argument("--width", type=at_least(1), help="channels of the first stage; 64 for DIR, 32 for the digits")
+    model.add_argument("--segments", type=at_least(0), default=0, help="of checkpointed activations; 0: keep all")
+    model.add_argument("--sync-bn", action="store_true", help="batch norm over the images of all ranks")
+    train = parser.add_argument_group("training")
+    train.add_argument("--epochs", type=at_least(1), default=15, help="passes over the images")
+    train.add_argument("--batch-size", type=at_least(1), help="images a step, of all ranks; 64, or just above")
+    train.add_argument("--optimizer", default="sgd", choices=list(LEARNING_RATES), help="sgd, lars: momentum 0.9")
+    train.add_argument("--lr", type=at_least(0, float), help=f"highest learning rate; else {LEARNING_RATES}")
+    train.add_argument("--warmup", type=at_least(0, float), default=1.0, help="epochs of linear warm-up")
+    train.add_argument("--weight-decay", type=at_least(0, float), default=5e-4, help="of matrices and filters")
+    train.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"], help="bf16: by autocast")
+    train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and parts of images")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
+    shown.add_argument("--plot", type=Path, metavar="PATH", help="draw curves and a histogram of epoch times: a PNG")
+    shown.add_argument("--no-progress", action="store_true", help="no lines within an epoch")
+
+    def check(options: argparse.Namespace) -> None:
+        blocks = sum(SIZES[options.model][1])
+        if options.segments > blocks:
+            raise UsageError(f"--segments {options.segments}: {options.model} has {blocks} blocks to divide")
+        if options.batch_size is None:
+            options.batch_size = -(-64 // comm.size) * comm.size
+        if options.batch_size % comm.size or options.batch_size < SMALLEST * comm.size:
+            raise UsageError(
+                f"--batch-size {options.batch_size}: is divided among {comm.size} rank{'s' * (comm.size > 1)}; "
+                f"needs a multiple of that, and at least {SMALLEST} images each"
+            )
+        if options.warmup > options.epochs:
+            raise UsageError(f"--warmup {options.warmup:g}: is more than all {options.epochs} epochs")
+        if options.plot and importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot needs the package matplotlib (pip install 'mpidl[plot]')")
+        if comm.rank == 0:
+            check_writable(options.json)
+            check_writable(options.plot)
+
+    return parser.parse_on_all_ranks(check)
+
+
+def load_data(comm: Any, options: argparse.Namespace) -> tuple[Any, Any]:
+    """What to train on and what to validate with."""
+
+    def read() -> tuple[Any, Any]:
+        if options.data is None:
+            return Digits(train=True), Digits(train=False)
+        return image_folders(options.data, options.size, options.seed)
+
+    # >>> What is wrong on one rank alone ends them all, before they would wait for each other.
+    train, validation = mpidl.agree_or_exit(comm, read)
+    found = mpidl.all_gather_object(comm, (len(train), len(validation), train.classes))
+
+    def compare() -> None:
+        if found[comm.rank] != found[0]:
+            counts = [f"{sum(seen[:2])} images of {len(seen[2])} classes" for seen in (found[0], found[comm.rank])]
+            raise UsageError(f"{options.data}: rank 0 sees {counts[0]}, rank {comm.rank} other ones ({counts[1]})")
+        if len(train) < SMALLEST * comm.size:
+            raise UsageError(f"{options.data}: {len(train)} images to train on are too few for {comm.size} ranks")
+
+    mpidl.agree_or_exit(comm, compare)
+    return train, validation
+
+
+def make_model(comm: Any, options: argparse.Namespace, images: Any) -> torch.nn.Module:
+    """A ResNet for the images: small ones keep their resolution at its entrance."""
+    channels, size, _ = images[0][0].shape
+    model = ResNet(
+        options.model,
+        num_classes=len(images.classes),
+        in_channels=channels,
+        width=options.width or (64 if options.data else 32),
+        stem="small" if size <= 64 else "imagenet",
+        zero_init_residual=True,
+        segments=options.segments,
+    )
+    if options.sync_bn:  # >>> statistics of all ranks' images
+        return mpidl.SyncBatchNorm.convert_sync_batchnorm(model, comm)
+    return model
+
+
+def make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Weight decay is for filters and matrices, not for norms and biases."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    lr = LEARNING_RATES[options.optimizer] if options.lr is None else options.lr
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=lr)
+    if options.optimizer == "lars":
+        return LARS(groups, lr=lr, momentum=0.9)
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
+
+
+class Training:
+    """One model on one rank: an epoch of training, and a validation."""
+
+    def __init__(self, comm: Any, options: argparse.Namespace, train: Any, validation: Any) -> None:
+        self.comm, self.options, self.images = comm, options, train
+        self.model = make_model(comm, options, train)
+        self.call = mpidl.DistributedDataParallel(
+            self.model, process_group=comm
+        )  # >>> gradients are averaged during backward
+        self.optimizer = make_optimizer(options, self.model)
+        self.batch = options.batch_size // comm.size
+        self.sampler = DistributedSampler(train, comm, shuffle=True, seed=options.seed)  # >>> every rank other images
+        self.loader = self.load(train, self.sampler)
+        # >>> Validation needs no equal parts: every image once.
+        self.validation = self.load(validation, range(comm.rank, len(validation), comm.size))
+        # >>> The sampler repeats some images so that all ranks have equally many. Those do not count: this rank has
+        # `own`, the one with fewest has `fewest`, and a last batch that is too small for batch norm is left out.
+        self.own = len(range(comm.rank, len(train), comm.size))
+        fewest, steps = len(train) // comm.size, len(self.loader)
+        self.steps = steps - (fewest - (steps - 1) * self.batch < SMALLEST)
+        warmup = round(options.warmup * self.steps)
+        total = options.epochs * self.steps
+        self.schedule = warmup_cosine(self.optimizer, warmup, total, start=1 / (warmup + 1))
+
+    def load(self, images: Any, sampler: Any) -> DataLoader:
+        """Batches of the sampler's images."""
+        workers = self.options.workers
+        return DataLoader(images, self.batch, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+
+    def losses(self, call: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The images' losses added up, and how many of them are recognised."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bf16"):
+            logits = call(x)
+        return F.cross_entropy(logits.float(), y, reduction="sum"), int((logits.argmax(1) == y).sum())
+
+    def mean_over_ranks(self, sums: np.ndarray[Any, Any]) -> tuple[float, float]:
+        """Loss and accuracy over the images of all ranks, from this rank's sums and their number."""
+        self.comm.all_reduce(sums)
+        return float(sums[0] / sums[2]), float(sums[1] / sums[2])
+
+    def epoch(self, number: int, show: Callable[[str], None]) -> tuple[float, float]:
+        """Trains on all images once: loss and accuracy, taken on the way."""
+        self.sampler.set_epoch(number)
+        self.images.set_epoch(number)
+        self.call.train()
+        sums = np.zeros(3)
+        for step, (x, y) in zip(range(self.steps), self.loader, strict=False):
+            x, y = x[: self.own - step * self.batch], y[: self.own - step * self.batch]
+            self.optimizer.zero_grad()
+            loss_sum, correct = self.losses(self.call, x, y)
+            # >>> Ranks may have different numbers of images: the mean is over those of all ranks.
+            mpidl.global_mean(loss_sum, len(y), self.comm).backward()
+            self.optimizer.step()
+            self.schedule.step()
+            sums += loss_sum.item(), correct, len(y)
+            show(f"step {step + 1:4d}/{self.steps}  loss {loss_sum.item() / len(y):.4f} here")
+        return self.mean_over_ranks(sums)
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, float]:
+        """Loss and accuracy over all validation images, each counted once."""
+        # >>> Each rank's batch norms have averaged over its own images: rank 0's statistics are the model's.
+        broadcast_states(self.comm, self.model.buffers())
+        self.model.eval()
+        sums = np.zeros(3)
+        for x, y in self.validation:
+            loss_sum, correct = self.losses(self.model, x, y)
+            sums += loss_sum.item(), correct, len(y)
+        return self.mean_over_ranks(sums)
+
+
+def draw(path: Path, epochs: list[dict[str, float]], title: str) -> None:
+    """Loss and accuracy over the epochs, and how often an epoch took how long."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    numbers = [epoch["epoch"] for epoch in epochs]
+    for axis, what, scale in ((axes[0], "loss", 1), (axes[1], "accuracy", 100)):
+        for part, label in (("train", "training"), ("val", "validation")):
+            axis.plot(numbers, [scale * epoch[f"{part}_{what}"] for epoch in epochs], marker=".", label=label)
+        axis.set(xlabel="epoch", ylabel=f"{what}, %" if scale == 100 else what)
+        axis.legend()
+        axis.grid(alpha=0.3)
+    axes[2].hist([epoch["seconds"] for epoch in epochs], bins="auto")
+    axes[2].set(xlabel="seconds an epoch of training", ylabel="epochs")
+    figure.suptitle(title)
+    figure.savefig(path, format="png", dpi=80)
+
+
+def main() -> None:
+    """Sets up, trains, shows."""
+    comm = mpidl.init()  # >>> all ranks that mpirun started
+    options = parse(comm)
+    say = print if comm.rank == 0 else lambda *_, **__: None
+    torch.manual_seed(options.seed)
+    train, validation = load_data(comm, options)
+    training = Training(comm, options, train, validation)
+    parameters = sum(p.numel() for p in training.model.parameters())
+    segments = f", {options.segments} checkpointed segments" if options.segments else ""
+    title = f"{options.model} of {parameters / 1e6:.2f} M parameters, DDP on {comm.size} rank{'s' * (comm.size > 1)}"
+    say(
+        f"{title}, {torch.get_num_threads()} thread(s) each{segments}; {len(train)} images of {len(train.classes)} "
+        f"classes to train on, {options.batch_size} a step, {len(validation)} to validate",
+        flush=True,
+    )
+
+    epochs: list[dict[str, float]] = []
+    spoken = began = time.perf_counter()
+    for number in range(options.epochs):
+
+        def show(measured: str, number: int = number) -> None:
+            nonlocal spoken
+            if not options.no_progress and time.perf_counter() - spoken > SECONDS_BETWEEN_LINES:
+                spoken = time.perf_counter()
+                say(f"epoch {number + 1:3d}/{options.epochs}  {measured}", flush=True)
+
+        comm.barrier()
+        start = time.perf_counter()
+        train_loss, train_accuracy = training.epoch(number, show)  # ends with a sum over all ranks
+        seconds = time.perf_counter() - start
+        val_loss, val_accuracy = training.validate()
+        figures = {"train_loss": train_loss, "train_accuracy": train_accuracy}
+        figures |= {"val_loss": val_loss, "val_accuracy": val_accuracy, "seconds": seconds}
+        epochs.append({"epoch": number + 1, **figures})
+        left = int((time.perf_counter() - began) / (number + 1) * (options.epochs - number - 1))
+        say(
+            f"epoch {number + 1:3d}/{options.epochs}  loss {train_loss:.4f}  accuracy {train_accuracy:.2%}  validation "
+            f"loss {val_loss:.4f}  accuracy {val_accuracy:.2%}  {seconds:.2f} s  {left // 60}:{left % 60:02d} left",
+            flush=True,
+        )
+        spoken = time.perf_counter()
+
+    times = [epoch["seconds"] for epoch in epochs]
+    mean, deviation = statistics.mean(times), statistics.stdev(times) if len(times) > 1 else 0.0
+    peak = np.array([mpidl.memory.peak_rss_mib()])
+    comm.all_reduce(peak, "max")
+    say(f"epoch time {mean:.3f} s ± {deviation:.3f} s over {len(times)} epochs; at most {peak[0]:.0f} MiB a rank")
+    if comm.rank == 0 and options.json:
+        results = {
+            "world_size": comm.size,
+            "model": options.model,
+            "params": parameters,
+            "train_images": len(train),
+            "val_images": len(validation),
+            "batch_size": options.batch_size,
+            "steps_per_epoch": training.steps,
+            "segments": options.segments,
+            "optimizer": options.optimizer,
+            "dtype": options.dtype,
+            "epochs": epochs,
+            "epoch_seconds_mean": mean,
+            "epoch_seconds_std": deviation,
+            "val_accuracy": epochs[-1]["val_accuracy"],
+            "peak_rss_mib": float(peak[0]),
+        }
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if comm.rank == 0 and options.plot:
+        draw(options.plot, epochs, title)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+#!/bin/bash
+# GPT-2 on several nodes. What fails is started again from the newest checkpoint within the same allocation; before the
+# time is over the job saves and goes back to the queue. When a node dies Slurm puts it back (--requeue).
+#
+#     sbatch --nodes=4 examples/slurm/several_nodes.sh
+#
+#SBATCH --job-name=gpt2
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=4
+#SBATCH --time=12:00:00
+#SBATCH --signal=B:USR1@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=gpt2-%j.out
+
+set -u
+
+MPI=${MPI:-pmi2} # pmi2: MPICH, Intel MPI; pmix: Open MPI. `srun --mpi=list` says what there is.
+RUN=${RUN:-runs/gpt2} # on a file system that all nodes share
+STOPPED=75 # asked to stop, saved, can go on
+
+mkdir -p "$RUN"
+export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+
+srun --mpi="$MPI" --cpus-per-task="$SLURM_CPUS_PER_TASK" python -m mpidl.doctor
+
+# Slurm signals this script (B:), the script the launcher, and the launcher, through srun, the ranks.
+python -m mpidl.launch --max-restarts 20 --checkpoint "$RUN" --json "$RUN/launch-$SLURM_JOB_ID.json" -- \
+    srun --mpi="$MPI" --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 \
+    --cpu-bind=cores --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    python examples/gpt2_zero3.py --model gpt2-xl --data my.txt --steps 100000 \
+    --checkpoint-dir "$RUN" --save-every 200 --on-nan skip --check-replicas 500 &
+launcher=$!
+trap 'kill -USR1 "$launcher"' USR1 TERM
+
+# `wait` returns early when a signal comes, and is then to be called again.
+wait "$launcher"
+status=$?
+while kill -0 "$launcher" 2>/dev/null; do
+    wait "$launcher"
+    status=$?
+done
+
+if [ "$status" -eq "$STOPPED" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

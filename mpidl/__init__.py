@@ -1,0 +1,60 @@
+"""mpidl: data parallelism and ZeRO for PyTorch over MPI.
+
+import mpidl
+comm = mpidl.init()
+optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
+"""
+
+from . import standalone as standalone  # before anything imports mpi4py
+
+# isort: split
+from . import activations, checkpoint, memory, optim
+from .amp import GradScaler
+from .clip import clip_grad_norm_, clip_grad_value_
+from .ddp import DistributedDataParallel, comm_hooks
+from .errors import CheckpointError, ConfigurationError, ModelMismatch, MpidlError, TrainingError, UsageError
+from .loss import global_mean
+from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
+from .nonfinite_guard import NonfiniteGuard
+from .objects import all_gather_object, broadcast_object
+from .replicas import check_replicas
+from .runtime import agree_or_exit, init
+from .signals import STOPPED, StopSignal
+from .sync_batch_norm import SyncBatchNorm
+from .version import __version__
+from .zero import Offload, Precision, ZeroOptimizer, deferred_init
+
+__all__ = [
+    "STOPPED",
+    "CheckpointError",
+    "ConfigurationError",
+    "DistributedDataParallel",
+    "GradScaler",
+    "ModelMismatch",
+    "MpidlError",
+    "NonfiniteGuard",
+    "NonfiniteWatch",
+    "Offload",
+    "Precision",
+    "StopSignal",
+    "SyncBatchNorm",
+    "TrainingError",
+    "UsageError",
+    "ZeroOptimizer",
+    "__version__",
+    "activations",
+    "agree_or_exit",
+    "all_gather_object",
+    "broadcast_object",
+    "check_replicas",
+    "checkpoint",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "comm_hooks",
+    "deferred_init",
+    "find_nonfinite_gradients",
+    "global_mean",
+    "init",
+    "memory",
+    "optim",
+]

@@ -1,0 +1,104 @@
+"""A checkpoint: a function whose insides are not kept for backward, but computed again from its inputs.
+
+    forward     x -> [function] -> y       x is kept: as it is, or in a store
+    backward    x -> [function] -> ...     again, with the same random numbers and autocast, and then its gradients
+
+It is torch.utils.checkpoint without re-entrance, and with what that leaves to the caller: tensors in keywords and
+containers are inputs like the others, lists that the function extends are given to it as they were, running
+statistics are updated once, and the inputs can lie elsewhere than they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..errors import ConfigurationError
+from ..models.segments import buffers_left_alone
+from .store import CheckpointStore
+
+OF_TORCH = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    store: CheckpointStore | None = None,
+    use_reentrant: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """What `function(*args, **kwargs)` returns, which runs again in backward instead of keeping its insides.
+
+    function: also a module, or a method of one, whose buffers the second run leaves alone. It must do the same both
+        times, and what it reads of buffers must not be what it wrote there.
+    store: where the inputs lie until backward; by default wherever they are. Inside another checkpoint it is not
+        used, since the outer one computes those inputs again.
+    context_fn, debug, determinism_check, early_stop, preserve_rng_state: torch.utils.checkpoint's.
+
+    While gradients are off, nothing is kept. Raises ConfigurationError; and with a store that has a group, on all its
+    ranks, TrainingError if their inputs differ.
+    """
+    if not callable(function):
+        raise ConfigurationError(f"checkpoint: got {function!r}; needs a function, and its arguments")
+    if use_reentrant:
+        raise ConfigurationError("use_reentrant: got True; this checkpoint is the one that is not re-entrant")
+    if store is not None and not isinstance(store, CheckpointStore):
+        raise ConfigurationError(f"store: got {store!r}; needs a CheckpointStore or None")
+    options = {name: kwargs.pop(name) for name in OF_TORCH if name in kwargs}
+    return call(function, args, kwargs, store, options)
+
+
+def call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    store: CheckpointStore | None,
+    options: dict[str, Any],
+) -> Any:
+    """`checkpoint`, for arguments that are checked, of which none can be taken for its own."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    run = _Run(function, args, kwargs)
+    keeping = contextlib.nullcontext() if store is None or _inside_checkpoint() else store.keeping(run.tensors)
+    with keeping:
+        return torch_checkpoint(run, *run.tensors, use_reentrant=False, **options)
+
+
+class _Run:
+    """Runs the function on its own arguments, and every time after the first on ones that are put together anew.
+
+    tensors: those among the arguments. They are held until the first run only.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._function = function
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self.tensors = [self._leaves[n] for n in self._places]
+        for n in self._places:
+            self._leaves[n] = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+            self.tensors = []
+            return self._function(*args, **kwargs)
+        leaves = list(self._leaves)
+        for n, tensor in zip(self._places, tensors, strict=True):
+            leaves[n] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        owner = getattr(self._function, "__self__", self._function)
+        with buffers_left_alone([owner] if isinstance(owner, torch.nn.Module) else []):
+            return self._function(*args, **kwargs)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether what autograd saves now is not kept: within the forward pass of a checkpoint, or its second run."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch_checkpoint.__module__

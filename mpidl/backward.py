@@ -1,0 +1,174 @@
+"""Knows when a backward pass through a model begins and ends.
+
+autograd has no event for either. The pass begins when the gradient of the model's output arrives (or, for losses
+that do not come from the output, the first gradient of a parameter), and a callback queued then runs when the whole
+pass is over. Passes nested in it, as re-entrant activation checkpoints start them, belong to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+
+def tensors_with_gradient(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside any nest of lists, tuples, mappings and objects through which gradients flow."""
+    yield from _search(value, set())
+
+
+def _search(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    for leaf in tree_flatten(value)[0]:
+        if torch.is_tensor(leaf):
+            if leaf.requires_grad:
+                yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            if isinstance(leaf, Mapping):
+                yield from _search(list(leaf.values()), seen)
+            elif is_dataclass(leaf) and not isinstance(leaf, type):
+                yield from _search([getattr(leaf, field.name, None) for field in fields(leaf)], seen)
+            elif hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, ModuleType):
+                yield from _search(list(vars(leaf).values()), seen)
+
+
+def inside_backward() -> bool:
+    """Whether the caller runs within a backward pass, as the recomputation of an activation checkpoint does."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def inside_transform() -> bool:
+    """Whether the caller runs within torch.func's grad, vmap and the like, whose gradients are no parameter's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> bool:
+    """Within a backward pass that came by these nodes of the graph: whether it goes to any of the parameters.
+
+    It does not for torch.autograd.grad to inputs or activations. Where the pass reaches no parameter on this rank at
+    all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind.
+    """
+    if any(_will_run(_accumulator(p)) for p in parameters):
+        return True
+    seen: set[Any] = set()
+    pending = list(nodes)
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        if not _will_run(current):
+            return False
+        pending += [following for following, _ in current.next_functions]
+    return True
+
+
+def _will_run(node: Any) -> bool:
+    """Within a backward pass: whether it comes by this node of autograd's graph."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf of which torch.autograd.grad takes the gradient, instead of adding to `.grad`
+        return False
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """The node of autograd's graph that adds to the parameter's gradient."""
+    # Under no function of the class of parameters that are not whole, which would gather them.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        node: Any = parameter.expand_as(parameter).grad_fn
+    return node.next_functions[0][0]
+
+
+class _LastCallback:
+    """What autograd calls at the end of a pass. It lives as long as the pass does, also one that an exception ends."""
+
+    def __init__(self, watch: BackwardWatch) -> None:
+        self._watch = watch
+
+    def __call__(self) -> None:
+        self._watch.active = False
+        for callback in self._watch.at_end:
+            callback()
+
+
+class BackwardWatch:
+    """Calls `at_begin` and `at_end` around every backward pass through a model.
+
+    `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it.
+
+    active: whether a pass is under way. A pass that an exception cut short is noticed when the model is next called or
+    the next pass begins; then `at_abandon` is called instead. concerns(nodes): asked when the gradient of an output
+    arrives, with the nodes of autograd's graph that follow the output, whether this backward pass is one through the
+    model's parameters.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.concerns: Callable[[list[Any]], bool] = lambda _: True
+        self._pass: Callable[[], Any] = lambda: None
+        self.at_begin: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []
+        self.at_abandon: list[Callable[[], None]] = []
+        self._handles: list[Any] = []
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Watches the forward passes of `model` by hooks of its own."""
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: self.before_forward()),
+            model.register_forward_hook(lambda _, __, output: self.after_forward(output)),
+        ]
+
+    def before_forward(self) -> None:
+        """Clears away a pass that was abandoned."""
+        if self._interrupted or (self.active and not inside_backward()):
+            self._abandon()
+
+    def after_forward(self, output: Any) -> None:
+        """Watches the gradients of the outputs: the first that arrives begins a pass."""
+        if torch.is_grad_enabled() and not self.active and not inside_transform():
+            for tensor in tensors_with_gradient(output):
+                if tensor.grad_fn is not None:  # parameters that are outputs have hooks of their own
+                    tensor.register_hook(self._of_output(tensor.grad_fn))
+
+    def _of_output(self, node: Any) -> Callable[[torch.Tensor], None]:
+        following = [after for after, _ in node.next_functions]  # not the node itself, which keeps this hook
+        where = weakref.ref(self)  # nor the watch, so that a graph which is kept does not keep what is long gone
+
+        def gradient_arrives(_: torch.Tensor) -> None:
+            watch = where()
+            if watch is not None and (not watch.active or watch._interrupted) and watch.concerns(following):
+                watch.begin()
+
+        return gradient_arrives
+
+    def begin(self) -> None:
+        """To be called from within a backward pass; only the first call of a pass does anything."""
+        if self._interrupted:
+            self._abandon()
+        if not self.active:
+            self.active = True
+            last = _LastCallback(self)
+            self._pass = weakref.ref(last)
+            torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]
+            for callback in self.at_begin:
+                callback()
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception has ended the pass that was under way."""
+        return self.active and self._pass() is None
+
+    def _abandon(self) -> None:
+        self.active = False
+        for callback in self.at_abandon:
+            callback()
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,149 @@
+"""Listens to autograd, fills gradient buckets and launches them, strictly in their order on every rank.
+
+    hooks of the parameters:   g9 arrives   g8 arrives   g7 arrives ...                      the pass ends
+                               take(g9)     take(g8)     take(g7), launch(bucket 0) ...      launch the rest, finish
+
+Every synchronised pass launches every bucket, whatever was reached: the ranks cannot fall out of step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .backward import BackwardWatch
+from .buckets import GradientBucket
+
+OfParameter = Callable[[GradientBucket, int], None]
+
+
+class BucketQueue:
+    """Fills buckets from autograd's hooks and launches them in order.
+
+    take(bucket, index): called when the gradient of a parameter is complete, to move it into the bucket.
+    launch(bucket): starts the bucket's collective; only called for filled buckets, in the order of `buckets`.
+    finish(): called at the end of a backward pass, after all buckets have been launched.
+    missing(bucket, index): called for every parameter that the pass did not reach, before its bucket is launched.
+    late(bucket, index): called instead of take for a gradient that comes after its bucket was launched.
+
+    synchronise: whether a pass communicates. hold: launch nothing before the pass ends. expected: how often a
+    parameter's gradient arrives in a pass, once if it is not in there. arrivals: how often each did in this pass, in
+    the order of the first arrivals. unsent: whether passes under `no_sync` wait for one that communicates.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        watch: BackwardWatch,
+        *,
+        take: OfParameter,
+        launch: Callable[[GradientBucket], None],
+        finish: Callable[[], None],
+        missing: OfParameter,
+        late: OfParameter | None = None,
+    ) -> None:
+        self.synchronise = True
+        self.hold = False
+        self.unsent = False
+        self.expected: dict[torch.nn.Parameter, int] = {}
+        self.arrivals: dict[torch.nn.Parameter, int] = {}
+        self._watch = watch
+        self._take, self._launch, self._finish, self._missing = take, launch, finish, missing
+        self._late = late or take
+        self._handles: dict[torch.nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
+        self.set_buckets(buckets)
+        watch.at_end.append(self._end)
+        watch.at_abandon.append(self.reset)
+
+    def set_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+        """From the next pass on these are filled."""
+        self.buckets = list(buckets)
+        self._places = {p: (b, index) for b in self.buckets for index, p in enumerate(b.parameters)}
+        for p in [p for p in self._handles if p not in self._places]:
+            self._handles.pop(p).remove()
+        for p in self._places:
+            if p not in self._handles:
+                self._handles[p] = p.register_post_accumulate_grad_hook(self._hook(p))
+        self.reset()
+
+    def _hook(self, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
+        # The garbage collector does not see what a parameter's hooks refer to, so they must not keep the queue.
+        queue, which = weakref.ref(self), weakref.ref(parameter)
+
+        def gradient_is_complete(_: torch.Tensor) -> None:
+            alive, arrived = queue(), which()
+            if alive is not None and arrived is not None:
+                alive._watch.begin()
+                alive._arrive(arrived)
+
+        return gradient_is_complete
+
+    def _arrive(self, parameter: torch.nn.Parameter) -> None:
+        bucket, index = self._places[parameter]
+        times = self.arrivals.get(parameter, 0) + 1
+        self.arrivals[parameter] = times
+        if bucket.launched:
+            self._late(bucket, index)
+            return
+        self._take(bucket, index)
+        if times >= self.expected.get(parameter, 1):
+            self.mark_ready(bucket, index)
+
+    def mark_ready(self, bucket: GradientBucket, index: int) -> None:
+        """The pass is through with a parameter; launches what is now filled, in order."""
+        bucket.ready[index] = True
+        if self.synchronise and not self.hold:
+            while self._next < len(self.buckets) and all(self.buckets[self._next].ready):
+                self._start(self.buckets[self._next])
+
+    def _start(self, bucket: GradientBucket) -> None:
+        self._next += 1
+        bucket.launched = True
+        for index, p in enumerate(bucket.parameters):
+            if p not in self.arrivals:
+                self._missing(bucket, index)
+        self._launch(bucket)
+
+    def _end(self) -> None:
+        """The pass is over: what was not reached is missing, what was not launched is launched."""
+        try:
+            if self.synchronise:
+                self.complete()
+            else:
+                self.unsent = True
+        finally:
+            self.reset()
+
+    def complete(self) -> None:
+        """Launches what is left and finishes the pass, without any more gradients."""
+        for bucket in self.buckets[self._next :]:
+            self._start(bucket)
+        self.unsent = False
+        self._finish()
+
+    def reset(self) -> None:
+        """Ready for the next pass."""
+        self._next = 0
+        self.arrivals = {}
+        for bucket in self.buckets:
+            bucket.launched = False
+            bucket.ready = [self.expected.get(p, 1) == 0 for p in bucket.parameters]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes inside only accumulate; the next one outside communicates the sums."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._watch.at_end.remove(self._end)
+        self._watch.at_abandon.remove(self.reset)

@@ -1,0 +1,162 @@
+"""Parameters -> buckets of flat gradient storage. One place for DDP and the three ZeRO stages.
+
+    parameters, in reverse     p9  p8  p7 | p6 p5 | p4 ...          about the order in which gradients arrive
+    bucket 0                  [g9 g8 g7 pad]
+    cut over 4 ranks          [ 0 | 1 | 2 | 3 ]                      a shard may cut through a parameter
+
+A `Layout` says where each parameter lies in a flat buffer and how the buffer is cut over the ranks. A
+`GradientBucket` is the storage of one layout's gradients; `bucket_queue` fills and launches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from collectives import Communicator, Work
+
+MIB = 1 << 20
+_CACHE_LINE = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a shard holds of one parameter: elements start..stop of it, from `offset` in the shard on."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters of one dtype side by side in a flat buffer, padded so that `ranks` equal shards cut it.
+
+    sizes: elements of each parameter.
+    """
+
+    sizes: tuple[int, ...]
+    ranks: int
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    @property
+    def padded(self) -> int:
+        """Elements of the buffer."""
+        return -(-sum(self.sizes) // self.ranks) * self.ranks
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of a rank's shard."""
+        return self.padded // self.ranks
+
+    def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's shard of a buffer, as a view."""
+        return flat[rank * self.shard_size : (rank + 1) * self.shard_size]
+
+    def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        """The parameters' places in a buffer, as views of the given shapes."""
+        places = zip(self.offsets, self.sizes, shapes, strict=True)
+        return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank's shard holds of each parameter; empty pieces where it holds nothing of it."""
+        low, high = rank * self.shard_size, (rank + 1) * self.shard_size
+        pieces = []
+        for offset, size in zip(self.offsets, self.sizes, strict=True):
+            start = min(max(low - offset, 0), size)
+            stop = max(min(high - offset, size), start)
+            pieces.append(Piece(start, stop, min(max(offset - low, 0), self.shard_size)))
+        return pieces
+
+
+def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Layout:
+    """The layout of these parameters, in their order."""
+    return Layout(tuple(p.numel() for p in parameters), ranks)
+
+
+def assign(
+    parameters: Iterable[torch.nn.Parameter], cap_bytes: float, first_cap_bytes: float | None = None
+) -> list[list[torch.nn.Parameter]]:
+    """Groups parameters, in their order, one dtype a bucket, each bucket closed once it reaches the cap.
+
+    parameters: in the order in which their gradients arrive, which is about the reverse of the model's.
+    first_cap_bytes: the cap of the first bucket, small so that communication starts early.
+    Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.
+    """
+    closed: list[list[torch.nn.Parameter]] = []
+    filling: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+    for p in parameters:
+        bucket = filling.setdefault(p.dtype, [])
+        bucket.append(p)
+        cap = first_cap_bytes if first_cap_bytes is not None and not closed else cap_bytes
+        if sum(q.numel() for q in bucket) * p.element_size() >= cap:
+            closed.append(filling.pop(p.dtype))
+    return closed + list(filling.values())
+
+
+def by_rank(comm: Communicator, operation: str) -> str:
+    """The algorithm that adds in the order of ranks, if the ranks share memory, so that no cut changes a bit.
+
+    MPI's own reductions, which "auto" takes for small buffers, add in an order that depends on the size.
+    """
+    return "symmetric" if "symmetric" in comm.algorithms(operation) else "auto"
+
+
+def place_of(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's place, a flat piece of storage, as a view of its shape and, where it is dense, of its strides."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return flat.view(parameter.shape)
+        expected *= size
+    return flat.as_strided(parameter.shape, parameter.stride())
+
+
+def aligned(elements: int, dtype: torch.dtype) -> int:
+    """So many elements, rounded up to whole cache lines: what lies behind them begins with one."""
+    line = max(1, _CACHE_LINE // dtype.itemsize)
+    return -(-elements // line) * line
+
+
+class GradientBucket:
+    """The flat gradient storage of a group of parameters of one dtype.
+
+    ranks: over how many the bucket is to be cut evenly. flat: the storage, `layout.padded` elements, or None while it
+    is not needed. views: the parameters' places in it. ready: per parameter, whether this backward pass is through
+    with it. launched: whether this pass has started the collective. work: the collective under way.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: int = 1) -> None:
+        self.parameters = list(parameters)
+        self.layout = layout_of(parameters, ranks)
+        self.dtype = parameters[0].dtype
+        self.flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self.ready = [False] * len(self.parameters)
+        self.launched = False
+        self.work: Work | None = None
+
+    def allocate(self, storage: torch.Tensor) -> None:
+        """Lays the bucket out in `storage`, at least `layout.padded` elements."""
+        self.flat = storage[: self.layout.padded]
+        self.flat[sum(self.layout.sizes) :].zero_()
+        places = zip(self.parameters, self.layout.offsets, self.layout.sizes, strict=True)
+        self.views = [place_of(self.flat[offset : offset + size], p) for p, offset, size in places]
+
+    def release(self) -> None:
+        """Forgets the storage."""
+        self.flat, self.views = None, []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage when it is there."""
+        return self.layout.padded * self.dtype.itemsize

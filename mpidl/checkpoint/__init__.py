@@ -1,0 +1,29 @@
+"""Checkpoints: saved by any engine on any number of ranks, loaded by any other.
+
+    state in memory   each rank's slices of logical tensors, named as in the plain model      engine, collect
+    on the disk       safetensors files and an index that says where every element lies       tensorfile, index, folder
+    back              matched by name, checked, and read: each rank what it holds              matching, reading
+
+`saving` and `loading` are what a user calls; `exporting` makes plain weights of a model or of a checkpoint, and takes
+them in. docs/checkpoint.md describes the format.
+"""
+
+from .exporting import export_checkpoint, export_safetensors, import_safetensors
+from .folder import newest
+from .loading import Loaded, load
+from .saving import save, wait
+from .verifying import verify
+from .writing import Saving
+
+__all__ = [
+    "Loaded",
+    "Saving",
+    "export_checkpoint",
+    "export_safetensors",
+    "import_safetensors",
+    "load",
+    "newest",
+    "save",
+    "verify",
+    "wait",
+]

@@ -1,0 +1,193 @@
+"""Looks at checkpoints, checks them, and turns one into plain weights.
+
+    python -m mpidl.checkpoint inspect DIR             what is there; with --tensors every tensor
+    python -m mpidl.checkpoint verify DIR              reads all of it and compares the checksums
+    python -m mpidl.checkpoint export DIR OUT          model.safetensors, as transformers has it
+
+DIR is a checkpoint, or a directory of them, of which `verify` and `export` take the newest complete one. One process
+that needs neither mpirun nor MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ..ending import INTERRUPTED
+from ..errors import CheckpointError, ConfigurationError, UsageError
+from . import folder, index
+from .exporting import byte_count, export_checkpoint
+from .index import Index
+from .verifying import verify
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError instead of printing and exiting."""
+        raise UsageError(f"{message} (--help lists the options)")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options. Raises UsageError."""
+    parser = _Parser(prog="python -m mpidl.checkpoint", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds, or which there are")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--json", action="store_true", help="as JSON")
+    check = commands.add_parser("verify", help="read all of a checkpoint and compare the checksums")
+    export = commands.add_parser("export", help="write plain weights")
+    for command in (inspect, check, export):
+        command.add_argument("dir", type=Path, metavar="DIR", help="a checkpoint, or a directory of them")
+    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write to")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    export.add_argument("--dtype", choices=list(_DTYPES), help="of floating tensors; else as saved")
+    options = parser.parse_args(arguments)
+    if options.command == "export":
+        byte_count(options.max_shard_size)
+    return options
+
+
+def chosen(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint itself, or the newest complete one in a directory, and why others were passed over for it.
+
+    What is still being written is not counted. Raises CheckpointError if there is none.
+    """
+    if (path / index.NAME).exists():
+        return path, []
+    found, passed = folder.newest(path)
+    if found is None:
+        why = f": {'; '.join(passed)}" if passed else ""
+        raise CheckpointError(f"{path}: holds no complete checkpoint{why}")
+    return found, [why for why in passed if ".tmp: was not finished" not in why]
+
+
+def size_of(content: Index) -> int:
+    """Bytes of all files."""
+    return sum(int(file["bytes"]) for file in content.files.values())
+
+
+def summary(content: Index) -> dict[str, Any]:
+    """What a checkpoint holds, in figures."""
+    model = content.about["model"]
+    parameters = [content.tensors.get(f"model/{name}") for name in model["parameters"]]
+    optimizer = content.about.get("optimizer")
+    states = {name.split("/")[1] for name in content.tensors if name.startswith("optimizer/")}
+    return {
+        "path": str(content.path),
+        "step": content.about["step"],
+        "micro_step": content.about["micro_step"],
+        "saved_by": f"{content.about['engine']} on {content.about['ranks']} rank{'s' * (content.about['ranks'] > 1)}",
+        "model": model["class"],
+        "parameters": sum(entry.count for entry in parameters if entry is not None),
+        "dtypes": sorted({str(entry.dtype).removeprefix("torch.") for entry in parameters if entry is not None}),
+        "optimizer": optimizer and f"{optimizer['class']} ({', '.join(sorted(states)) or 'no state'})",
+        "also": [name for name in ("scheduler", "scaler", "sampler") if name in content.about],
+        "tensors": len(content.tensors),
+        "files": len(content.files),
+        "bytes": size_of(content),
+    }
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    if not (options.dir / index.NAME).exists():
+        _list(options)
+        return
+    content = index.read(options.dir)
+    found = summary(content)
+    if options.tensors:
+        found["listed"] = {
+            name: {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.shape),
+                "slices": [f"{part.start}:{part.stop} in {part.file}" for part in entry.slices],
+            }
+            for name, entry in content.tensors.items()
+        }
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    listed = found.pop("listed", {})
+    width = max(map(len, found))
+    for key, value in found.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else f"{value:,}" if key in _COUNTS else value
+        print(f"{key.replace('_', ' '):{width}}  {text if text not in (None, '') else '-'}")
+    for name, tensor in listed.items():
+        print(f"{name}  {tensor['dtype']} {tuple(tensor['shape'])}  {'; '.join(tensor['slices'])}")
+
+
+_COUNTS = ("parameters", "tensors", "bytes")
+
+
+def _list(options: argparse.Namespace) -> None:
+    """All checkpoints of a directory, the newest first."""
+    newest, passed = folder.newest(options.dir)
+    rows: list[dict[str, Any]] = []
+    if newest is not None:
+        for path in folder.by_age(options.dir):
+            try:
+                content = index.read(path)
+                folder.check_files(content)
+            except CheckpointError as error:
+                rows.append({"path": str(path), "wrong": str(error)})
+                continue
+            row = {"path": str(path), "step": content.about["step"], "bytes": size_of(content)}
+            rows.append({**row, "newest": path == newest})
+    rows += [{"path": text.split(": ")[0], "wrong": text} for text in passed if text not in str(rows)]
+    if not rows:
+        why = "holds no checkpoint" if options.dir.is_dir() else "no such directory"
+        raise CheckpointError(f"{options.dir}: {why}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        if "wrong" in row:
+            print(f"torn      {row['wrong']}")
+        else:
+            print(f"complete  {row['path']}  step {row['step']}, {row['bytes']:,} bytes{', newest' * row['newest']}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints; the exit status: 2 for wrong use, 1 for a checkpoint that is missing, torn or damaged.
+
+    Also for one that was to be verified and had to be passed over for an older one; 130 if interrupted.
+    """
+    try:
+        options = parse(arguments)
+    except (UsageError, ConfigurationError) as error:
+        return _say(error, 2)
+    try:
+        if options.command == "inspect":
+            _inspect(options)
+        elif options.command == "verify":
+            path, passed = chosen(options.dir)
+            content = verify(path)
+            print(f"{content.path}: good: {len(content.tensors)} tensors, {size_of(content):,} bytes")
+            if passed:
+                return _say(f"passed over: {'; '.join(passed)}", 1)
+        else:
+            path, passed = chosen(options.dir)
+            dtype = _DTYPES.get(options.dtype)
+            export_checkpoint(path, options.out, max_shard_size=options.max_shard_size, dtype=dtype)
+            print(f"{path} -> {options.out}{''.join(f'; passed over: {why}' for why in passed)}")
+    except (CheckpointError, ConfigurationError, OSError) as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    return 0
+
+
+def _say(error: Exception | str, status: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

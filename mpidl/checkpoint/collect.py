@@ -1,0 +1,211 @@
+"""What a checkpoint consists of: the tensors that this rank writes, and the rest as JSON.
+
+model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
+optimizer/exp_avg/transformer.wte...  what the optimizer keeps of a parameter's shape
+seen/transformer.wte.weight           while a delayed update waits for the next step: what passes compute with
+gradient/transformer.wte.weight       of micro-steps that no step has used yet
+extra/0, scheduler/0, ...             tensors inside other states; those of a module's extra state under model/NAME/
+rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
+                                      differ between the ranks for a while (post-local SGD, no_sync)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from ..errors import ConfigurationError
+from ..models.pretrained import published_settings
+from ..optim.elementwise import elementwise
+from . import random_states, tree
+from .engine import Engine, Place
+from .tensorfile import code_of
+
+# How the update is computed, not what it computes: the loading run chooses for its own device.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+_PARTS = ("scheduler", "scaler", "sampler")
+ONE_CLASS = ("scheduler",)  # parts whose states another class may take without noticing that they mean something else
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank writes of a tensor: elements start..stop of it, `values()`, of `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+    values: Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """In the file."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    def copy(self) -> Piece:
+        """The same with the values as they are now, on the CPU."""
+        values = self.values().detach().to("cpu", copy=True)
+        return replace(self, values=lambda: values)
+
+    @property
+    def key(self) -> str:
+        """Its name in the file: a part says which."""
+        whole = self.stop - self.start == math.prod(self.shape)
+        return self.name if whole else f"{self.name}[{self.start}:{self.stop}]"
+
+
+def rank_name(rank: int) -> str:
+    """Before the names of what one rank alone has."""
+    return f"rank{rank:05d}"
+
+
+@dataclass(eq=False)
+class Collected:
+    """pieces: what this rank writes. about: JSON, alike on every rank. own: JSON of this rank.
+
+    shared: what all ranks hold and each writes a part of.
+    """
+
+    pieces: list[Piece]
+    about: dict[str, Any]
+    own: dict[str, Any]
+    shared: dict[str, torch.Tensor]
+
+
+def collect(
+    engine: Engine,
+    parts: Mapping[str, Any],
+    step: int,
+    micro_step: int,
+    gradients: Mapping[str, torch.Tensor],
+    extra: Any,
+    random: bool,
+) -> Collected:
+    """Everything, uncopied. parts: scheduler, scaler and sampler, or None. gradients: of the engine, by name."""
+    pieces: list[Piece] = []
+    shared: dict[str, torch.Tensor] = {}
+    own_prefix = rank_name(engine.comm.rank)
+
+    def add(name: str, place: Place, values: torch.Tensor, apart: bool) -> None:
+        low, high = place.writes
+        if apart and engine.comm.size > 1:
+            name, low, high = f"{own_prefix}/{name}", 0, values.numel()
+        elif place.shared:
+            shared[name] = values
+        # One without elements has to be known too.
+        if high > low or (place.count == 0 and (apart or engine.comm.rank == 0)):
+            pieces.append(Piece(name, place.shape, values.dtype, low, high, lambda: part(place, values, low, high)))
+
+    def part(place: Place, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        engine.forget()  # of the one before
+        return _part(place, values, low, high)
+
+    places = [*engine.parameters, *engine.buffers]
+    for place in places:
+        add(f"model/{place.name}", place, place.values, place.apart)
+    about: dict[str, Any] = {
+        "step": step,
+        "micro_step": micro_step,
+        "ranks": engine.comm.size,
+        "engine": engine.kind,
+        "model": {
+            "class": type(engine.model).__name__,
+            "parameters": [place.name for place in engine.parameters],
+            "buffers": [place.name for place in engine.buffers],
+            "tied": engine.tied,
+            "settings": published_settings(engine.model),
+        },
+    }
+    whole: dict[str, torch.Tensor] = {}  # alike on every rank, and written by rank 0
+    about["model"]["extra_state"] = {
+        name: tree.encode(module.get_extra_state(), f"model/{name}", whole)
+        for name, module in engine.extra_states.items()
+    }
+    if engine.optimizer is not None:
+        about["optimizer"] = _optimizer(engine, add, whole)
+        if engine.owned is not None and engine.owned.steps is not None:
+            about["optimizer"]["steps"] = engine.owned.steps
+            unseen = engine.owned.unseen()
+            for place in engine.parameters:
+                if place.parameter in unseen:
+                    add(f"seen/{place.name}", place, engine.owned.seen(place.parameter), False)
+    for place in engine.parameters:
+        if place.name in gradients:
+            add(f"gradient/{place.name}", place, gradients[place.name], engine.gradients_apart)
+    for name in _PARTS:
+        if parts.get(name) is not None:
+            about[name] = tree.encode(state_of(name, parts[name]), name, whole)
+            if name in ONE_CLASS:
+                about[f"{name}_class"] = type(parts[name]).__name__
+    if engine.averager is not None:
+        about["averager"] = tree.encode(engine.averager.state_dict(), "averager", whole)
+    about["extra"] = tree.encode(extra, "extra", whole)
+    if engine.comm.rank == 0:
+        pieces += [_whole(name, values) for name, values in whole.items()]
+    mine: dict[str, torch.Tensor] = {}
+    own: dict[str, Any] = {}
+    if random:
+        own["random"] = tree.encode(random_states.capture(), f"{own_prefix}/random", mine)
+    hook = engine.hook_state()
+    if hook is not None:
+        own["hook"] = tree.encode(hook.state_dict(), f"{own_prefix}/hook", mine)
+    pieces += [_whole(name, values) for name, values in mine.items()]
+    for piece in pieces:
+        code_of(piece.dtype, piece.name)  # before anything is written
+    return Collected(pieces, about, own, shared)
+
+
+def _part(place: Place, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    if high - low == values.numel():
+        return values
+    return values.detach().reshape(-1)[low - place.start : high - place.start]
+
+
+def _whole(name: str, values: torch.Tensor) -> Piece:
+    return Piece(name, tuple(values.shape), values.dtype, 0, values.numel(), lambda: values)
+
+
+def state_of(name: str, part: Any) -> Any:
+    """A part's state_dict."""
+    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        raise ConfigurationError(f"{name}: got a {type(part).__name__}; needs state_dict() and load_state_dict()")
+    return part.state_dict()
+
+
+def _optimizer(
+    engine: Engine, add: Callable[[str, Place, torch.Tensor, bool], None], whole: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """The groups with the parameters' names, and what is kept of each parameter: of its shape, and other."""
+    optimizer = cast("torch.optim.Optimizer", engine.optimizer)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names", *IMPLEMENTATION)}
+        names = [engine.names[p] for p in group["params"]]
+        groups.append({"params": names, "settings": tree.encode(settings, f"optimizer.group{number}", whole)})
+    state: dict[str, Any] = {}
+    kept = [(place, place.key, optimizer.state.get(place.key)) for place in engine.parameters if place.key is not None]
+    cut = elementwise((key.shape, entry) for _, key, entry in kept if entry)
+    for place, _, entry in kept:
+        if not entry:
+            continue
+        state[place.name] = {}
+        for key, value in entry.items():
+            if not isinstance(key, str) or "/" in key:
+                raise ConfigurationError(f"optimizer: its state of {place.name} has the key {key!r}; needs a word")
+            if key in cut and is_sliced(value, place):
+                add(f"optimizer/{key}/{place.name}", place, value.detach(), place.apart)
+                state[place.name][key] = "$slices"
+            else:
+                state[place.name][key] = tree.encode(value, f"optimizer.{key}", whole)
+    return {"class": engine.optimizer_class, "groups": groups, "state": state}
+
+
+def is_sliced(value: Any, place: Place) -> bool:
+    """Whether an optimizer's value has an element for each of the parameter's, and so is cut as it is."""
+    key = place.key
+    return torch.is_tensor(value) and key is not None and value.shape == key.shape

@@ -1,0 +1,282 @@
+"""One view of plain, DDP and ZeRO training: which elements of each parameter this rank holds, and which it writes.
+
+    plain, DDP     every rank holds all     rank 0 writes [##........] rank 1 [..##......] ... of a large one,
+                                            one rank after another the small ones
+    ZeRO           a rank holds and writes its slice; after loading, the engine spreads the new parameters
+
+A checkpoint knows parameters by the plain model's names, and a slice by its place in the flattened parameter. So what
+one engine wrote any other can read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from collectives import Communicator
+
+from ..ddp import DistributedDataParallel
+from ..errors import CheckpointError, ConfigurationError
+from ..optim.post_local import PostLocalSGDOptimizer
+from ..replicas import checksum, difference
+from ..runtime import default_communicator
+from ..trained_by import trainer_of_model
+from ..zero import ZeroOptimizer
+from .agree import together
+
+_CUT = 1 << 16  # elements from which on a tensor that all ranks hold is written by all of them
+_LINE = 1 << 10  # elements to which such cuts are rounded
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """What this rank holds of a tensor of the model.
+
+    values: elements start..stop of the flattened tensor, or the whole tensor in its own shape. writes: the range of
+    elements that this rank writes. key: under which the optimizer keeps its state; None for a buffer. apart: the ranks'
+    values differ, so that each rank writes its own. shared: every rank holds all of it, and writes a part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: torch.Tensor
+    start: int
+    stop: int
+    writes: tuple[int, int]
+    key: torch.Tensor | None = None
+    parameter: torch.nn.Parameter | None = None
+    apart: bool = False
+    shared: bool = False
+
+    @property
+    def count(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+class Engine:
+    """What trains the model. model: the plain model; kind: "plain", "ddp", "zero1", "zero2" or "zero3".
+
+    Raises ConfigurationError for a model and an optimizer that do not belong together.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, process_group: Communicator | None
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigurationError(f"model: got {type(model).__name__}; needs a torch.nn.Module")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
+        self.ddp, self.model = unwrap(model)
+        self.zero = _zero_of(self.model, optimizer)
+        self.optimizer = optimizer
+        self.averager: Any = None
+        if isinstance(optimizer, PostLocalSGDOptimizer):
+            self.optimizer, self.averager = optimizer.optimizer, optimizer.averager
+        self.owned = None if self.zero is None else self.zero.owned_state()
+        if self.owned is not None:
+            self.comm = self.owned.comm
+        elif self.ddp is not None:
+            self.comm = self.ddp.process_group
+        else:
+            self.comm = default_communicator(process_group)
+        self.kind = "plain" if self.ddp is None else "ddp"
+        if self.zero is not None:
+            self.kind = f"zero{self.zero.stage}"
+        # After the warm-up of post-local SGD each rank goes its own way between the averagings.
+        self.apart = self.averager is not None and self.averager.steps > getattr(self.averager, "warmup_steps", 0)
+        self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.tied = _tied(self.model)
+        self.extra_states = _extra_states(self.model)
+        self.parameters = list(self._parameters())
+        self.buffers = list(self._buffers())
+        self._check_optimizer()
+
+    @property
+    def optimizer_class(self) -> str:
+        """The name of the torch.optim class that steps."""
+        inner = self.optimizer.inner_class if isinstance(self.optimizer, ZeroOptimizer) else type(self.optimizer)
+        return inner.__name__
+
+    def _parameters(self) -> Iterator[Place]:
+        own = {} if self.owned is None else {part.parameter: part for part in self.owned.slices()}
+        ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
+        small = 0
+        for name, p in self.model.named_parameters():
+            shape = tuple(p.shape)
+            if p in own:
+                part = own[p]
+                values = part.values.detach()
+                writes = (part.start, part.stop if part.writes else part.start)
+                yield Place(name, shape, values, part.start, part.stop, writes, part.values, p)
+                continue
+            apart = self.comm.size > 1 and (self.apart or name in ignored)
+            writes = (0, p.numel()) if apart else self._share(p.numel(), small)
+            small += p.numel() < _CUT
+            yield Place(name, shape, p.detach(), 0, p.numel(), writes, p, p, apart, not apart and self.comm.size > 1)
+
+    def _share(self, count: int, number: int) -> tuple[int, int]:
+        """What this rank writes of a tensor that all ranks hold; number: how many small ones came before it."""
+        rank, size = self.comm.rank, self.comm.size
+        if count < _CUT:
+            return (0, count) if number % size == rank else (0, 0)
+        each = -(-count // (size * _LINE)) * _LINE
+        return min(rank * each, count), min((rank + 1) * each, count)
+
+    def _buffers(self) -> Iterator[Place]:
+        """Those of the state_dict. Rank 0's count, as it is they that are broadcast, where they are."""
+        kept = _persistent(self.model)
+        ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
+        for name, b in self.model.named_buffers():
+            if name in kept:
+                unlike = self.ddp is not None and (name in ignored or not self.ddp.broadcast_buffers)
+                apart = self.comm.size > 1 and (self.apart or unlike)
+                count = b.numel() if apart or self.comm.rank == 0 else 0
+                yield Place(name, tuple(b.shape), b.detach(), 0, b.numel(), (0, count), apart=apart)
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is None or self.zero is not None:
+            return
+        for number, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                if p not in self.names:
+                    raise ConfigurationError(
+                        f"optimizer: a tensor of shape {tuple(p.shape)} in group {number} is no parameter of the model"
+                    )
+
+    def check_alike(self, what: str, shared: Mapping[str, torch.Tensor]) -> None:
+        """Raises CheckpointError on every rank unless all hold the same. Collective. shared: each writes a part of it.
+
+        Buffers are rank 0's, or each rank's own, and so are never put together of several ranks' values.
+        """
+        if not shared:  # on all ranks or on none
+            return
+        sums = together(self.comm, lambda: {name: checksum(values) for name, values in shared.items()})
+        found = difference(self.comm, sums)
+        if found is not None:
+            raise CheckpointError(f"{what}: the ranks' replicas differ, of which each writes a part: {found}")
+
+    def writing(self, unseen: Collection[str] = ()) -> AbstractContextManager[None]:
+        """Around the filling of the places' values. unseen: names of what waits for the next step. Collective."""
+        if self.owned is None:
+            return nullcontext()
+        return self.owned.written({p for p, name in self.names.items() if name in unseen})  # type: ignore[misc]
+
+    def forget(self) -> None:
+        """What was read or written of places on a disk leaves this process's memory."""
+        if self.owned is not None:
+            self.owned.forget()
+
+    # ---- gradients of micro-steps that no step has used yet ---------------------------------------------------
+
+    @property
+    def gradients_apart(self) -> bool:
+        """Whether passes under no_sync left each rank its own gradients."""
+        reducer = None if self.ddp is None else self.ddp._reducer
+        return reducer is not None and bool(reducer._quietly)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By the parameters' names, what this rank holds of them: as the places' values. Collective.
+
+        Raises TrainingError for ZeRO's passes under no_sync, which have reduced nothing.
+        """
+        if self.owned is not None:
+            return {self.names[p]: g for p, g in self.owned.gradients().items()}
+        found = {}
+        for p, name in self.names.items():
+            if p.grad is not None:
+                if p.grad.layout != torch.strided:
+                    raise ConfigurationError(f"{name}: its gradient is sparse; save after the step, with micro_step=0")
+                found[name] = p.grad
+        return found
+
+    def new_gradients(self, dtypes: dict[str, torch.dtype], apart: bool) -> dict[str, torch.Tensor]:
+        """Memory for gradients of these dtypes, to be filled, in place of those there are. apart: see above."""
+        if self.owned is not None:
+            by_parameter = {p: dtypes[name] for p, name in self.names.items() if name in dtypes}
+            made = self.owned.new_gradients(cast("dict[torch.nn.Parameter, torch.dtype]", by_parameter))
+            return {self.names[p]: g for p, g in made.items()}
+        found = {}
+        for p, name in self.names.items():
+            p.grad = torch.zeros_like(p) if name in dtypes else None
+            if p.grad is not None:
+                found[name] = p.grad
+        if self.ddp is not None and self.ddp._reducer is not None:
+            self.ddp._reducer._quietly = {p for p, name in self.names.items() if name in dtypes} if apart else set()
+        return found
+
+    def hook_state(self) -> Any:
+        """The state of DDP's communication hook, or the hook itself, if it can be saved."""
+        for kept in self._hook():
+            if hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):
+                return kept
+        return None
+
+    @property
+    def hook_lost(self) -> str:
+        """The type of a hook's state that cannot be saved, in words; empty if there is none."""
+        state, *_ = self._hook()
+        kept = state is None or isinstance(state, Communicator) or self.hook_state() is not None
+        return "" if kept else f"a {type(state).__name__}"
+
+    def _hook(self) -> tuple[Any, Any, Any]:
+        """Its state, the hook, and what it is a method of."""
+        state, hook = (None, None) if self.ddp is None or self.ddp._hook is None else self.ddp._hook
+        return state, hook, getattr(hook, "__self__", None)
+
+
+def unwrap(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, torch.nn.Module]:
+    """The DDP wrapper, if there is one, and the plain model inside it and inside what torch.compile gave."""
+    wrapper: DistributedDataParallel | None = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            wrapper, model = model, model.module
+        elif hasattr(model, "_orig_mod"):
+            model = cast("torch.nn.Module", model._orig_mod)
+        else:
+            return wrapper, model
+
+
+def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer | None:
+    """The ZeroOptimizer that trains the model."""
+    found = trainer_of_model(model)
+    trains = None if found is None else found.optimizer
+    if found is not None and trains is None:
+        raise ConfigurationError("model: the ZeroOptimizer that trained it is gone, and with it parts of the model")
+    given = optimizer if isinstance(optimizer, ZeroOptimizer) else trains
+    if given is not trains or (trains is not None and optimizer not in (None, trains)):
+        raise ConfigurationError("optimizer: it is not the one that trains this model")
+    return trains
+
+
+def _tied(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that have several, and the first name of each."""
+    tied: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        first = {id(t): name for name, t in named()}
+        tied |= {name: first[id(t)] for name, t in named(remove_duplicate=False) if first[id(t)] != name}
+    return tied
+
+
+def _extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that have more states than tensors, by the names that these have in a state_dict."""
+    return {
+        f"{name}._extra_state".lstrip("."): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+
+
+def _persistent(model: torch.nn.Module) -> set[str]:
+    """The names of buffers that a state_dict holds, without making one."""
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }

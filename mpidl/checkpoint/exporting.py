@@ -1,0 +1,304 @@
+"""Plain weights out of a model or a checkpoint, and into a model, whatever its engine.
+
+    files      model-00001-of-00002.safetensors [ header | wte ......... | wpe .. ]     laid out beforehand by rank 0
+    rank 0     writes                                      ####              ##         at their places, so that no
+    rank 1     writes                                          #####           #        rank holds more than its own
+
+Into a model likewise: each rank reads its own slices. The files are those of Hugging Face's transformers; its index
+names the file of each tensor where there are several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ..ending import UNFINISHED
+from ..errors import CheckpointError, ConfigurationError
+from ..models.pretrained import published_names, published_settings
+from . import folder, index
+from .agree import on_rank_0, together
+from .engine import Engine
+from .index import Entry, Index
+from .matching import plan
+from .reading import Reader
+from .saving import wait
+from .tensorfile import BLOCK, Place, TensorFile, as_bytes, header_of, naming, write_all
+
+SINGLE = "model.safetensors"
+HF_INDEX = "model.safetensors.index.json"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    first: bytes
+    places: dict[str, Place]
+
+    @property
+    def bytes(self) -> int:
+        return max((place.end for place in self.places.values()), default=len(self.first))
+
+
+def byte_count(size: int | str) -> int:
+    """A number of bytes, or one with a unit: "5GB", "500MB", "2GiB"."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", str(size), re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise ConfigurationError(f"max_shard_size: got {size!r}; needs bytes, or a text such as '5GB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def export_safetensors(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    process_group: Communicator | None = None,
+) -> None:
+    """Writes the plain model's weights into the directory `path`, tied ones once. Collective; no rank gathers anything.
+
+    model: as for `save`. max_shard_size: of a file, in bytes or as "5GB"; a larger tensor has a file of its own.
+    dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are.
+    A GPT-2 of mpidl.models gets its config.json too, so that transformers' `from_pretrained(path)` opens it.
+
+    Raises CheckpointError alike on every rank for what cannot be written. Earlier files stay as they were until all new
+    ones are on the disk; then these take their names one after another, which a kill may interrupt.
+    """
+    engine = Engine(model, optimizer, process_group)
+    wait(model)
+    if engine.apart and engine.comm.size > 1:
+        raise ConfigurationError("export_safetensors: the ranks' weights differ; call average_parameters() before")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype: got {dtype}; needs a floating dtype")
+    limit = byte_count(max_shard_size)
+    places = [*engine.parameters, *engine.buffers]
+    engine.check_alike(f"{path} was not exported", {place.name: place.values for place in places if place.shared})
+
+    def own() -> Iterator[tuple[str, int, torch.Tensor]]:
+        for place in places:
+            low, high = place.writes if not place.apart or engine.comm.rank == 0 else (0, 0)
+            whole = place.values if place.values.is_contiguous() or high <= low else place.values.contiguous()
+            if high > low:
+                yield place.name, low, whole.view(-1)[low - place.start : high - place.start]
+
+    tensors = [(place.name, _dtype(place.values.dtype, dtype), place.shape) for place in places]
+    _export(engine.comm, Path(path), tensors, own, limit, published_settings(engine.model))
+
+
+def export_checkpoint(
+    path: str | Path, into: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+) -> None:
+    """The same from a checkpoint's directory, by one process that needs no model; checksums are compared."""
+    limit = byte_count(max_shard_size)
+    with Reader(index.read(Path(path))) as reader:
+        content = reader.index
+        about = content.about["model"]
+        names = [*about["parameters"], *about["buffers"]]
+        sources = {name: f"model/{name}" for name in names if f"model/{name}" in content.tensors}
+        apart = [name for name in names if name not in sources]
+        if apart:
+            raise CheckpointError(
+                f"{content.file}: the ranks had each their own {apart[0]}; load it into a model, and export that"
+            )
+
+        def own() -> Iterator[tuple[str, int, torch.Tensor]]:
+            for name, source in sources.items():
+                at = 0
+                for chunk in reader.chunks(source, BLOCK // content.tensors[source].dtype.itemsize):
+                    yield name, at, chunk
+                    at += chunk.numel()
+
+        entries = {name: content.tensors[source] for name, source in sources.items()}
+        tensors = [(name, _dtype(e.dtype, dtype), e.shape) for name, e in entries.items()]
+        _export(None, Path(into), tensors, own, limit, about.get("settings"))
+
+
+def _dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _export(
+    comm: Communicator | None,
+    path: Path,
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    own: Callable[[], Iterable[tuple[str, int, torch.Tensor]]],
+    limit: int,
+    settings: dict[str, Any] | None,
+) -> None:
+    """own: gives what this process writes: a tensor's name, the first element, elements."""
+    files = _lay_out(tensors, limit)
+    first = (lambda action: on_rank_0(comm, action)) if comm is not None else _alone
+    all_ = (lambda action: together(comm, action)) if comm is not None else _alone
+    unfinished = {_beside(path, file) for file in files}
+    UNFINISHED.update(unfinished)
+    try:
+        first(lambda: _create(path, files))
+        all_(lambda: _write(path, files, own()))
+        first(lambda: _finish(path, files, settings))
+    except CheckpointError:
+        first(lambda: _forget(path, files))
+        raise
+    except BaseException:  # of this process alone, such as an interrupt
+        _forget(path, files)
+        raise
+    finally:
+        UNFINISHED.difference_update(unfinished)
+
+
+def _alone(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+
+
+def _lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], limit: int) -> list[_File]:
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    size = 0
+    for tensor in tensors:
+        own = tensor[1].itemsize * Entry(tensor[1], tensor[2]).count
+        if groups[-1] and size + own > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += own
+    files = []
+    for number, group in enumerate(groups, 1):
+        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        files.append(_File(name, *header_of(group, {"format": "pt"})))
+    return files
+
+
+def _beside(path: Path, file: _File) -> Path:
+    return path / f"{file.name}.tmp"
+
+
+def _create(path: Path, files: Sequence[_File]) -> None:
+    folder.make(path)
+    needed, free = sum(file.bytes for file in files), shutil.disk_usage(path).free
+    if free < needed:
+        raise CheckpointError(
+            f"{path}: the disk is too full: the export takes {needed / 1e6:.1f} MB beside what is there and "
+            f"{free / 1e6:.1f} MB are free"
+        )
+    for file in files:
+        with naming(_beside(path, file)), _beside(path, file).open("wb", buffering=0) as made:
+            write_all(made.fileno(), file.first)
+            os.ftruncate(made.fileno(), file.bytes)
+
+
+def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+    where = {name: file for file in files for name in file.places}
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for name, low, values in own:
+            file = where[name]
+            beside, place = _beside(path, file), file.places[name]
+            with naming(beside):
+                if file.name not in opened:
+                    opened[file.name] = stack.enter_context(beside.open("r+b", buffering=0))
+                step = BLOCK // max(place.dtype.itemsize, values.dtype.itemsize)
+                for start in range(0, values.numel(), step):
+                    block = values[start : start + step].to(device="cpu", dtype=place.dtype)
+                    at = place.begin + (low + start) * place.dtype.itemsize
+                    write_all(opened[file.name].fileno(), as_bytes(block), at)
+        for file in files:
+            if file.name in opened:
+                with naming(_beside(path, file)):
+                    os.fsync(opened[file.name].fileno())
+
+
+def _finish(path: Path, files: Sequence[_File], settings: dict[str, Any] | None) -> None:
+    """Gives the files their names, writes the index and the settings, and removes what an earlier export named so."""
+    for file in files:
+        _beside(path, file).replace(path / file.name)
+    if len(files) > 1:
+        total = sum(place.end - place.begin for file in files for place in file.places.values())
+        weight_map = {name: file.name for file in files for name in file.places}
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        folder.write_text(path / HF_INDEX, json.dumps(content, indent=2) + "\n")
+    if settings is not None:
+        folder.write_text(path / "config.json", json.dumps(settings, indent=2) + "\n")
+    kept = {file.name for file in files} | ({HF_INDEX} if len(files) > 1 else set())
+    for old in [*path.glob("model*.safetensors"), path / HF_INDEX]:
+        if old.name not in kept and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
+            old.unlink(missing_ok=True)
+    folder.sync(path)
+
+
+def _forget(path: Path, files: Sequence[_File]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            _beside(path, file).unlink(missing_ok=True)
+
+
+def import_safetensors(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    process_group: Communicator | None = None,
+) -> None:
+    """Fills a model, of any engine, with the weights in a directory; each rank reads what it holds. Collective.
+
+    rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
+    GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, alike on
+    every rank, for what is missing or does not fit, and then has changed nothing.
+    """
+    engine = Engine(model, optimizer, process_group)
+    engine.optimizer = None  # weights alone
+    comm = engine.comm
+    wait(model)
+    names = rename or published_names(engine.model)
+    with Reader(together(comm, lambda: _published(Path(path), engine, names))) as reader:
+        made = together(comm, lambda: plan(engine, reader.index))
+        with engine.writing():
+            together(comm, lambda: reader.fill(made.requests, engine.forget))
+
+
+def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -> Index:
+    """A directory of weights as if it were a checkpoint of the model alone."""
+    files = [SINGLE]
+    if not (path / SINGLE).exists() and (path / HF_INDEX).exists():
+        try:
+            files = sorted(set(json.loads((path / HF_INDEX).read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path / HF_INDEX}: cannot be read: {error}") from None
+    content = Index(path, {}, {}, {})
+    for name in files:
+        with TensorFile(path / name) as file:
+            content.files[name] = {"bytes": file.bytes}
+            for key, place in file.places.items():
+                own = names(key)
+                if own is not None:
+                    entry = Entry(place.dtype, place.shape)
+                    entry.slices.append(index.Slice(name, key, 0, entry.count, []))
+                    content.tensors[f"model/{own}"] = entry
+    found = {name.removeprefix("model/") for name in content.tensors}
+    twice = {name for name, first in engine.tied.items() if name in found and first in found}
+    with Reader(content) as reader:
+        for name in sorted(twice):
+            if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{engine.tied[name]}")):
+                raise CheckpointError(f"{path}: {name} differs from {engine.tied[name]}; here they are one tensor")
+    # A name that is the model's own further name of what is there under the first one.
+    tied = {first: name for name, first in engine.tied.items() if name in found and first not in found}
+    about = {"class": f"the weights in {path}", "parameters": sorted(found - twice), "buffers": [], "tied": tied}
+    content.about.update(model=about, ranks=1, micro_step=0, own=[{}])
+    return content

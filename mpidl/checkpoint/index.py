@@ -1,0 +1,187 @@
+"""The index of a checkpoint: what `index.json` says, and whether it can be true.
+
+    tensors    name -> dtype, shape, and slices: elements start..stop of it lie under `key` in `file`, with checksums
+    files      name -> bytes, checksum of its header
+    number     of the directory's checkpoints, in the order of writing: file times change when they are copied
+    the rest   step, ranks, the optimizer's groups, states of scheduler, sampler, ...: JSON
+    checksum   CRC-32 of all of that
+
+Names of tensors: model/NAME, optimizer/STATE/NAME, gradient/NAME, and what belongs to one rank alone under rank00003/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from . import tree
+from .tensorfile import BLOCK, CODES, DTYPES, checksum
+
+NAME = "index.json"
+FORMAT = "mpidl-checkpoint"
+VERSION = 1
+_HEAD = 200  # bytes at its beginning in which the number stands
+_NEEDED = ("step", "micro_step", "ranks", "engine", "model", "extra", "own")
+_OF_MODEL = ("class", "parameters", "buffers", "tied")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements start..stop of a flattened tensor: tensor `key` of `file`. crc32: of each block of its bytes."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+    crc32: list[str]
+
+
+@dataclass
+class Entry:
+    """A logical tensor; its slices cover it without a gap, in order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    slices: list[Slice] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Index:
+    """path: of the checkpoint's directory. about: all but the tensors and files."""
+
+    path: Path
+    about: dict[str, Any]
+    tensors: dict[str, Entry]
+    files: dict[str, dict[str, Any]]
+
+    @property
+    def file(self) -> Path:
+        """Where it stands."""
+        return self.path / NAME
+
+    @property
+    def number(self) -> int:
+        """Of the checkpoints of its directory, in the order in which they were written."""
+        return int(self.about.get("number", 0))
+
+    def text(self) -> str:
+        """What is written."""
+        tensors = {
+            name: {
+                "dtype": CODES[entry.dtype],
+                "shape": list(entry.shape),
+                "slices": [asdict(part) for part in entry.slices],
+            }
+            for name, entry in self.tensors.items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "number": self.number, "block_bytes": BLOCK}
+        content = {**head, **self.about, "files": self.files, "tensors": tensors}
+        content["checksum"] = _sum(content)
+        return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+
+    def check_cover(self) -> None:
+        """Raises CheckpointError unless every tensor's slices cover it, without gap or overlap, in files that exist."""
+        for name, entry in self.tensors.items():
+            at = 0
+            for part in entry.slices:
+                blocks = -(-(part.stop - part.start) * entry.dtype.itemsize // BLOCK)
+                known = part.file in self.files and Path(part.file).name == part.file
+                if part.start != at or part.stop < at or not known or len(part.crc32) != blocks:
+                    raise CheckpointError(f"{self.file}: the slices of {name} do not fit together")
+                at = part.stop
+            if at != entry.count:
+                raise CheckpointError(f"{self.file}: has {at} of the {entry.count} elements of {name}")
+
+
+def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Index:
+    """One index from what each rank has written. Raises CheckpointError if that is no whole."""
+    tensors: dict[str, Entry] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        files.update(part["files"])
+        for name, (dtype, shape, slices) in part["tensors"].items():
+            entry = tensors.setdefault(name, Entry(DTYPES[dtype], tuple(shape)))
+            entry.slices += [Slice(**s) for s in slices]
+    for entry in tensors.values():
+        entry.slices.sort(key=lambda part: (part.start, part.stop))
+    index = Index(path, about, dict(sorted(tensors.items())), files)
+    index.check_cover()
+    return index
+
+
+def read(path: Path) -> Index:
+    """A directory's index. Raises CheckpointError if there is none, or it has been changed."""
+    return parse(path, read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a directory's index. Raises CheckpointError if it cannot be read."""
+    file = path / NAME
+    try:
+        return file.read_bytes().decode()
+    except FileNotFoundError:
+        missing = "has no index.json: it is torn, or no checkpoint" if path.is_dir() else "no such directory"
+        raise CheckpointError(f"{path}: {missing}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{file}: is damaged: it is no text") from None
+
+
+def parse(path: Path, text: str) -> Index:
+    """What the text of an index says. Raises CheckpointError for what is none, or has been changed."""
+    file = path / NAME
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is damaged or cut short: {error}") from None
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{file}: is not the index of an mpidl checkpoint")
+    version = content.pop("version", None)
+    if version != VERSION:
+        raise CheckpointError(f"{file}: has version {version} of the format; this mpidl reads version {VERSION}")
+    said = content.pop("checksum", None)
+    if said != _sum({"format": FORMAT, "version": VERSION, **content}):
+        raise CheckpointError(f"{file}: is damaged: its checksum is not {said}")
+    if content.pop("block_bytes", None) != BLOCK:
+        raise CheckpointError(f"{file}: has checksums of blocks of another size than {BLOCK} bytes")
+    try:
+        tensors = {
+            name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), [Slice(**s) for s in e["slices"]])
+            for name, e in content.pop("tensors").items()
+        }
+        index = Index(path, content, tensors, content.pop("files"))
+        index.check_cover()
+        lacks = [key for key in _NEEDED if key not in content]
+        lacks += [f"model.{key}" for key in _OF_MODEL if not lacks and key not in content["model"]]
+        lacks += [f"tensor {name}" for name in tree.names_in(content) if name not in tensors]
+        if lacks or len(content["own"]) != content["ranks"]:
+            raise KeyError(lacks[0] if lacks else "own, of each rank")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: is not as the format has it: {error!r}") from None
+    return index
+
+
+def number_of(path: Path) -> int:
+    """A directory's number by a glance at its index, undamaged or not; 0 if it has none. Raises OSError."""
+    with (path / NAME).open("rb") as file:
+        found = re.search(rb'"number": ?(\d{1,15})\b', file.read(_HEAD))
+    return int(found[1]) if found else 0
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    """The checksum of the content without its own: of its JSON with sorted keys and no blanks, in ASCII."""
+    return f"{checksum(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"

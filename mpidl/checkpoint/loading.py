@@ -1,0 +1,188 @@
+"""load(): everything is checked on all ranks, then each rank reads what it holds.
+
+index -> names, shapes, files -> checksums, each rank a share -> do all agree? -> read into memory -> small states
+         nothing in memory has changed up to here ---------------'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ..consistency import check_settings_agree
+from ..errors import CheckpointError, ConfigurationError
+from . import folder, index, tree
+from . import random_states as randoms
+from .agree import on_rank_0, together
+from .collect import state_of
+from .engine import Engine
+from .index import Index
+from .matching import Plan, checked, plan
+from .reading import Reader
+from .saving import wait
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint said besides. path: its directory; ranks, engine: those that saved it."""
+
+    path: Path
+    step: int
+    micro_step: int
+    extra: Any
+    ranks: int
+    engine: str
+
+
+def load(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    *,
+    random_states: bool = True,
+    verify: bool = True,
+    process_group: Communicator | None = None,
+) -> Loaded:
+    """Goes on from a checkpoint, whatever engine and however many ranks saved it. Collective.
+
+    path: a checkpoint's directory, or that of a job's checkpoints, of which the newest complete one is taken.
+    model, optimizer, scheduler, scaler, sampler: filled with what was saved of them; those left out are not read. The
+        optimizer's groups must hold the same parameters as when it was saved.
+    random_states: go on with each rank's random numbers; a rank that the saving run did not have gets some of its own.
+    verify: compare the checksums of all that will be read, before anything is changed.
+
+    Gradients of the micro-steps since the last step come back with the optimizer. Dtypes are converted. Raises
+    CheckpointError, alike on every rank and naming the file, for what is missing, damaged or of another model, and then
+    has changed nothing; ConfigurationError for arguments that do not fit.
+    """
+    engine = Engine(model, optimizer, process_group)
+    comm = engine.comm
+    wait(model)
+    check_settings_agree(comm, "checkpoint.load", {"path": str(path), "engine": engine.kind, "verify": verify})
+    content = open_checkpoint(comm, path)
+    parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    with Reader(content) as reader:
+        made = together(comm, lambda: _prepare(engine, reader, parts, random_states, verify))
+        extra = together(comm, lambda: tree.decode(content.about["extra"], reader.tensor))
+        _load_parts(engine, reader, parts)
+        try:
+            with engine.writing(made.unseen):
+                together(comm, lambda: reader.fill(made.requests, engine.forget))
+            together(comm, lambda: made.install(engine, reader.tensor))
+            if optimizer is not None:
+                optimizer.zero_grad()
+                together(comm, lambda: reader.fill(made.gradient_requests(engine)))
+            together(comm, lambda: _restore_own(engine, reader, random_states))
+        except CheckpointError as error:  # of a file that could be read when it was checked
+            raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
+    about = content.about
+    return Loaded(content.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
+
+
+def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
+    """The index of a checkpoint, or of the newest complete one of a directory of them, on every rank. Collective."""
+
+    def choose() -> tuple[Path, str]:
+        chosen: Path | None = Path(path)
+        if not (Path(path) / index.NAME).exists():
+            found, passed = folder.newest(path)
+            if found is None and passed:
+                raise CheckpointError(f"{path}: holds no complete checkpoint: {'; '.join(passed)}")
+            chosen = found or chosen
+        assert chosen is not None
+        return chosen, index.read_text(chosen)
+
+    chosen, text = on_rank_0(comm, choose)
+    return together(comm, lambda: index.parse(chosen, text))
+
+
+def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> Plan:
+    """Checks everything that can be wrong, and changes nothing."""
+    content = reader.index
+    made = plan(engine, content)
+    for name, part in parts.items():
+        state_of(name, part)
+        if name not in content.about:
+            raise CheckpointError(f"{content.file}: was saved without a {name}")
+        own_class, saved_class = type(part).__name__, content.about.get(f"{name}_class")
+        if saved_class not in (None, own_class):
+            raise CheckpointError(f"{content.file}: holds the state of {saved_class}; the {name} here is {own_class}")
+    kept = [content.about[name] for name in (*parts, "extra")]
+    small = [*made.small, *tree.names_in([*kept, content.about["model"].get("extra_state")])]
+    own = content.about["own"][engine.comm.rank % content.about["ranks"]]
+    small += tree.names_in({name: value for name, value in own.items() if random or name != "random"})
+    wanted = [(name, r.low, r.high, r.checks) for r in made.requests for name in r.names]
+    for place in engine.parameters:
+        names = made.gradients.get(place.name, ())
+        wanted += [(name, place.start, place.stop, checked(place, names)) for name in names]
+    for name in small:
+        whole = (0, content.tensors[name].count)
+        wanted.append((name, *whole, whole))
+    for name, low, high, _ in wanted:
+        reader.open(name, low, high)
+    for name, _, _, checks in wanted if verify else []:
+        reader.check(name, *checks)
+    return made
+
+
+def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> None:
+    """Scheduler, scaler and sampler, and what modules have beside tensors. Collective.
+
+    If one refuses, on any rank, all go back to what they had.
+    """
+    about = reader.index.about
+    # By name: what was saved, what there is, and what takes it.
+    states = {
+        name: (about[name], copy.deepcopy(state_of(name, part)), part.load_state_dict) for name, part in parts.items()
+    }
+    for name, saved in about["model"].get("extra_state", {}).items():
+        module = engine.extra_states[name]
+        states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
+
+    def take() -> None:
+        for name, (saved, _, load_into) in states.items():
+            state = tree.decode(saved, reader.tensor)
+            try:
+                if state or name != "scaler":  # a scaler that was not enabled has nothing to say
+                    load_into(state)
+            except Exception as error:  # of the user's own classes: whatever they raise
+                said = str(error) or type(error).__name__
+                raise ConfigurationError(f"{reader.index.file}: the {name}: {said}") from error
+
+    try:
+        together(engine.comm, take)
+    except ConfigurationError:
+        for name, (_, before, load_into) in states.items():
+            if before or name not in parts:
+                with contextlib.suppress(Exception):  # of the one that refused; the others are to have theirs
+                    load_into(before)
+        raise
+
+
+def _restore_own(engine: Engine, reader: Reader, random: bool) -> None:
+    """What each rank has of its own."""
+    about, rank = reader.index.about, engine.comm.rank
+    own = about["own"][rank % about["ranks"]]
+    if engine.averager is not None and "averager" in about:
+        engine.averager.load_state_dict(tree.decode(about["averager"], reader.tensor))
+    hook = engine.hook_state()
+    if hook is not None and "hook" in own:
+        hook.load_state_dict(tree.decode(own["hook"], reader.tensor))
+    if random and "random" in own:
+        states = tree.decode(own["random"], reader.tensor)
+        if rank < about["ranks"]:
+            randoms.restore(states)
+        else:
+            randoms.derive(states, rank)

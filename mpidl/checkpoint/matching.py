@@ -1,0 +1,244 @@
+"""Does a checkpoint fit this model and optimizer, and which of its elements go where?
+
+The answer is a list of requests; making it changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from . import tree
+from .collect import IMPLEMENTATION, rank_name
+from .engine import Engine, Place
+from .index import Index
+
+_LISTED = 3  # names in a message
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Elements low..high of a tensor, to be read into `target`; of several names the mean.
+
+    checks: the range whose checksums this rank compares: of what all ranks read, each has a share.
+    """
+
+    names: tuple[str, ...]
+    low: int
+    high: int
+    checks: tuple[int, int]
+    target: torch.Tensor
+
+
+@dataclass(eq=False)
+class Plan:
+    """What to read. small: tensors to be read whole. states: by the optimizer's keys, with what they will hold.
+
+    unseen: parameters whose new values wait for the next step, under a delayed update.
+    """
+
+    index: Index
+    requests: list[Request] = field(default_factory=list)
+    small: list[str] = field(default_factory=list)
+    states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    settings: list[Any] = field(default_factory=list)
+    gradients: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unseen: list[str] = field(default_factory=list)
+
+    def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
+        """Gives the optimizer its groups' settings and its state. tensor: reads one by its name."""
+        optimizer = engine.optimizer
+        if optimizer is None:
+            return
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
+            group.update(tree.decode(settings, tensor))
+        flags = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
+        for place in engine.parameters:
+            if place.key is None or place.parameter not in flags:
+                continue
+            optimizer.state.pop(place.key, None)
+            entry = {}
+            for key, value in self.states.get(place.key, {}).items():
+                if not torch.is_tensor(value):  # JSON
+                    value = tree.decode(value, tensor)
+                    on_device = torch.is_tensor(value) and (value.dim() > 0 or flags[place.parameter])
+                    value = value.to(place.key.device) if on_device else value
+                entry[key] = value
+            if entry:
+                optimizer.state[place.key] = entry
+        if engine.owned is not None and "steps" in self.index.about["optimizer"]:
+            engine.owned.steps = self.index.about["optimizer"]["steps"]
+
+    def gradient_requests(self, engine: Engine) -> list[Request]:
+        """Makes room for the gradients of the micro-steps, in place of those there are."""
+        if not self.gradients:
+            return []
+        dtypes = {name: self.index.tensors[names[0]].dtype for name, names in self.gradients.items()}
+        apart = any(re.match(r"rank\d{5,}/", name) for names in self.gradients.values() for name in names)
+        made = engine.new_gradients(dtypes, apart)
+        places = {place.name: place for place in engine.parameters}
+        return [_request(places[name], self.gradients[name], target) for name, target in made.items()]
+
+
+def plan(engine: Engine, index: Index) -> Plan:
+    """Raises CheckpointError, naming what does not fit."""
+    made = Plan(index)
+    rank, saved = engine.comm.rank, int(index.about["ranks"])
+
+    def names_of(name: str, apart: bool) -> tuple[str, ...]:
+        """Under which names a tensor was saved: its own, or one a rank where the ranks' differed.
+
+        apart: whether they may differ here too, so that as many ranks as saved it take each their own.
+        """
+        if name in index.tensors:
+            return (name,)
+        each = tuple(f"{rank_name(r)}/{name}" for r in range(saved))
+        if each[0] not in index.tensors:
+            return ()
+        if saved == engine.comm.size and apart:
+            return (each[rank],)
+        # Of what is counted, such as batches, a mean is no count.
+        return each if index.tensors[each[0]].dtype.is_floating_point else each[:1]
+
+    _model(engine, index, made, names_of)
+    if engine.optimizer is not None:
+        _optimizer(engine, index, made, names_of)
+        if engine.owned is not None and engine.owned.delays:
+            _unseen(engine, index, made)
+        if index.about["micro_step"]:
+            _gradients(engine, index, made, names_of)
+    return made
+
+
+NamesOf = Callable[[str, bool], tuple[str, ...]]
+
+
+def may_differ(engine: Engine, place: Place) -> bool:
+    """Whether each rank may have its own values of it: some always do, post-local SGD's weights after its warm-up."""
+    return place.apart or engine.averager is not None
+
+
+def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
+    about = index.about["model"]
+    saved = {*about["parameters"], *about["buffers"]}
+    places = [*engine.parameters, *engine.buffers]
+    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another kind": []}
+    seen = set()
+    for place in places:
+        name = place.name if place.name in saved else about["tied"].get(place.name, place.name)
+        seen.add(name)
+        names = names_of(f"model/{name}", may_differ(engine, place))
+        if not names:
+            problems["missing"].append(place.name)
+            continue
+        entry = index.tensors[names[0]]
+        if entry.shape != place.shape:
+            problems["of another shape"].append(f"{place.name} (has {entry.shape}, needs {place.shape})")
+        elif entry.dtype.is_floating_point != place.values.dtype.is_floating_point:
+            problems["of another kind"].append(f"{place.name} (has {entry.dtype}, needs {place.values.dtype})")
+        else:
+            made.requests.append(_request(place, names, place.values))
+    extra = about.get("extra_state", dict.fromkeys(engine.extra_states))  # weights of elsewhere have none
+    problems["missing"] += [name for name in engine.extra_states if name not in extra]
+    problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - engine.extra_states.keys())
+    found = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
+    if found:
+        raise CheckpointError(
+            f"{index.file}: is of another model ({about['class']}, here {type(engine.model).__name__}); {found}"
+        )
+
+
+def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
+    about = index.about.get("optimizer")
+    if about is None:
+        raise CheckpointError(f"{index.file}: was saved without an optimizer")
+    if about["class"] != engine.optimizer_class:
+        raise CheckpointError(
+            f"{index.file}: holds the state of {about['class']}; the optimizer here is {engine.optimizer_class}"
+        )
+    assert engine.optimizer is not None
+    own = [[engine.names[p] for p in group["params"]] for group in engine.optimizer.param_groups]
+    saved = [group["params"] for group in about["groups"]]
+    if [set(names) for names in own] != [set(names) for names in saved]:
+        raise CheckpointError(f"{index.file}: {_groups_differ(saved, own)}")
+    for group in about["groups"]:
+        settings = {key: value for key, value in group["settings"].items() if key not in IMPLEMENTATION}
+        made.settings.append(settings)
+        made.small += tree.names_in(settings)
+    trained = {name for names in own for name in names}
+    for place in engine.parameters:
+        if place.key is None or place.name not in trained:
+            continue
+        entry: dict[str, Any] = {}
+        current = engine.optimizer.state.get(place.key, {})
+        for key, value in about["state"].get(place.name, {}).items():
+            if value != "$slices":
+                entry[key] = value
+                made.small += tree.names_in(value)
+                continue
+            names = names_of(f"optimizer/{key}/{place.name}", may_differ(engine, place))
+            if not names or index.tensors[names[0]].shape != place.shape:
+                raise CheckpointError(f"{index.file}: {key} of {place.name} is missing, or has another shape than it")
+            entry[key] = _like(engine, place.key, key, index.tensors[names[0]].dtype, current.get(key))
+            made.requests.append(_request(place, names, entry[key]))
+        made.states[place.key] = entry
+
+
+def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, current: Any) -> torch.Tensor:
+    """Where a state of the key's shape goes: to what is there, or to memory like the key's. As torch converts it."""
+    dtype = key.dtype if saved.is_floating_point and key.dtype.is_floating_point else saved
+    fits = torch.is_tensor(current) and current.shape == key.shape and current.dtype == dtype
+    if fits and current.device == key.device:
+        return current
+    if engine.owned is not None:
+        return engine.owned.room(key, name, dtype)
+    return torch.empty_like(key, dtype=dtype, requires_grad=False)
+
+
+def _unseen(engine: Engine, index: Index, made: Plan) -> None:
+    """A delayed update goes on; in any other training its new values are seen at once."""
+    assert engine.owned is not None
+    for place in engine.parameters:
+        name = f"seen/{place.name}"
+        if place.parameter is not None and place.key is not None and name in index.tensors:
+            if index.tensors[name].shape != place.shape:
+                raise CheckpointError(f"{index.file}: {name} has another shape than {place.name}")
+            made.unseen.append(place.name)
+            made.requests.append(_request(place, (name,), engine.owned.seen(place.parameter)))
+
+
+def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
+    was, now = ({name for names in groups for name in names} for groups in (saved, own))
+    if was == now:
+        return f"its parameters are in {len(saved)} groups, otherwise than in the {len(own)} here"
+    told = [("trained here alone", sorted(now - was)), ("trained there alone", sorted(was - now))]
+    return "other parameters were trained; " + "; ".join(f"{what}: {_listed(names)}" for what, names in told if names)
+
+
+def _gradients(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
+    for place in engine.parameters:
+        names = names_of(f"gradient/{place.name}", engine.zero is None)
+        if names:
+            if index.tensors[names[0]].shape != place.shape:
+                raise CheckpointError(f"{index.file}: the gradient of {place.name} has another shape than it")
+            made.gradients[place.name] = names
+
+
+def checked(place: Place, names: tuple[str, ...]) -> tuple[int, int]:
+    """What this rank compares the checksums of: its share, or all of what it alone reads."""
+    alone = place.apart or (len(names) == 1 and re.match(r"rank\d{5,}/", names[0]) is not None)
+    return (place.start, place.stop) if alone else place.writes
+
+
+def _request(place: Place, names: tuple[str, ...], target: torch.Tensor) -> Request:
+    return Request(names, place.start, place.stop, checked(place, names), target)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -1,0 +1,42 @@
+"""The random numbers of python, numpy and torch: a rank's states, and going on from them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """This process's states, of values that `tree` can encode."""
+    kind, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": {"version": kind, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "numpy": dict(np.random.get_state(legacy=False)),  # type: ignore[arg-type, call-overload]
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Goes on from captured states; those of GPUs that are not here are left out."""
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        for number, state in enumerate(states.get("cuda", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, number)
+
+
+def derive(states: dict[str, Any], rank: int) -> None:
+    """States for a rank that the saving run did not have: of its own, and the same each time."""
+    seed = zlib.crc32(states["torch"].numpy().tobytes() + rank.to_bytes(8, "little"))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,148 @@
+"""save(): what all ranks agree on before anything is written, and the writing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ..consistency import check_settings_agree
+from ..errors import CheckpointError, ConfigurationError
+from ..objects import all_gather_object
+from . import folder
+from .agree import on_rank_0, together
+from .collect import Collected, collect
+from .engine import Engine, unwrap
+from .writing import Saving, finisher, write_part
+
+_INDEX_BYTES = 1 << 16  # set aside for the index
+_PIECE_BYTES = 1 << 9  # and for what it and a header say of a piece
+_UNDER_WAY = "_mpidl_saving"  # a model's attribute: the checkpoint of it that is written in the background
+
+
+def save(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    step: int = 0,
+    extra: Any = None,
+    *,
+    micro_step: int = 0,
+    keep_last: int | None = None,
+    background: bool = False,
+    random_states: bool = True,
+    file_bytes: int = 4 << 30,
+    compare: bool = True,
+    process_group: Communicator | None = None,
+) -> Saving:
+    """Saves the training as `path`/step-00000010, complete or not at all; each rank writes what it owns. Collective.
+
+    path: the directory of the job's checkpoints, on a file system that all ranks see.
+    model: the plain model or its DistributedDataParallel; optimizer: a torch optimizer or the ZeroOptimizer.
+    scheduler, scaler, sampler: with state_dict and load_state_dict; a DataLoader of mpidl.data is a sampler too.
+    extra: nested dictionaries, lists and tuples of numbers, strings, None, tensors and arrays; rank 0's is kept.
+    micro_step: how many micro-steps since the last step of the optimizer; unless 0 their gradients are saved too.
+    keep_last: how many complete checkpoints to keep, this one among them; None: all.
+    background: copies what this rank owns and writes it in a thread; a failure surfaces at the next `save`, `load` or
+        `wait` for this model, or else at the end of the program, as one line and a status that is not 0. One
+        checkpoint at a time: the next save waits for it.
+    random_states: of python, numpy and torch, each rank's.
+    file_bytes: about the size from which on a rank begins another file.
+    compare: first read all of what every rank holds and each writes a part of, parameters and optimizer states of plain
+        models and DDP, and see that the ranks hold the same.
+    process_group: of a plain model; DDP and ZeRO have their own.
+
+    Raises CheckpointError alike on every rank for replicas that differ, too little space and whatever goes wrong while
+    writing: earlier checkpoints are as they were, and nothing is left of this one. ConfigurationError for arguments
+    that do not fit.
+    """
+    engine = Engine(model, optimizer, process_group)
+    comm = engine.comm
+    wait(model)
+    together(comm, lambda: _check(step, micro_step, keep_last, file_bytes))
+    settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
+    settings |= {"background": background, "compare": compare, "engine": engine.kind}
+    check_settings_agree(comm, "checkpoint.save", settings)
+    if engine.hook_lost and comm.rank == 0:
+        warnings.warn(
+            f"checkpoint.save: the state of the communication hook, {engine.hook_lost}, has no state_dict and "
+            "load_state_dict, and is not kept",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    gradients = _gradients(engine) if micro_step else {}
+    found = together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
+    if compare:
+        engine.check_alike(f"{folder.name_of(step)} was not saved", found.shared)
+    temporary = _begin(comm, Path(path), step, found)
+    pieces = [piece.copy() for piece in found.pieces] if background else found.pieces
+    saving = Saving(
+        comm,
+        temporary,
+        lambda: write_part(temporary, comm.rank, pieces, found.own, file_bytes),
+        finisher(temporary, found.about, keep_last),
+    )
+    if background:
+        engine.model.__dict__[_UNDER_WAY] = saving
+        saving.start()
+    else:
+        saving.run()
+    return saving
+
+
+def wait(model: torch.nn.Module) -> Path | None:
+    """Waits for the checkpoint of this model that is being written in the background, if there is one. Collective.
+
+    Returns its directory. Raises CheckpointError on every rank if it could not be written.
+    """
+    saving: Saving | None = unwrap(model)[1].__dict__.pop(_UNDER_WAY, None)
+    return None if saving is None else saving.wait()
+
+
+def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Those of the micro-steps. Collective; ZeRO's part of it is so by itself, and fails alike on every rank."""
+    return engine.gradients() if engine.owned is not None else together(engine.comm, engine.gradients)
+
+
+def _check(step: int, micro_step: int, keep_last: int | None, file_bytes: int) -> None:
+    for name, value, least in (("step", step, 0), ("micro_step", micro_step, 0), ("file_bytes", file_bytes, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
+    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+        raise ConfigurationError(f"keep_last: got {keep_last!r}; needs at least 1, or None to keep all")
+
+
+def _begin(comm: Communicator, path: Path, step: int, found: Collected) -> Path:
+    """The empty directory to write into, once there is known to be space for it. Collective."""
+    own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
+    needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES
+    temporary = on_rank_0(comm, lambda: folder.begin(path, step))
+
+    def check() -> None:
+        if not temporary.is_dir():
+            raise CheckpointError(f"{path}: is not the same directory for all ranks; needs a shared file system")
+        free = shutil.disk_usage(path).free
+        if free < needed:
+            raise CheckpointError(
+                f"{path}: the disk is too full: the checkpoint takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are "
+                "free; earlier checkpoints are as they were"
+            )
+        if not os.access(temporary, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{temporary}: this rank may not write there")
+
+    try:
+        together(comm, check)
+    except CheckpointError:
+        on_rank_0(comm, lambda: shutil.rmtree(temporary, ignore_errors=True))
+        raise
+    return temporary

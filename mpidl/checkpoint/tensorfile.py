@@ -1,0 +1,249 @@
+"""Safetensors files, written and read in blocks: no tensor is copied whole on its way, and every block is checksummed.
+
+    8 bytes   length of the header
+    header    JSON: name -> dtype, shape, where its bytes begin and end; padded with blanks to a multiple of 8
+    data      the tensors side by side, row by row, little-endian
+
+The checksums, CRC-32 of every block of 4 MiB of a tensor's bytes, stand in the checkpoint's index. Any part of a tensor
+can so be read and checked by itself. Source: the format's description at github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+BLOCK = 4 << 20  # bytes that have a checksum of their own
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on the disk. bytes: of the whole file; header: its checksum; blocks: those of each tensor."""
+
+    bytes: int
+    header: str
+    blocks: dict[str, list[str]] = field(default_factory=dict)
+
+
+def checksum(data: Any, before: int = 0) -> int:
+    """CRC-32."""
+    return zlib.crc32(data, before)
+
+
+def code_of(dtype: torch.dtype, name: str) -> str:
+    """The format's name of a dtype. CheckpointError for one that it has not, with the tensor's name."""
+    if dtype not in CODES:
+        raise CheckpointError(f"{name}: a tensor of {dtype} cannot be kept in a safetensors file")
+    return CODES[dtype]
+
+
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Place]]:
+    """A file's first bytes, and where in the file each of these tensors (name, dtype, shape) will lie."""
+    ordered = sorted(tensors, key=lambda t: -t[1].itemsize)  # so that every tensor is aligned to its elements
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape in ordered:
+        size = dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": code_of(dtype, name), "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = struct.pack("<Q", len(text)) + text
+    places = {}
+    for name, dtype, shape in ordered:
+        begin, end = entries[name]["data_offsets"]
+        places[name] = Place(dtype, tuple(shape), len(first) + begin, len(first) + end)
+    return first, places
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def blocks_of(tensor: torch.Tensor) -> Iterable[memoryview]:
+    """A tensor's bytes, in the order of its elements, block by block; those of a device come over one at a time."""
+    flat = tensor.detach().reshape(-1)
+    step = BLOCK // flat.dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        yield as_bytes(flat[start : start + step].cpu().contiguous())
+
+
+def write_file(
+    path: Path,
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int], Callable[[], torch.Tensor]]],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Writes tensors (name, dtype, shape, and what gives the values) into a new file, and waits for the disk."""
+    first, places = header_of([(name, dtype, shape) for name, dtype, shape, _ in tensors], metadata)
+    by_name = {name: values for name, _, _, values in tensors}
+    sums: dict[str, list[str]] = {}
+    with naming(path), path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), first)
+        for name in places:
+            sums[name] = []
+            for block in blocks_of(by_name[name]()):
+                sums[name].append(f"{checksum(block):08x}")
+                write_all(file.fileno(), block)
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    return Written(size, f"{checksum(first):08x}", sums)
+
+
+def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
+    """Writes all of the bytes, at an offset of the file or where it stands."""
+    left = memoryview(data)
+    while len(left):
+        if offset is None:
+            done = os.write(descriptor, left)
+        else:
+            done = os.pwrite(descriptor, left, offset)
+            offset += done
+        left = left[done:]
+
+
+class naming:
+    """Inside, an error of the system that names no file gets this one's path."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError) and not error.filename:
+            error.filename = str(self._path)
+
+
+class TensorFile:
+    """A safetensors file to read from; once closed it is opened again when it is read.
+
+    Raises CheckpointError, naming the file, for what is none, or is cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        try:
+            with naming(path):
+                self.bytes = os.fstat(self._opened()).st_size
+                self.places = self._read_header(self._opened())
+        except BaseException:
+            self.close()
+            raise
+
+    def _opened(self) -> int:
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
+        return self._descriptor
+
+    def _read_header(self, descriptor: int) -> dict[str, Place]:
+        first = os.pread(descriptor, 8, 0)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        if not 2 <= length <= min(_LONGEST_HEADER, self.bytes - 8):
+            raise CheckpointError(f"{self.path}: is no safetensors file: its header is cut short or missing")
+        text = os.pread(descriptor, length, 8)
+        self.header = f"{checksum(first + text):08x}"
+        try:
+            entries = json.loads(text)
+            self.metadata = entries.pop("__metadata__", {})
+            places = {}
+            for name, entry in entries.items():
+                begin, end = entry["data_offsets"]
+                place = Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, 8 + length + end)
+                if not 0 <= begin <= end or end - begin != place.dtype.itemsize * math.prod(place.shape):
+                    raise ValueError(name)
+                places[name] = place
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: is no safetensors file: its header cannot be read ({error})") from None
+        needed = max((place.end for place in places.values()), default=8 + length)
+        if self.bytes < needed:
+            raise CheckpointError(f"{self.path}: is cut short: has {self.bytes} bytes, needs {needed}")
+        return places
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills the memory with the bytes at an offset of the file."""
+        descriptor = self._opened()
+        while len(target):
+            with naming(self.path):
+                done = os.preadv(descriptor, [target[: 64 << 20]], offset)
+            if done == 0:
+                raise CheckpointError(f"{self.path}: is cut short at byte {offset}")
+            target, offset = target[done:], offset + done
+
+    def check(self, name: str, sums: Sequence[str], start: int, stop: int, buffer: memoryview) -> None:
+        """Reads the blocks that begin in bytes start..stop of a tensor, and compares their checksums."""
+        place = self.places[name]
+        for number in range(-(-start // BLOCK), -(-stop // BLOCK)):
+            begin = place.begin + number * BLOCK
+            block = buffer[: min(BLOCK, place.end - begin)]
+            self.read_into(block, begin)
+            if f"{checksum(block):08x}" != sums[number]:
+                raise CheckpointError(
+                    f"{self.path}: is damaged: bytes {begin} to {begin + len(block)}, of {name}, are not what was "
+                    "written (CRC-32)"
+                )
+
+    def close(self) -> None:
+        """Gives the file back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

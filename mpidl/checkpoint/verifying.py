@@ -1,0 +1,22 @@
+"""verify(): reads a whole checkpoint and compares every checksum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import folder, index
+from .index import Index
+from .reading import Reader
+
+
+def verify(path: str | Path) -> Index:
+    """Reads all bytes of a checkpoint's directory; needs one process. Returns its index.
+
+    Raises CheckpointError for the first file that is missing, cut short or damaged.
+    """
+    content = index.read(Path(path))
+    folder.check_files(content)
+    with Reader(content) as reader:
+        for name, entry in content.tensors.items():
+            reader.check(name, 0, entry.count)
+    return content

@@ -1,0 +1,220 @@
+"""One rank's part of a checkpoint on its way to the disk, and the parts put together.
+
+Together, or behind the next steps: in a thread of its own, which talks to nobody. There each rank leaves what it has
+written in a file beside its tensors, and rank 0's thread waits for all of them and gives the directory its name:
+
+    rank00001.writing      not through yet            gone, with no .json: it failed
+    rank00001.json         all is on the disk, and this is what
+    rank00001.failed       why it failed, if that could be written
+
+A failure is heard of by `wait`. If the program ends without, rank 0 ends the job with it (`ending.UNHEARD`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from collectives import Communicator
+
+from ..ending import UNFINISHED, UNHEARD
+from ..errors import CheckpointError, MpidlError
+from ..objects import all_gather_object
+from . import folder, index
+from .agree import Failure, attempt, failure_of, gather, on_rank_0, raised
+from .collect import Piece, rank_name
+from .tensorfile import CODES, write_file
+
+_PAUSE = 0.01  # seconds between two looks at what the other ranks have left
+Part = dict[str, Any]
+
+
+def write_part(path: Path, rank: int, pieces: Sequence[Piece], own: dict[str, Any], file_bytes: int) -> Part:
+    """Writes this rank's files, none much larger than `file_bytes`, and says what is in them. Raises OSError.
+
+    own: JSON of this rank, for the index.
+    """
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for number, group in enumerate(_groups(pieces, file_bytes)):
+        name = f"{rank_name(rank)}-{number:03d}.safetensors"
+        entries = [(p.key, p.dtype, p.shape if p.key == p.name else (p.stop - p.start,), p.values) for p in group]
+        written = write_file(path / name, entries, {"format": "pt"})
+        files[name] = {"bytes": written.bytes, "header": written.header}
+        for p in group:
+            sums = written.blocks[p.key]
+            part = {"file": name, "key": p.key, "start": p.start, "stop": p.stop, "crc32": sums}
+            tensors.setdefault(p.name, (CODES[p.dtype], list(p.shape), []))[2].append(part)
+    return {"files": files, "tensors": tensors, "own": own}
+
+
+def _groups(pieces: Sequence[Piece], file_bytes: int) -> list[list[Piece]]:
+    groups: list[list[Piece]] = []
+    size = 0
+    for piece in pieces:
+        if not groups or (size and size + piece.bytes > file_bytes):
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.bytes
+    return groups
+
+
+class Saving:
+    """A checkpoint that is being saved. path: the directory that it will be.
+
+    write: writes this rank's part. finish: rank 0's: makes a checkpoint of all parts.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        temporary: Path,
+        write: Callable[[], Part],
+        finish: Callable[[list[Part]], Path],
+    ) -> None:
+        self.path = temporary.with_name(temporary.stem)
+        self._comm, self._temporary, self._finish = comm, temporary, finish
+        self._write: Callable[[], Part] | None = write
+        self._thread: threading.Thread | None = None
+        self._failures: tuple[Failure | None, Failure | None] = (None, None)  # to write, to finish
+        self._error: str | None = None
+        self._agreed = False
+
+    def run(self) -> None:
+        """Writes now. Raises CheckpointError on every rank, after the directory is removed. Collective."""
+        UNFINISHED.add(self._temporary)
+        part, failure, _ = attempt(self._write_once)
+        error = raised(all_gather_object(self._comm, failure))
+        if error is None:
+            parts = gather(self._comm, part)
+            try:
+                on_rank_0(self._comm, lambda: self._finish(parts))
+            except CheckpointError as raised_here:
+                error = raised_here
+        self._agreed = True
+        if error is not None:
+            self._remove()
+        UNFINISHED.discard(self._temporary)
+        if error is not None:
+            raise self._explained(str(error))
+
+    def start(self) -> None:
+        """Writes in a thread, beside what the program does next."""
+        UNFINISHED.add(self._temporary)
+        with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
+            self._mark("writing").touch()
+        self._comm.barrier()
+        self._thread = threading.Thread(target=self._behind, name="mpidl-checkpoint", daemon=False)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether this rank is through; on rank 0: whether the checkpoint is complete, or failed. Not collective."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Waits until the checkpoint is complete, and returns its directory. Collective.
+
+        Raises CheckpointError on every rank if some rank could not write; the former checkpoints are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        UNHEARD.pop(self._temporary, None)
+        if not self._agreed:
+            found = all_gather_object(self._comm, self._failures)
+            error = raised([f for f, _ in found]) or raised([f for _, f in found[:1]])
+            self._agreed = True
+            if error is not None:
+                self._remove()
+                self._error = str(error)
+            UNFINISHED.discard(self._temporary)
+        if self._error is not None:
+            raise self._explained(self._error)
+        return self.path
+
+    def _behind(self) -> None:
+        part, failed, _ = attempt(self._written)
+        failed_to_finish = None
+        if self._comm.rank == 0:
+            _, failed_to_finish, error = attempt(lambda: self._finish(self._all_parts(part, failed)))
+            if error is not None:
+                UNHEARD[self._temporary] = self._comm, str(self._explained(str(error)))
+        self._failures = (failed, failed_to_finish)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has nothing under way."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def _written(self) -> Part:
+        writing = self._mark("writing")
+        try:
+            part = self._write_once()
+            folder.write_text(self._mark("json"), json.dumps(part))
+            return part
+        except (MpidlError, OSError) as error:
+            with contextlib.suppress(OSError):
+                for useless in self._temporary.glob(f"{rank_name(self._comm.rank)}-*"):  # on a full disk: makes room
+                    useless.unlink()
+                folder.write_text(self._mark("failed"), json.dumps(failure_of(error)))
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                writing.unlink()
+
+    def _write_once(self) -> Part:
+        write, self._write = self._write, None  # which holds the copies, and is held for as long as a model is
+        assert write is not None
+        return write()
+
+    def _all_parts(self, own: Part | None, failed: Failure | None) -> list[Part]:
+        """All ranks' parts, once all are through. Raises what `wait` will, if some could not write theirs."""
+        parts, failures = [own or {}], [failed]
+        for rank in range(1, self._comm.size):
+            while self._mark("writing", rank).exists():
+                time.sleep(_PAUSE)
+            part, failed = self._left_by(rank)
+            parts.append(part)
+            failures.append(failed)
+        error = raised(failures)
+        if error is not None:
+            raise error
+        for rank in range(self._comm.size):
+            self._mark("json", rank).unlink()
+        return parts
+
+    def _left_by(self, rank: int) -> tuple[Part, Failure | None]:
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(self._mark("json", rank).read_text()), None
+        with contextlib.suppress(FileNotFoundError):
+            name, text = json.loads(self._mark("failed", rank).read_text())
+            return {}, (name, text)
+        return {}, ("CheckpointError", f"{self._temporary}: rank {rank} could not write its part")
+
+    def _mark(self, kind: str, rank: int | None = None) -> Path:
+        return self._temporary / f"{rank_name(self._comm.rank if rank is None else rank)}.{kind}"
+
+    def _remove(self) -> None:
+        if self._comm.rank == 0:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _explained(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{text}; {self.path.name} was not saved, and earlier checkpoints are as they were")
+
+
+def finisher(temporary: Path, about: dict[str, Any], keep_last: int | None) -> Callable[[list[Part]], Path]:
+    """What rank 0 does with all parts."""
+
+    def finish(parts: list[Part]) -> Path:
+        content = index.merge(temporary, {**about, "own": [part["own"] for part in parts]}, parts)
+        return folder.commit(temporary, content, keep_last)
+
+    return finish

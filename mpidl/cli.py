@@ -1,0 +1,117 @@
+"""Command lines of programs that run on many ranks: messages come once, wrong options end every rank."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from collectives import Communicator
+
+from . import memory
+from .errors import UsageError
+from .runtime import agree_or_exit
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with help printed by rank 0 alone and errors as UsageError."""
+
+    def __init__(self, comm: Communicator, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **settings)
+        self._comm = comm
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError instead of printing and exiting."""
+        raise UsageError(f"{message} (--help lists the options)")
+
+    def print_help(self, file: Any = None) -> None:
+        """Rank 0 prints."""
+        if self._comm.rank == 0:
+            super().print_help(file)
+            sys.stdout.flush()
+
+    def parse_on_all_ranks(
+        self, check: Callable[[argparse.Namespace], None], argv: Sequence[str] | None = None
+    ) -> argparse.Namespace:
+        """The options, checked; wrong ones end every rank with status 2 and one line. Collective."""
+
+        def parse() -> argparse.Namespace:
+            options = self.parse_args(argv)
+            check(options)
+            return options
+
+        return agree_or_exit(self._comm, parse)
+
+
+class Progress:
+    """A line from rank 0 for the first step, the last and about 25 between: speed, time left, memory.
+
+    steps: of the whole training, which begins now. tokens: of all ranks in a step. before: steps of earlier runs.
+    """
+
+    def __init__(self, comm: Communicator, steps: int, tokens: int, before: int = 0) -> None:
+        self._speaks, self._steps, self._tokens, self._before = comm.rank == 0, steps, tokens, before
+        self._began = time.perf_counter()
+        self._latest: deque[float] = deque(maxlen=10)
+
+    def show(self, done: int, ms: float, measured: str) -> None:
+        """After step `done`, counted from 1, which took `ms`. measured: what to say of it, such as its loss."""
+        self._latest.append(ms)
+        if self._speaks and (done in (self._before + 1, self._steps) or done % max(1, self._steps // 25) == 0):
+            speed = self._tokens / statistics.median(self._latest) * 1e3
+            left = int((time.perf_counter() - self._began) / (done - self._before) * (self._steps - done))
+            print(
+                f"step {done:5d}/{self._steps}  {measured}  {speed:7.0f} tokens/s  "
+                f"{left // 60}:{left % 60:02d} left  {memory.rss_mib():.0f} MiB",
+                flush=True,
+            )
+
+
+def at_least(low: float, number: type = int) -> Callable[[str], Any]:
+    """An argparse type: a number not below `low`."""
+
+    def convert(text: str) -> Any:
+        value = number(text)
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"got {text}; needs at least {low}")
+        return value
+
+    convert.__name__ = number.__name__
+    return convert
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises UsageError if a file cannot be written there; creates it if it is not there."""
+    if path is not None:
+        try:
+            with path.open("a"):
+                pass
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def bytes_text(text: str) -> int:
+    """A number of bytes: 64, 16K, 4M, 1G."""
+    units = {"K": 10, "M": 20, "G": 30}
+    value = int(text[:-1]) << units[text[-1].upper()] if text[-1:].upper() in units else int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; needs at least one byte")
+    return value
+
+
+def names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """An argparse type: names with commas between, each one of `allowed`."""
+
+    def convert(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        for name in found or [""]:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"got {name!r}; needs any of {','.join(allowed)}")
+        return found
+
+    return convert

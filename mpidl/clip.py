@@ -1,0 +1,124 @@
+"""Clipping of gradients by their global norm or by value, as `torch.nn.utils` does.
+
+The functions are for replicated gradients (DDP's): every rank computes the same, so nothing is sent. A model that a
+ZeroOptimizer trains has its gradients in shards; ZeroOptimizer has methods of the same names, and the functions here
+refuse its parameters, which have no `.grad`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from .errors import ConfigurationError, TrainingError
+from .trained_by import trainer_of
+
+Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> float:
+    """Scales replicated gradients in place so that their norm is at most `max_norm`; returns their norm.
+
+    parameters: a module's, one or many; those without a gradient are left out. norm_type: above 0, also infinity.
+    error_if_nonfinite: TrainingError, with the gradients as they were, where the norm is infinite or no number;
+    otherwise an infinite norm makes finite gradients 0, and one that is no number makes all so.
+    """
+    gradients = _gradients(parameters, "clip_grad_norm_")
+    norm = norm_over_shards(gradients, norm_type, None)
+    scale_(gradients, max_norm, norm, error_if_nonfinite)
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
+    """Brings every element of replicated gradients into -clip_value .. clip_value, in place; a NaN stays.
+
+    parameters: a module's, one or many; those without a gradient are left out.
+    """
+    clamp_(_gradients(parameters, "clip_grad_value_"), clip_value)
+
+
+def _gradients(parameters: Parameters, function: str) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for p in listed:
+        if not isinstance(p, torch.Tensor):
+            raise ConfigurationError(
+                f"{function}: got {type(p).__name__} among the parameters; needs tensors, or a module"
+            )
+    trainers = [trainer_of(p) for p in listed if p.requires_grad]
+    if any(trainer is not None and trainer.optimizer is not None for trainer in trainers):
+        raise ConfigurationError(
+            f"{function}: a ZeroOptimizer trains these parameters, and has their gradients in shards; call "
+            f"optimizer.{function}"
+        )
+    return [p.grad for p in listed if p.grad is not None]
+
+
+@torch.no_grad()
+def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Communicator | None) -> float:
+    """The norm of all elements of all tensors; with a Communicator, of all ranks' tensors. Collective then."""
+    given, norm_type = norm_type, _number(norm_type)
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
+    kinds = [torch.float64 if s.dtype == torch.float64 else torch.float32 for s in shards]
+    norms = np.array(
+        [
+            float(torch.linalg.vector_norm(s, norm_type, dtype=kind))
+            for s, kind in zip(shards, kinds, strict=True)
+            if s.numel()
+        ]
+    )
+    infinite = math.isinf(norm_type)
+    with np.errstate(over="ignore"):
+        local = norms.max(initial=0.0) if infinite else (norms**norm_type).sum()
+        if comm is not None:
+            total = np.array([local])
+            comm.all_reduce(total, "max" if infinite else "sum")
+            local = total[0]
+        return float(local if infinite else local ** (1.0 / norm_type))
+
+
+@torch.no_grad()
+def scale_(gradients: Sequence[torch.Tensor], max_norm: float, norm: float, error_if_nonfinite: bool = False) -> None:
+    """Multiplies by max_norm / norm where that is below 1 (a norm that is not a number makes all so)."""
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise TrainingError(f"clip_grad_norm_: the norm of the gradients is {norm}, and error_if_nonfinite is set")
+    factor = _bound("max_norm", max_norm) / (norm + 1e-6)
+    if not factor >= 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+@torch.no_grad()
+def clamp_(gradients: Sequence[torch.Tensor], clip_value: float) -> None:
+    """Brings every element into -clip_value .. clip_value."""
+    bound = _bound("clip_value", clip_value)
+    for gradient in gradients:
+        gradient.clamp_(-bound, bound)
+
+
+def _bound(name: str, given: float) -> float:
+    number = _number(given)
+    if not number >= 0:
+        raise ConfigurationError(f"{name}: got {given!r}; needs a number of 0 or more")
+    return number
+
+
+def _number(given: object) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan

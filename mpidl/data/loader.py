@@ -1,0 +1,234 @@
+"""Batches of this rank's part of a dataset, prepared while the rank trains.
+
+    num_workers=0     a thread loads the next batches beside the training step
+    num_workers=n     n processes do, which are no ranks (`workers`)
+
+How far the training has come is counted in batches that were handed out, not in those that are prepared.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch.utils.data
+
+from collectives import Communicator
+
+from ..errors import ConfigurationError, TrainingError
+from .sampler import DistributedSampler
+from .workers import WorkerStart, context, environment_without_rank, outlive_ranks
+
+_END: Any = object()
+_AHEAD = 2
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """torch's DataLoader for one rank of many: the same arguments, and these that differ.
+
+    batch_size: samples a rank a batch. shuffle, seed, process_group: of the DistributedSampler that is made where
+        neither sampler nor batch_sampler is given. An IterableDataset has no sampler and must give each rank its part
+        itself.
+    drop_last: leaves out samples rather than have a smaller last batch or samples that come twice.
+    multiprocessing_context: "forkserver" (default) or "spawn". Both import the program's main file in the workers, so
+        that what it does must stand under `if __name__ == "__main__":`. The fork server, one a rank, ends with it.
+    prefetch_factor: batches that are prepared ahead, by each worker or, without workers, by a thread (default 2). 0,
+        without workers only: every batch is loaded when it is asked for.
+
+    In a thread the dataset runs beside the training: what it draws from torch's global random numbers mixes with what
+    the model draws. With workers, or prefetch_factor=0, runs repeat exactly.
+
+    A worker that raises, or dies, raises on the rank that asks for its batch. Every loop over the loader is a pass of
+    its own; one that was left behind, by break, stops loading. `close` ends workers and thread; so does deleting the
+    loader. Raises ConfigurationError for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[list[int]] | None = None,
+        num_workers: int = 0,
+        *,
+        process_group: Communicator | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        multiprocessing_context: str | BaseContext | None = None,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        workers = _at_least("num_workers", num_workers, 0)
+        ahead = _at_least("prefetch_factor", _AHEAD if prefetch_factor is None else prefetch_factor, min(workers, 1))
+        self._ahead = 0 if workers else ahead
+        self._thread: ThreadPoolExecutor | None = None
+        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        if workers:
+            settings["prefetch_factor"] = ahead
+            settings["multiprocessing_context"] = context(multiprocessing_context)
+            settings["worker_init_fn"] = WorkerStart(worker_init_fn)
+        elif multiprocessing_context is not None:
+            raise ConfigurationError("multiprocessing_context: there are no workers; needs num_workers of at least 1")
+        iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        if sampler is None and batch_sampler is None and not iterable:
+            sampler = DistributedSampler(dataset, process_group, bool(shuffle), seed, drop_last)
+            shuffle = None
+        try:
+            super().__init__(
+                dataset, batch_size, shuffle, sampler, batch_sampler, workers, drop_last=drop_last, **settings
+            )
+        except ValueError as error:
+            raise ConfigurationError(f"DataLoader: {error}") from error
+        self._counted = sampler if isinstance(sampler, DistributedSampler) else None
+        if self._counted is not None:
+            self._counted.follows = True
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self.num_workers:
+            return self._pass(super().__iter__(), self._thread_pool())
+        try:
+            with environment_without_rank():
+                outlive_ranks()
+                batches = super().__iter__()
+        except (EOFError, ConnectionError) as error:
+            raise TrainingError(
+                "DataLoader: the workers cannot be started; what they said stands above (does the program's main file "
+                "do anything outside `if __name__ == '__main__':`?)"
+            ) from error
+        return self._pass(batches, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The DistributedSampler's; a loader without one has nothing to set."""
+        if self._counted is not None:
+            self._counted.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the ranks have come, to be loaded on any number of ranks: DistributedSampler.state_dict.
+
+        Alike on every rank if all have been handed equally many batches. Raises ConfigurationError if another sampler
+        chooses the samples.
+        """
+        return self._needs_counted("state_dict").state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass begins behind the last batch that was handed out before the state was taken."""
+        self._needs_counted("load_state_dict").load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Ends the workers, the thread, and the passes under way. A later loop starts them anew."""
+        for passing in list(self._passes):
+            passing.close()
+        self._iterator = None  # torch's, which shuts its workers down as it goes
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+
+    def _thread_pool(self) -> ThreadPoolExecutor | None:
+        """One thread for all passes, so that the dataset is never used by two at a time."""
+        if self._ahead and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "mpidl-loader")
+        return self._thread
+
+    def _pass(self, batches: Iterator[Any], thread: ThreadPoolExecutor | None) -> _Pass:
+        sampler, batch_size = self._counted, self.batch_size or 1
+
+        def count(handed: int | None) -> None:
+            if sampler is not None:
+                sampler.consumed(None if handed is None else handed * batch_size)
+
+        made = _Pass(batches, thread, self._ahead, count)
+        self._passes.add(made)
+        return made
+
+    def _needs_counted(self, what: str) -> DistributedSampler:
+        if self._counted is None:
+            raise ConfigurationError(
+                f"{what}: another sampler chooses the samples; needs a mpidl.data.DistributedSampler"
+            )
+        return self._counted
+
+
+class _Pass(Iterator[Any]):
+    """One loop over the batches. thread: where to load `ahead` of them before they are asked for; None: nowhere.
+
+    count: is told after each batch how many were handed out, and None when there are no more.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        thread: ThreadPoolExecutor | None,
+        ahead: int,
+        count: Callable[[int | None], None],
+    ) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._thread, self._ahead, self._count = thread, ahead, count
+        self._loading: deque[Future[Any]] = deque()
+        self._handed = 0
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        batch = self._take(self._batches)
+        if batch is _END:
+            self.close()
+            self._count(None)
+            raise StopIteration
+        self._handed += 1
+        self._count(self._handed)
+        return batch
+
+    def _take(self, batches: Iterator[Any]) -> Any:
+        if self._thread is None:
+            with _deaths_explained():
+                return next(batches, _END)
+        # The first batch is loaded while the caller waits: the sampler draws its order before anybody else draws.
+        if not self._loading:
+            self._loading.append(self._thread.submit(next, batches, _END))
+        batch = self._loading.popleft().result()
+        while batch is not _END and len(self._loading) < self._ahead:
+            self._loading.append(self._thread.submit(next, batches, _END))
+        return batch
+
+    def close(self) -> None:
+        """Stops loading; torch's iterator ends its workers when it goes."""
+        self._batches = None
+        for future in self._loading:
+            future.cancel()
+        self._loading.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextmanager
+def _deaths_explained() -> Iterator[None]:
+    """Names the cause where torch cannot read from a worker; what the dataset raised in one goes by as it is."""
+    try:
+        yield
+    except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+        text = str(error)
+        of_dataset = "in DataLoader worker process" in text
+        if of_dataset or (isinstance(error, RuntimeError) and "DataLoader worker" not in text):
+            raise
+        raise TrainingError(
+            f"DataLoader: a worker died; it may have been killed for the memory that it took ({text})"
+        ) from error
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
+    return number

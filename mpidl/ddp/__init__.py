@@ -1,0 +1,12 @@
+"""Distributed data parallel: the whole model on every rank, gradients averaged while backward goes on.
+
+wrapper        DistributedDataParallel, what a user calls
+reducer        gradients -> buckets -> their means; the buckets' order; what a pass did not reach
+comm_hooks     what may stand in for the all-reduce of a bucket
+sparse         gradients of sparse embeddings
+joining        ranks with fewer batches than others
+"""
+
+from .wrapper import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

@@ -1,0 +1,90 @@
+"""Checks of DistributedDataParallel's arguments, each with an error that says what was given and what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ..errors import ConfigurationError
+from ..trained_by import refuse_trained
+
+BUCKET_CAP_MB = 25.0
+
+
+def communicator(given: Any) -> Communicator | None:
+    """A Communicator, or None for the world's."""
+    if given is not None and not isinstance(given, Communicator):
+        raise ConfigurationError(f"process_group: got {type(given).__name__}; needs a collectives.Communicator")
+    return given
+
+
+def refuse_lazy(what: str, model: torch.nn.Module) -> None:
+    """ConfigurationError if a parameter has no shape yet. what: the argument that the model is."""
+    for name, p in model.named_parameters():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise ConfigurationError(f"{what}: {name} has no shape yet; run a forward pass of the lazy module first")
+
+
+def module(given: Any, wrapper: type) -> torch.nn.Module:
+    """A module that can be wrapped."""
+    if not isinstance(given, torch.nn.Module):
+        raise ConfigurationError(f"module: got {type(given).__name__}; needs a torch.nn.Module")
+    if isinstance(given, wrapper):
+        raise ConfigurationError("module: it is wrapped already")
+    refuse_trained("module", given)
+    refuse_lazy("module", given)
+    return given
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise ConfigurationError(f"{name}: got {value!r}; needs True or False")
+    return bool(value)
+
+
+def megabytes(value: Any) -> float:
+    """A size in MiB; None is PyTorch's 25."""
+    if value is None:
+        return BUCKET_CAP_MB
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigurationError(f"bucket_cap_mb: got {value!r}; needs a size above 0, in MiB")
+    return float(value)
+
+
+def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
+    """Names of parameters and buffers of the module."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigurationError(f"parameters_to_ignore: got {names!r}; needs a list of names")
+    listed = frozenset(names)
+    known = {n for n, _ in of.named_parameters(remove_duplicate=False)}
+    known |= {n for n, _ in of.named_buffers(remove_duplicate=False)}
+    unknown = sorted(map(str, listed - known))
+    if unknown:
+        raise ConfigurationError(f"parameters_to_ignore: the module has no {', '.join(unknown)}")
+    return listed | frozenset(getattr(of, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def device(of: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
+    """The device to which inputs are moved, None to leave them where they are."""
+    if device_ids is None and output_device is None:
+        return None
+    if isinstance(device_ids, Communicator):
+        raise ConfigurationError("device_ids: got a Communicator; it goes by its name, process_group=")
+    places = {p.device for p in of.parameters()}
+    try:
+        given = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+        wanted = {torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in given}
+    except (TypeError, RuntimeError):
+        wanted = set()
+    if len(wanted) != 1 or wanted != places:
+        found = ", ".join(sorted(map(str, places)))
+        raise ConfigurationError(
+            f"device_ids: got {device_ids!r}, output_device: {output_device!r}; needs None, or the one device of the "
+            f"module, which lies on {found}"
+        )
+    return wanted.pop()

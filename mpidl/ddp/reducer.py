@@ -1,0 +1,339 @@
+"""Gradients -> buckets in symmetric memory -> their means over the ranks, while backward goes on.
+
+    arena, one a dtype   [ bucket 0: g9 g8 | bucket 1: g7 g6 g5 | ... ]      a parameter's `.grad` is its place in here
+    first pass           buckets by the reverse of `parameters()`
+    after it             by the order in which gradients arrived on rank 0, which all ranks take over
+
+Strictly in the order of the buckets, each is all-reduced as soon as it is filled. After the last the ranks agree, in
+one small all-reduce, on what the pass reached, so that what is wrong on one rank is an error on all.
+
+Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from ..backward import BackwardWatch, goes_to
+from ..bucket_queue import BucketQueue
+from ..buckets import MIB, GradientBucket, assign
+from ..consistency import check_models_agree
+from ..errors import TrainingError
+from ..objects import broadcast_object
+from ..replicate import broadcast_states
+from . import comm_hooks
+from .arena import Arena
+from .joining import JoinRounds, Stage
+from .sparse import mean_of_sparse, sparse_parameters
+
+FIRST_BUCKET_MB = 1.0
+
+
+class Reducer:
+    """Averages the gradients of a module's parameters.
+
+    names: the parameters to take care of, trained or not, and their names; which of them train may change between
+    passes, alike on all ranks. bucket_cap: bytes. as_views: `.grad` becomes a view of the bucket, else keeps its own
+    memory. buffers: those to make alike after each pass. watch: must see the module's forward passes.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        names: Mapping[torch.nn.Parameter, str],
+        comm: Communicator,
+        watch: BackwardWatch,
+        *,
+        bucket_cap: float,
+        find_unused: bool,
+        static_graph: bool,
+        as_views: bool,
+        buffers: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        self.comm = comm
+        self._module, self._names = module, names
+        self._cap, self._as_views = bucket_cap, as_views
+        self._find_unused, self._static_graph = find_unused, static_graph
+        self._buffers = buffers
+        self.hook: tuple[Any, comm_hooks.Hook] = (comm, comm_hooks.allreduce)
+        self.pending_order: list[torch.nn.Parameter] | None = None
+        self.rebuilt = False
+        self.order_root = 0  # whose order of arrival counts
+        self.rounds: JoinRounds | None = None
+        self.shadowing = False  # this rank has no batches left and stands in for its part of the others' passes
+        self.share = 1.0  # what the mean over all ranks is multiplied by
+        self._arena = Arena(comm)
+        self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
+        self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
+        self._trains: list[bool] = []
+        self._trained: list[torch.nn.Parameter] = []
+        self._sparse: set[torch.nn.Parameter] = set()
+        self.queue = BucketQueue(
+            [], watch, take=self._take, launch=self._launch, finish=self._finish, missing=self._miss, late=self._late
+        )
+        self.queue.hold = static_graph
+        watch.concerns = self.reached_from
+        watch.at_begin += [self._refuse_double_backward, self._begin_round]
+        watch.at_abandon.append(self._abandon)
+        self._start_anew()
+
+    # ---- between passes ---------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Before a synchronised forward pass: takes up a new order of the buckets, or a new choice of what trains.
+
+        Collective. Raises ModelMismatch on every rank where that choice differs.
+        """
+        trains = [p.requires_grad for p in self._names]
+        code = zlib.crc32(bytes(trains))
+        both = np.array([code, -code])
+        self.comm.all_reduce(both, "max")
+        if both[0] != -both[1]:
+            check_models_agree(self.comm, self._module)
+        if trains != self._trains:
+            self._start_anew()
+        elif self.pending_order is not None:
+            order, self.pending_order = self.pending_order, None
+            self._lay_out(order)
+
+    def _start_anew(self) -> None:
+        former = set(self._trained)
+        self._trains = [p.requires_grad for p in self._names]
+        self._trained = [p for p in self._names if p.requires_grad]
+        self._average_left_behind([p for p in self._names if p in former and not p.requires_grad])
+        if former:
+            self._quietly |= {p for p in self._trained if p not in former and p.grad is not None}
+        self._sparse = sparse_parameters(self._module)
+        self.queue.expected = {}
+        self.queue.hold = self._static_graph
+        self.rebuilt, self._counts_known, self.pending_order = False, False, None
+        self._lay_out(list(reversed(self._trained)))
+
+    def _average_left_behind(self, frozen: Sequence[torch.nn.Parameter]) -> None:
+        """Parameters that were frozen after passes under no_sync gave them something: no pass will average that."""
+        if not frozen:
+            return
+        given = np.array([p in self._quietly and p.grad is not None for p in frozen], np.uint8)
+        self.comm.all_reduce(given, "max")
+        for p, anywhere in zip(frozen, given, strict=True):
+            if anywhere and p in self._sparse:
+                p.grad = mean_of_sparse(self.comm, p, p.grad)
+            elif anywhere:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+                self.comm.all_reduce(p.grad, "avg")
+            self._quietly.discard(p)
+
+    def retire(self) -> None:
+        """Takes the hooks off the parameters; gradients stay."""
+        self.queue.set_buckets([])
+        self._arena = Arena(self.comm)
+
+    def _lay_out(self, order: Sequence[torch.nn.Parameter]) -> None:
+        """Cuts the parameters into buckets in this order; gradients that lie in the old ones move along."""
+        dense = assign([p for p in order if p not in self._sparse], self._cap, min(self._cap, FIRST_BUCKET_MB * MIB))
+        buckets = [GradientBucket(group) for group in dense] + [GradientBucket([p]) for p in order if p in self._sparse]
+        self._dense = len(dense)
+        moved = {
+            p: p.grad.clone()
+            for bucket in self.queue.buckets
+            if bucket.flat is not None
+            for p, view in zip(bucket.parameters, bucket.views, strict=True)
+            if p.grad is not None and p.grad.data_ptr() == view.data_ptr() and p.numel()
+        }
+        self._arena.lay_out(buckets[: len(dense)])
+        self.queue.set_buckets(buckets)
+        for bucket in buckets[: len(dense)]:
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                if p in moved:
+                    p.grad = view.copy_(moved.pop(p))
+        for p, gradient in moved.items():  # frozen meanwhile
+            p.grad = gradient
+
+    def reached_from(self, nodes: Sequence[Any]) -> bool:
+        """Within a backward pass that came by these nodes: whether it goes to the parameters."""
+        return goes_to(self._trained, nodes)
+
+    def _begin_round(self) -> None:
+        if self.rounds is not None and self.queue.synchronise:
+            self.rounds.begin(Stage.BACKWARD)
+            self.share, self.order_root = self.rounds.share, self.rounds.root
+
+    def stand_in(self, rounds: JoinRounds) -> None:
+        """A backward pass of the other ranks, to which this one contributes zeros."""
+        self.share, self.order_root, self.shadowing = rounds.share, rounds.root, True
+        kept = {p: p.grad for p in self._trained}
+        try:
+            for p in kept:
+                p.grad = None
+            self.queue.complete()
+        finally:
+            self.shadowing = False
+            self.queue.reset()
+            for p, gradient in kept.items():
+                p.grad = gradient
+
+    # ---- within a pass ----------------------------------------------------------------------------------------
+
+    def _refuse_double_backward(self) -> None:
+        if torch.is_grad_enabled():
+            raise TrainingError(
+                "backward(create_graph=True) through DistributedDataParallel: gradients of gradients cannot pass "
+                "through the averaging; train the plain module (`.module`) and average the gradients yourself"
+            )
+
+    def _take(self, bucket: GradientBucket, index: int) -> None:
+        """Moves a complete gradient into its place in the bucket, unless it lies there already."""
+        parameter = bucket.parameters[index]
+        if not self.queue.synchronise:
+            self._quietly.add(parameter)
+            return
+        if parameter in self._sparse:
+            return
+        gradient, view = parameter.grad, bucket.views[index]
+        if gradient is None:  # another hook has taken it away
+            view.zero_()
+            return
+        if gradient.layout != torch.strided:
+            raise TrainingError(
+                f"{self._names[parameter]}: its gradient is sparse, but it belongs to no torch.nn.Embedding made with "
+                "sparse=True, so that its place is in a dense bucket"
+            )
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            if self._as_views:
+                parameter.grad = view
+
+    def _miss(self, bucket: GradientBucket, index: int) -> None:
+        """A parameter that this rank's pass did not reach contributes what it has accumulated, or zero."""
+        parameter = bucket.parameters[index]
+        if parameter in self._sparse:
+            return
+        gradient, view = parameter.grad, bucket.views[index]
+        if gradient is None:
+            view.zero_()
+        elif gradient.data_ptr() == view.data_ptr():
+            self._kept[parameter] = view.clone()
+        else:
+            view.copy_(gradient)
+
+    def _late(self, bucket: GradientBucket, index: int) -> None:
+        if self.queue.synchronise and not self._static_graph:
+            raise TrainingError(
+                f"{self._names[bucket.parameters[index]]}: a gradient arrived twice in one backward pass, the second "
+                "time after its bucket had been reduced, as happens to a parameter used in several re-entrant "
+                "checkpoints; set static_graph=True, or use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        if bucket.flat is None:
+            return  # sparse ones follow at the end, in their order
+        state, hook = self.hook
+        index = len(self._results)
+        seen = comm_hooks.GradBucket(index, index == self._dense - 1, bucket.flat, bucket.views, bucket.parameters)
+        handle = hook(state, seen)
+        if not hasattr(handle, "wait"):
+            raise TrainingError(f"the communication hook returned {handle!r}; needs a handle with wait()")
+        self._results.append((bucket, handle))
+
+    def _finish(self) -> None:
+        results, self._results = self._results, []
+        reached, wrong = self._agreed()
+        for bucket, handle in results:
+            assert bucket.flat is not None
+            values = handle.wait()
+            if values is not None:
+                values = values[0] if isinstance(values, list) else values
+                if values.data_ptr() != bucket.flat.data_ptr():
+                    bucket.flat.copy_(values.view(-1))
+            if self.share != 1.0:
+                bucket.flat.mul_(self.share)
+        for bucket in self.queue.buckets:
+            for index, p in enumerate(bucket.parameters):
+                if p in self._sparse:
+                    mean = mean_of_sparse(self.comm, p, p.grad)
+                    if p in reached:
+                        p.grad = mean if self.share == 1.0 else mean * self.share
+                elif p not in reached:
+                    if p in self._kept and p.grad is not None:
+                        p.grad.copy_(self._kept[p])
+                elif self._as_views:
+                    p.grad = bucket.views[index]
+                elif p.grad is None:
+                    p.grad = bucket.views[index].clone()
+                else:
+                    p.grad.copy_(bucket.views[index])
+        self._kept, self._quietly = {}, set()
+        broadcast_states(self.comm, self._buffers(), self.order_root)
+        if wrong:
+            self._complain(wrong)
+        self._learn()
+
+    def _abandon(self) -> None:
+        """An exception cut the pass short: what was launched on all ranks is waited for."""
+        results, self._results = self._results, []
+        for _, handle in results:
+            handle.wait()
+        self._kept = {}
+
+    def _agreed(self) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int]]:
+        """The parameters that the pass reached on any rank, and those it must not have missed, with a rank that did.
+
+        Under static_graph the latter are those whose gradient came more or less often than in the first pass.
+        """
+        parameters, arrivals = self._trained, self.queue.arrivals
+        status = np.full((2, len(parameters)), -1, np.int32)
+        reached, missed_by = status  # by the highest rank that did; -1: by none
+        for number, p in enumerate(parameters):
+            if p in arrivals or (p in self._quietly and p.grad is not None):
+                reached[number] = self.comm.rank
+            if self._counts_known:
+                fine = arrivals.get(p, 0) == self.queue.expected[p]
+            else:
+                fine = p in arrivals or self._find_unused or self._static_graph
+            if not fine and not self.shadowing:
+                missed_by[number] = self.comm.rank
+        if self.comm.size > 1:
+            self.comm.all_reduce(status, "max")
+        return (
+            {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0},
+            {p: int(rank) for p, rank in zip(parameters, missed_by, strict=True) if rank >= 0},
+        )
+
+    def _complain(self, wrong: Mapping[torch.nn.Parameter, int]) -> None:
+        names = [f"{self._names[p]}" for p in wrong]
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        ranks = sorted(set(wrong.values()))
+        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        if self._static_graph:
+            raise TrainingError(
+                f"static_graph=True, but the graph changed: on {where} the gradient of {listed} came more or less "
+                "often than in the first backward pass"
+            )
+        raise TrainingError(
+            f"backward on {where} gave no gradient to {listed}; if the loss does not depend on them by intention, set "
+            "find_unused_parameters=True"
+        )
+
+    def _learn(self) -> None:
+        """After the first synchronised pass: in what order gradients arrive, and for a static graph how often."""
+        if self._static_graph and not self._counts_known and not self.shadowing:
+            self.queue.expected = {p: self.queue.arrivals.get(p, 0) for p in self._trained}
+            self.queue.hold, self._counts_known = False, True
+        if self.rebuilt:
+            return
+        self.rebuilt = True
+        if self._find_unused and not self._static_graph:
+            return
+        numbers = {p: number for number, p in enumerate(self._trained)}
+        order = broadcast_object(self.comm, [numbers[p] for p in self.queue.arrivals], self.order_root)  # type: ignore[index]
+        arrived = [self._trained[number] for number in order]
+        first = set(arrived)
+        self.pending_order = arrived + [p for p in reversed(self._trained) if p not in first]

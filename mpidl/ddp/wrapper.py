@@ -1,0 +1,306 @@
+"""DistributedDataParallel: every rank holds the whole model and trains on its part of the batch.
+
+    rank 0's states are broadcast -> forward -> backward fills buckets -> each full bucket is averaged over the ranks
+    while backward goes on -> the same gradients everywhere -> the same step everywhere
+
+Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from collectives import Communicator
+
+from .. import lanes
+from ..backward import BackwardWatch, inside_backward
+from ..buckets import MIB
+from ..consistency import check_everywhere, check_models_agree, check_settings_agree
+from ..errors import ConfigurationError
+from ..replicate import broadcast_states
+from ..runtime import default_communicator
+from ..sync_batch_norm import SyncBatchNorm
+from . import arguments, comm_hooks
+from .joining import JoinRounds, Stage
+from .reducer import Reducer
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps a module so that backward leaves every rank with the mean of all ranks' gradients.
+
+    The arguments have the names, order and meaning of `torch.nn.parallel.DistributedDataParallel`:
+
+    module: the model, on every rank alike in structure.
+    device_ids, output_device: None, or the one device on which the module lies, to which inputs are then moved.
+    broadcast_buffers: rank 0's buffers (running statistics, ...) are broadcast before each synchronised forward pass.
+    init_sync: rank 0's parameters and buffers are broadcast now.
+    process_group: the Communicator; by default the world.
+    bucket_cap_mb: size of the gradient buckets in MiB, 25 by default; the first has at most 1 MiB.
+    find_unused_parameters: a pass need not reach every parameter. One that no rank reaches keeps its `.grad` as it was;
+        one that some ranks reach gets the sum of theirs divided by the number of all ranks. Without it, an unreached
+        parameter is an error on every rank that names it.
+    gradient_as_bucket_view: gradients are views of the buckets, so that nothing is copied back; by default on.
+    static_graph: every pass reaches the same parameters equally often as the first. Allows unused parameters and
+        re-entrant checkpoints that share parameters, at full overlap; a graph that does change is an error.
+    parameters_to_ignore: names of parameters and buffers of the module to leave alone on every rank.
+
+    Every rank must run the same number of forward and backward passes; see `join` where they cannot. Buckets are
+    reduced in the same order on all ranks, the order in which gradients arrived in the first synchronised pass (not
+    under find_unused_parameters), and contributions are added in the order of ranks: gradients are bitwise equal on
+    all ranks and do not depend on the bucket size. Parameters may be frozen and unfrozen between passes, on all ranks
+    alike. A copy.deepcopy or a pickled copy, which leaves hooks out, begins anew with its first synchronised pass.
+
+    Raises ConfigurationError for wrong arguments, ModelMismatch where the ranks' models or settings differ.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: Communicator | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        *,
+        parameters_to_ignore: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self.process_group = default_communicator(arguments.communicator(process_group))
+
+        def check() -> None:
+            arguments.module(module, DistributedDataParallel)
+            if dim != 0:
+                raise ConfigurationError(f"dim: got {dim!r}; every rank gets its own batch, so that only 0 is possible")
+            self.broadcast_buffers = arguments.flag("broadcast_buffers", broadcast_buffers)
+            self.find_unused_parameters = arguments.flag("find_unused_parameters", find_unused_parameters)
+            self.gradient_as_bucket_view = arguments.flag("gradient_as_bucket_view", gradient_as_bucket_view)
+            self.static_graph = arguments.flag("static_graph", static_graph)
+            arguments.flag("init_sync", init_sync)
+            self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb) * MIB
+            self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
+            self.device = arguments.device(module, device_ids, output_device)
+            self.module = module
+            if not self._named_parameters():
+                raise ConfigurationError("module: it has no parameter that requires a gradient")
+
+        check_everywhere(self.process_group, check)
+        self._hook: tuple[Any, comm_hooks.Hook] | None = None
+        self._reducer: Reducer | None = None
+        self._quiet = False
+        self._set_up(init_sync)
+
+    def _set_up(self, broadcast: bool) -> None:
+        """What all ranks do together at the beginning: compare, make equal, allocate the buckets."""
+        comm = self.process_group
+        settings = {
+            "bucket_cap_mb": self.bucket_bytes_cap / MIB,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "broadcast_buffers": self.broadcast_buffers,
+            "parameters_to_ignore": sorted(self.parameters_to_ignore),
+        }
+        check_settings_agree(comm, "DistributedDataParallel", settings)
+        check_models_agree(comm, self.module)
+        if broadcast:
+            self._broadcast(0)
+        lane = lanes.take(comm)
+        self._watch = BackwardWatch()
+        self._reducer = Reducer(
+            self.module,
+            self._named_parameters(frozen=True),
+            lane.comm,
+            self._watch,
+            bucket_cap=self.bucket_bytes_cap,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            as_views=self.gradient_as_bucket_view,
+            buffers=partial(_buffers, self.module, self.parameters_to_ignore) if self.broadcast_buffers else list,
+        )
+        if self._hook is not None:
+            self._reducer.hook = self._hook
+        # What it refers to does not refer to it, so that its hooks are gone as soon as it is, on every rank.
+        weakref.finalize(self, _retire, self._reducer, lane).atexit = False
+
+    # ---- training ---------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        synchronised = torch.is_grad_enabled() and not self._quiet and not inside_backward()
+        if self._reducer is None and synchronised:
+            self._set_up(broadcast=True)
+        if self._reducer is not None:
+            self._watch.before_forward()
+            if synchronised:
+                self._before_synchronised_forward(self._reducer)
+        if self.device is not None:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
+        output = self.module(*args, **kwargs)
+        if self._reducer is not None:
+            self._watch.after_forward(output)
+        return output
+
+    def _before_synchronised_forward(self, reducer: Reducer) -> None:
+        if reducer.rounds is not None and not reducer.shadowing:
+            reducer.rounds.begin(Stage.FORWARD)
+        reducer.prepare()
+        if self.broadcast_buffers:
+            root = 0 if reducer.rounds is None else reducer.rounds.root
+            broadcast_states(self.process_group, _buffers(self.module, self.parameters_to_ignore), root)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate gradients; the first one outside averages the sums.
+
+        The forward pass must be inside too.
+        """
+        return self._no_sync()
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes communicate; may be set, before the forward pass, instead of using `no_sync`."""
+        return not self._quiet
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, synchronise: bool) -> None:
+        self._quiet = not synchronise
+        if self._reducer is not None:
+            self._reducer.queue.synchronise = bool(synchronise)
+
+    def register_comm_hook(self, state: Any, hook: comm_hooks.Hook) -> None:
+        """From now on `hook(state, bucket)` communicates instead of the all-reduce; see `mpidl.comm_hooks`.
+
+        To be registered once, before the first backward pass, alike on all ranks. Sparse gradients pass it by.
+        """
+        if not callable(hook):
+            raise ConfigurationError(f"register_comm_hook: got {hook!r} as the hook; needs a callable")
+        if self._hook is not None:
+            raise ConfigurationError("register_comm_hook: this DistributedDataParallel has a hook already")
+        if self._reducer is not None and self._reducer.rebuilt:
+            raise ConfigurationError("register_comm_hook: training has begun; register it before")
+        self._hook = (state, hook)
+        if self._reducer is not None:
+            self._reducer.hook = self._hook
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """For ranks with different numbers of batches: `with wrapped.join(): for batch in mine: ...`. Collective.
+
+        A rank that leaves the block takes part with zeros until the last one has ended; then all take over the
+        parameters and buffers of a rank that ended last. What else is collective, such as `global_mean` or
+        SyncBatchNorm, cannot be in the block, as the ranks do not come to it equally often.
+
+        divide_by_initial_world_size: the sum of gradients is divided by the number of all ranks, else by that of the
+            ranks that still have batches.
+        throw_on_early_termination: as soon as one rank has ended, TrainingError on every rank.
+        """
+        if not enable:
+            yield
+            return
+        if any(isinstance(m, SyncBatchNorm) for m in self.module.modules()):
+            raise ConfigurationError("join: SyncBatchNorm needs all ranks in every forward pass")
+        if DistributedDataParallel._joined:
+            raise ConfigurationError("join: another wrapper's join is under way, and a rank can stand in for one alone")
+        if self._reducer is None:
+            self._set_up(broadcast=True)
+        reducer = self._reducer
+        assert reducer is not None
+        rounds = JoinRounds(
+            reducer.comm,
+            forward=lambda: self._stand_in_forward(reducer),
+            backward=lambda: reducer.stand_in(rounds),
+            divide_by_active=not divide_by_initial_world_size,
+            throw=throw_on_early_termination,
+        )
+        reducer.rounds, DistributedDataParallel._joined = rounds, True
+        try:
+            yield
+            rounds.stand_in()
+            self._broadcast(rounds.root)
+        finally:
+            reducer.rounds, reducer.share, reducer.order_root = None, 1.0, 0
+            DistributedDataParallel._joined = False
+
+    _joined = False  # whether some wrapper of this process is in a `join` block
+
+    def _stand_in_forward(self, reducer: Reducer) -> None:
+        reducer.shadowing = True
+        try:
+            self._before_synchronised_forward(reducer)
+        finally:
+            reducer.shadowing = False
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The memory of the buckets, in which the gradients lie; of which there is none before the first pass."""
+        buckets = [] if self._reducer is None else self._reducer.queue.buckets
+        return {"gradients": [bucket.flat for bucket in buckets if bucket.flat is not None]}
+
+    # ---- what belongs to it -----------------------------------------------------------------------------------
+
+    def _named_parameters(self, frozen: bool = False) -> dict[torch.nn.Parameter, str]:
+        return {
+            p: name
+            for name, p in self.module.named_parameters()
+            if name not in self.parameters_to_ignore and (frozen or p.requires_grad)
+        }
+
+    def _broadcast(self, root: int) -> None:
+        states = [*self._named_parameters(frozen=True), *_buffers(self.module, self.parameters_to_ignore)]
+        broadcast_states(self.process_group, states, root)
+
+    # ---- copies -----------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("process_group", "_reducer", "_watch", "_hook"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reducer = None
+        self.__dict__.setdefault("_hook", None)
+        if "process_group" not in self.__dict__:
+            self.process_group = default_communicator(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        shared = {"process_group": self.process_group, "_hook": self._hook}
+        made.__setstate__({**shared, **copy.deepcopy(self.__getstate__(), memo)})
+        return made
+
+
+def _buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:
+    return [b for name, b in module.named_buffers() if name not in ignored]
+
+
+def _retire(reducer: Reducer, lane: lanes.Lane) -> None:
+    reducer.retire()
+    lane.give_back()

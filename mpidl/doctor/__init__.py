@@ -1,0 +1,6 @@
+"""Looks at a machine, and at a job's place on it, before a training does: `mpirun -n 4 python -m mpidl.doctor`.
+
+facts      what each rank sees
+speed      how fast memory is copied, and how fast the collectives are beside that
+advice     what is wrong, and what to do about it, in words
+"""

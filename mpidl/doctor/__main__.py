@@ -1,0 +1,83 @@
+"""Says what this machine and this job look like, and what is wrong with them.
+
+    python -m mpidl.doctor                     this process alone
+    mpirun -n 4 python -m mpidl.doctor         started as the training will be: the same ranks, nodes and settings
+    mpirun -n 4 python -m mpidl.doctor --json
+
+Takes about a second besides the start. Status 0 if there is no problem, 1 if there is one, 2 for wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from ..cli import ArgumentParser
+from ..objects import all_gather_object
+from ..runtime import init
+from .advice import Finding, by_host, findings, in_bytes
+from .facts import facts_of_rank
+from .speed import measure
+
+
+def main() -> int:
+    """Gathers, measures, prints; the exit status."""
+    comm = init()
+    parser = ArgumentParser(comm, prog="python -m mpidl.doctor", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the facts, the speeds and the findings as JSON")
+
+    def check(_: argparse.Namespace) -> None:
+        """Any combination is right."""
+
+    options = parser.parse_on_all_ranks(check)
+    facts = all_gather_object(comm, facts_of_rank(comm))
+    speed = measure(comm, [fact["host"] for fact in facts])
+    found = findings(facts, speed)
+    if comm.rank == 0:
+        if options.json:
+            print(json.dumps({"ranks": facts, "speed": speed, "findings": [asdict(f) for f in found]}, indent=1))
+        else:
+            print("\n".join(lines(facts, speed, found)))
+        sys.stdout.flush()
+    return int(any(finding.problem for finding in found))
+
+
+def lines(facts: list[dict[str, Any]], speed: dict[str, Any], found: list[Finding]) -> list[str]:
+    """The report."""
+    first = facts[0]
+    mpi, versions = first["mpi"], first["versions"]
+    aware = {True: "aware of CUDA", False: "not aware of CUDA", None: "does not tell of CUDA"}[mpi["cuda_aware"]]
+    text = [
+        f"MPI       {mpi['library']}, MPI {mpi['standard']}, threads: {mpi['threads']}, {aware}",
+        f"Python    {versions['python']}, torch {versions['torch']}",
+        f"job       {len(facts)} rank{'s' * (len(facts) > 1)} on {first['nodes']} node{'s' * (first['nodes'] > 1)}",
+    ]
+    for fact, ranks in by_host(facts):
+        cores = sorted({len(rank["cores"]) for rank in ranks})
+        shared = fact["shared_memory"]
+        text += [
+            f"{fact['host']:9} {len(ranks)} ranks; {fact['threads']} torch threads each; cores a rank may use: "
+            f"{'-'.join(map(str, cores))} of {fact['cores_of_machine']}",
+            f"{'':9} memory {in_bytes(fact['memory'])}; {shared['directory']} {in_bytes(shared['bytes'])}, "
+            f"{in_bytes(shared['free'])} free; symmetric memory "
+            f"{'works' if fact['symmetric'] else 'does not work'}; GPUs: {len(fact['gpus'])}",
+        ]
+    text.append(f"speed     copy of memory {in_bytes(speed['copy'])}/s on each rank, all at once")
+    for name, where in (("all_reduce_on_a_node", "on a node"), ("all_reduce_over_nodes", "over all nodes")):
+        if speed[name] is not None:
+            text.append(
+                f"{'':9} all-reduce {where} {in_bytes(speed[name])}/s, {speed['copy'] / speed[name]:.1f} copies"
+            )
+    for host, link in speed["links"].items():
+        rate, latency = in_bytes(link["bytes_per_second"]), link["latency"] * 1e6
+        text.append(f"{'':9} link {first['host']} - {host} {rate}/s, {latency:.0f} us")
+    for finding in found:
+        text += [f"{'problem' if finding.problem else 'remark':9} {finding.what}", f"{'':9} -> {finding.advice}"]
+    return text + ([] if any(finding.problem for finding in found) else ["no problem found"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What is wrong on a machine, and what to do about it: rules that work on the facts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+_SMALL = 1 << 30  # bytes of shared memory
+_SLOW_ON_A_NODE = 8  # times as slow as a copy
+_SLOW_LINK = 50  # times as slow as a copy
+_UNLIKE = 3  # times as slow as the best link
+
+Facts = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """problem: whether trainings would fail or be slow for it; else a remark. advice: what to do."""
+
+    problem: bool
+    what: str
+    advice: str
+
+
+def findings(facts: Facts, speed: dict[str, Any]) -> list[Finding]:
+    """All of them, the gravest first. facts: of each rank. speed: see `speed.measure`."""
+    rules = (_world, _versions, _mpi, _shared_memory, _threads, _pinning, _gpus)
+    found = [finding for rule in rules for finding in rule(facts)] + list(_speed(facts, speed))
+    return sorted(found, key=lambda finding: not finding.problem)
+
+
+def _world(facts: Facts) -> Iterator[Finding]:
+    started = max(fact["started"] for fact in facts)
+    if started > len(facts):
+        yield Finding(
+            True,
+            f"the launcher has started {started} processes, but MPI knows of {len(facts)}",
+            f"mpi4py uses {facts[0]['mpi']['library']}, and the launcher is another MPI's: start with the mpirun of "
+            "that one (make run MPI=system installs for the mpirun on the PATH), under Slurm with srun --mpi=pmi2 for "
+            "MPICH, --mpi=pmix for Open MPI",
+        )
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    for name, version in facts[0]["versions"].items():
+        others = [fact for fact in facts if fact["versions"][name] != version]
+        if others:
+            yield Finding(
+                True,
+                f"{name} is {version} on rank 0 and {others[0]['versions'][name]} on rank {others[0]['rank']} "
+                f"({others[0]['host']})",
+                "use one environment on all nodes, on a shared file system for example",
+            )
+
+
+def _mpi(facts: Facts) -> Iterator[Finding]:
+    level = facts[0]["mpi"]["threads"]
+    if level != "multiple":
+        yield Finding(
+            True,
+            f"the MPI library gives threads the level {level!r}; asynchronous operations need 'multiple'",
+            "leave mpi4py.rc.thread_level as it is, or use an MPI that is built with MPI_THREAD_MULTIPLE",
+        )
+
+
+def _shared_memory(facts: Facts) -> Iterator[Finding]:
+    for fact in _one_a_host(facts):
+        shared, where = fact["shared_memory"], f"{fact['shared_memory']['directory']} of {fact['host']}"
+        advice = (
+            "enlarge it (docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm as root), or name a larger "
+            "tmpfs in MPIDL_SHM_DIR"
+        )
+        if fact["local_size"] > 1 and not fact["symmetric"]:
+            yield Finding(True, f"the ranks of {fact['host']} cannot share memory, and send messages instead", advice)
+        elif fact["local_size"] > 1 and shared["free"] < _SMALL:
+            yield Finding(
+                True, f"{where} has {in_bytes(shared['free'])} free; parameters and gradients lie there", advice
+            )
+
+
+def _threads(facts: Facts) -> Iterator[Finding]:
+    for fact, ranks in by_host(facts):
+        usable = len({core for rank in ranks for core in rank["cores"]})
+        quota = fact["quota"] or math.inf
+        seen, usable = usable, int(min(usable, max(1, quota)))
+        threads = sum(rank["threads"] for rank in ranks)
+        where = f"{fact['host']}: {len(ranks)} rank{'s' * (len(ranks) > 1)} of {fact['threads']} thread"
+        where += f"{'s' * (fact['threads'] > 1)} each on {usable} core{'s' * (usable > 1)}"
+        if len(ranks) > usable:
+            yield Finding(True, where, f"start {usable} there at most: ranks that share a core wait for each other")
+        elif threads > usable:
+            yield Finding(
+                True,
+                where,
+                f"set OMP_NUM_THREADS={usable // len(ranks)}, or leave it out: mpidl.init divides the cores",
+            )
+        elif 2 * threads <= usable:
+            yield Finding(
+                False,
+                f"{where}: {usable - threads} cores are idle",
+                f"set OMP_NUM_THREADS={usable // len(ranks)}, or start more ranks",
+            )
+        if quota < seen:
+            yield Finding(
+                False,
+                f"{fact['host']}: the control group allows {quota:g} cores at a time of those that are seen",
+                "count these when you choose ranks and OMP_NUM_THREADS",
+            )
+
+
+def _pinning(facts: Facts) -> Iterator[Finding]:
+    for fact, ranks in by_host(facts):
+        usable = {core for rank in ranks for core in rank["cores"]}
+        bound = [rank for rank in ranks if len(rank["cores"]) < fact["cores_of_machine"]]
+        for one, other in combinations(bound, 2):
+            both = set(one["cores"]) & set(other["cores"])
+            if both and (set(one["cores"]) != usable or len(usable) < len(ranks)):
+                yield Finding(
+                    True,
+                    f"{fact['host']}: ranks {one['rank']} and {other['rank']} are bound to the same core {min(both)}",
+                    "bind each to cores of its own: mpirun -bind-to core (MPICH), --map-by ppr:N:node:PE=cores (Open "
+                    "MPI), srun --cpu-bind=cores with --cpus-per-task",
+                )
+                break
+        for rank in ranks:
+            if rank["threads"] > len(rank["cores"]):
+                yield Finding(
+                    True,
+                    f"{fact['host']}: rank {rank['rank']} has {rank['threads']} threads on the {len(rank['cores'])} "
+                    f"core{'s' * (len(rank['cores']) > 1)} that it is bound to",
+                    "bind ranks to as many cores as they have threads, or to none (mpirun --bind-to none)",
+                )
+                break
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    with_gpus = [fact for fact in facts if fact["gpus"]]
+    if with_gpus:
+        fact = with_gpus[0]
+        aware = {True: "takes", False: "does not take", None: "does not say whether it takes"}
+        yield Finding(
+            False,
+            f"{fact['host']} has {len(fact['gpus'])} of {fact['gpus'][0]}; the MPI library "
+            f"{aware[fact['mpi']['cuda_aware']]} GPU memory",
+            "the collectives of this version serve CPU memory",
+        )
+
+
+def _speed(facts: Facts, speed: dict[str, Any]) -> Iterator[Finding]:
+    copy, node, links = speed["copy"], speed["all_reduce_on_a_node"], speed["links"]
+    if node is not None and node * _SLOW_ON_A_NODE < copy:
+        yield Finding(
+            True,
+            f"the all-reduce on a node moves {in_bytes(node)}/s, where a copy of memory moves {in_bytes(copy)}/s",
+            "see what is said of cores and shared memory; other programs on the node slow it down, too",
+        )
+    best = max((link["bytes_per_second"] for link in links.values()), default=0.0)
+    for host, link in links.items():
+        rate = link["bytes_per_second"]
+        said = (
+            f"the link from {facts[0]['host']} to {host} moves {in_bytes(rate)}/s, with {link['latency'] * 1e6:.0f} us"
+        )
+        if rate * _UNLIKE < best:
+            yield Finding(True, f"{said}; the best one {in_bytes(best)}/s", "look at that node's network")
+        elif rate * _SLOW_LINK < copy:
+            yield Finding(
+                True,
+                f"{said}; memory is copied at {in_bytes(copy)}/s",
+                "name the fast network: -iface or FI_TCP_IFACE, UCX_NET_DEVICES (MPICH), --mca btl_tcp_if_include, "
+                "UCX_NET_DEVICES (Open MPI)",
+            )
+
+
+def by_host(facts: Facts) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """(the first rank's facts, all ranks' facts) of each host."""
+    for first in _one_a_host(facts):
+        yield first, [fact for fact in facts if fact["host"] == first["host"]]
+
+
+def _one_a_host(facts: Facts) -> list[dict[str, Any]]:
+    return list({fact["host"]: fact for fact in reversed(facts)}.values())[::-1]
+
+
+def in_bytes(nbytes: float) -> str:
+    """A number of bytes, or of bytes a second, for people."""
+    if nbytes < 1 or math.isinf(nbytes):
+        return f"{nbytes:g} B"
+    power = min(4, int(math.log(nbytes, 1024)))
+    return f"{nbytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

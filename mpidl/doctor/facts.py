@@ -1,0 +1,80 @@
+"""What each rank sees: versions, cores, threads, shared memory, GPUs, and what its launcher said."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+from collectives.about import about_mpi
+from collectives.symmetric.shared_memory import directories
+
+# By which launchers say how many processes they have started.
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+
+
+def facts_of_rank(comm: Communicator) -> dict[str, Any]:
+    """This rank's. Collective, as the symmetric memory is tried out."""
+    memory = comm.shared(1 << 18, torch.float32)
+    directory = next(iter(directories()))
+    try:
+        disk = shutil.disk_usage(directory)
+        shared = {"directory": directory, "bytes": disk.total, "free": disk.free}
+    except OSError:
+        shared = {"directory": directory, "bytes": 0, "free": 0}
+    return {
+        "rank": comm.rank,
+        "host": platform.node(),
+        "local_rank": comm.local_rank,
+        "local_size": comm.local_size,
+        "nodes": comm.nodes,
+        "started": started(os.environ),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "mpi": about_mpi()["library"],
+        },
+        "mpi": about_mpi(),
+        "cores": sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1)),
+        "cores_of_machine": os.cpu_count() or 1,
+        "quota": cpu_quota(),
+        "threads": torch.get_num_threads(),
+        "shared_memory": shared,
+        "symmetric": comm.local_size == 1 or comm.is_shared(memory),
+        "memory": memory_bytes(),
+        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+    }
+
+
+def started(environment: Any) -> int:
+    """How many processes the launcher has started for this job, at least; 1 if it does not say."""
+    return max((int(environment[name]) for name in _SIZES if environment.get(name, "").isdigit()), default=1)
+
+
+def cpu_quota() -> float | None:
+    """Cores that the control group may use at a time; None where there is no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def memory_bytes() -> int:
+    """Of the machine, or of the control group if that may use less; 0 if it is not known."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return whole if limit == "max" else min(whole, int(limit))
+    except (OSError, ValueError):
+        return whole

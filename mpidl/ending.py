@@ -1,0 +1,187 @@
+"""How the end of one rank becomes the end of the job, told once.
+
+    an exception that nobody catches, in any thread    the rank's traceback, status 1
+    Ctrl-C, SIGINT                                     one line, status 130; also while the rank waits inside MPI
+    sys.exit(3) while others wait for the rank         the watchdog's report, status 3
+    a failure in the background, of which the          one line, status 1, or that of the program if it is not 0
+    program ends without having heard (`UNHEARD`)
+
+A directory that is being written when the job ends so is removed (`UNFINISHED`).
+
+Often all ranks fail alike, or all are interrupted. The ranks of a node share a page that the first of them claims, and
+on which it writes what it says: the others keep quiet unless they have something else to say.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from collectives import Communicator, OperationError
+from collectives.watchdog import note_exit, noted_exit
+
+INTERRUPTED = 130  # exit status, as shells have it for SIGINT
+_LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks
+_PATIENCE = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
+_DIGEST = 32
+UNFINISHED: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
+UNHEARD: dict[Path, tuple[Communicator, str]] = {}  # why what was to be there is not, by directory; whose it is
+
+
+def end_job_with_any_rank(comm: Communicator) -> None:
+    """Takes over the hooks for what nobody catches, SIGINT where Python has it, and sys.exit. Collective."""
+    ending = _Ending(comm)
+    sys.excepthook = ending.of_program
+    threading.excepthook = ending.of_thread
+    sys.exit = _noting(sys.exit)
+    if threading.current_thread() is threading.main_thread():
+        ending.listen()
+
+
+class _Ending:
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._page = comm.pages(_DIGEST)
+        self._said: torch.Tensor | None = None
+        try:
+            self._page.reserve(0, _DIGEST)
+            self._said = self._page.tensor(0, _DIGEST, torch.uint8)
+        except OperationError:  # then every rank says what it has to say
+            pass
+        self._noticed = threading.Event()
+
+    def of_program(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """sys.excepthook."""
+        if issubclass(kind, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
+            self._interrupted()
+        self._failed(kind, error, trace, "")
+
+    def of_thread(self, failure: threading.ExceptHookArgs) -> None:
+        """threading.excepthook: what the thread was to do is not done, and somebody may wait for it."""
+        if failure.exc_type is SystemExit or failure.exc_value is None:
+            return
+        name = failure.thread.name if failure.thread else "a thread"
+        self._failed(failure.exc_type, failure.exc_value, failure.exc_traceback, f", in {name}")
+
+    def _failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str
+    ) -> NoReturn:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        if self._has_news("".join(traceback.format_exception_only(kind, error))):
+            _say(f"mpidl: rank {self._comm.rank} of {self._comm.size}{where} ends the job: {text}")
+        _end(self._comm, 1)
+
+    def _interrupted(self) -> NoReturn:
+        if self._has_news("interrupted"):
+            _say(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
+            _end(self._comm, INTERRUPTED)
+        time.sleep(10 * _LAST_WORDS)  # the one that has said so ends all
+        _end(self._comm, INTERRUPTED)
+
+    def _has_news(self, text: str) -> bool:
+        """Whether no other rank of this node has said the same as the first of them."""
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        if self._said is None:
+            return True
+        if self._page.claim():
+            self._said.copy_(digest)
+            return True
+        deadline = time.monotonic() + _LAST_WORDS
+        while not self._said.any() and time.monotonic() < deadline:
+            time.sleep(0.001)  # the first one is about to write it
+        return not torch.equal(self._said, digest)
+
+    # ---- interrupts ---------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Ends the job at an interrupt that Python does not notice, as its main thread waits in MPI for other ranks.
+
+        The byte that the C-level handler writes comes through all the same, and a thread reads it. A program that
+        notices, and catches KeyboardInterrupt, is left alone.
+        """
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if before != -1:  # somebody else's, such as asyncio's
+            signal.set_wakeup_fd(before)
+            os.close(reading)
+            os.close(writing)
+            return
+        signal.signal(signal.SIGINT, self._notice)
+        threading.Thread(target=self._wait, args=(reading,), name="mpidl-interrupt", daemon=True).start()
+
+    def _notice(self, number: int, frame: FrameType | None) -> NoReturn:
+        self._noticed.set()
+        raise KeyboardInterrupt
+
+    def _wait(self, reading: int) -> None:
+        while received := os.read(reading, 64):
+            if signal.SIGINT in received and not self._noticed.wait(_PATIENCE):
+                self._interrupted()
+            self._noticed.clear()
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _end(comm: Communicator, status: int) -> NoReturn:
+    time.sleep(_LAST_WORDS)
+    for path in list(UNFINISHED):
+        gone = path.with_suffix(".gone")
+        with contextlib.suppress(OSError):  # it has been finished, or another rank has been here
+            path.rename(gone)  # at once: from here on it cannot be finished any more
+        # Every rank removes it: one that left that to another would end the job before all is gone.
+        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            gone.unlink()
+    with contextlib.suppress(Exception):  # of a communicator that has been closed
+        comm.abort(status)
+    os._exit(status)  # mpirun then ends the other ranks
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=UNHEARD.clear)  # a forked child is no rank, and ends for itself
+
+
+@atexit.register
+def _end_with_what_nobody_has_heard() -> None:
+    """Python joins threads before it comes here, and only an end of the whole job can still change its status."""
+    for comm, text in UNHEARD.values():
+        _say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
+    for comm, _ in UNHEARD.values():
+        _end(comm, noted_exit() or 1)
+
+
+def _noting(leave: Any) -> Any:
+    """sys.exit, which also tells the watchdog of the status."""
+    if getattr(leave, "_mpidl_notes", False):
+        return leave
+
+    @functools.wraps(leave)
+    def exit(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            note_exit(status & 0xFF if isinstance(status, int) else int(status is not None))
+        raise leave(status)  # which has raised already
+
+    exit._mpidl_notes = True  # type: ignore[attr-defined]
+    return exit

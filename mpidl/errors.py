@@ -1,0 +1,27 @@
+"""The exceptions of mpidl; each derives from the built-in that fits."""
+
+from __future__ import annotations
+
+
+class MpidlError(Exception):
+    """Base of every error that this package raises by itself."""
+
+
+class UsageError(MpidlError, ValueError):
+    """Wrong use of a program: a missing file, options that do not fit. One line for the user, no traceback."""
+
+
+class ConfigurationError(MpidlError, ValueError):
+    """An argument or a combination of arguments that an engine cannot work with."""
+
+
+class ModelMismatch(MpidlError, RuntimeError):
+    """The ranks' models differ."""
+
+
+class TrainingError(MpidlError, RuntimeError):
+    """A step that cannot be carried out as asked: an unused parameter, sharded weights touched, ..."""
+
+
+class CheckpointError(MpidlError, RuntimeError):
+    """A checkpoint that cannot be written, or is torn, damaged, or of another model. Raised alike on every rank."""

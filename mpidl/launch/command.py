@@ -1,0 +1,39 @@
+"""The number of ranks in the command line of a launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ..errors import UsageError
+
+_APART = ("-n", "-np", "--np", "-c", "--ntasks", "--n")  # the number is the next argument
+_TOGETHER = re.compile(r"(-n|-np|--np=|--ntasks=|--n=)(\d+)")
+
+
+def ranks_of(command: Sequence[str]) -> int | None:
+    """How many ranks the launcher is told to start; None if it is not told."""
+    place = _place(command)
+    return None if place is None else int(re.sub(r"\D+", "", command[place]))
+
+
+def with_ranks(command: Sequence[str], ranks: int) -> list[str]:
+    """The command for another number of ranks. Raises UsageError if it names none."""
+    place = _place(command)
+    if place is None:
+        raise UsageError(f"{' '.join(command[:4])}: needs -n, -np or --ntasks with a number, to start fewer ranks")
+    return [*command[:place], re.sub(r"\d+$", str(ranks), command[place]), *command[place + 1 :]]
+
+
+def _place(command: Sequence[str]) -> int | None:
+    """Where the number is: before the program that the launcher starts, as that has options of its own."""
+    if not command or not re.search(r"(mpirun|mpiexec|srun|prterun|hydra)[^/]*$", command[0]):
+        return None
+    for place, argument in enumerate(command[1:], 1):
+        if argument in _APART and command[place + 1 : place + 2] and command[place + 1].isdigit():
+            return place + 1
+        if _TOGETHER.fullmatch(argument):
+            return place
+        if re.search(r"(^|/)python[\d.]*$|\.py$", argument):
+            return None
+    return None

@@ -1,0 +1,166 @@
+"""One run of a command: its process group, what it says, and the end of all that belongs to it.
+
+Ranks are not children of this process, nor of one process group: launchers give each a session of its own. They are
+known by a token in their environment, `MPIDL_JOB`, which this machine's launchers hand on, and files of shared memory
+carry it in their names: so what is ended and removed is the job's own, and nothing else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from collectives.leftovers import mapped
+from collectives.symmetric.shared_memory import JOB, directories
+
+from .roll import Roll
+from .streams import Stream
+
+_RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_POLITE = 5.0  # seconds between asking processes to end and ending them
+
+
+class Job:
+    """Starts the command. It reads nothing from standard input, and what it writes comes through here."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.token = secrets.token_hex(8)
+        self._ranks: dict[int, int] = {}  # by process id, those that were seen on this machine
+        self._seen: set[int] = set()
+        self._unmapped: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
+        self._segments: set[str] = set()  # files that ranks have mapped, and so the job's own
+        self._killed_before = _killed_for_memory()
+        # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
+        environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
+        self._roll = Roll(self.token)
+        # MPICH tells on standard output which process was killed.
+        self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stderr=self._streams[0].entrance,
+                stdout=self._streams[1].entrance,
+                env={**environment, JOB: self.token},
+                start_new_session=True,
+            )
+        except OSError:
+            self._roll.take_away()
+            for stream in self._streams:
+                stream.close()
+            raise
+        for stream in self._streams:
+            stream.begin()
+
+    @property
+    def lines(self) -> list[str]:
+        """The last ones of standard error, and of standard output."""
+        return [line for stream in self._streams for line in stream.lines]
+
+    def rank(self, process: int, node: str) -> int | None:
+        """Of a process that has ended; None: not known."""
+        told = self._roll.rank(process, node)
+        return self._ranks.get(process) if told is None else told
+
+    def poll(self) -> int | None:
+        """What the command has returned; None while it runs. Takes note of its ranks."""
+        for pid in _processes():
+            if pid not in self._seen:
+                self._seen.add(pid)
+                variables = _environment(pid)
+                if self._is_mine(variables):
+                    rank = next((variables[name] for name in _RANK if name in variables), "")
+                    if rank.isdigit():
+                        self._ranks[pid] = int(rank)
+                        self._unmapped.add(pid)
+                    else:
+                        self._seen.discard(pid)  # it may be about to become one
+        for pid in list(self._unmapped):
+            if files := mapped(pid):
+                self._unmapped.discard(pid)
+                self._segments.update(path for path, named in files.items() if named)
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the command, which passes it on to the ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    @property
+    def killed_for_memory(self) -> bool:
+        """Whether the kernel has killed a process of this control group since the start, as memory ran out."""
+        return _killed_for_memory() > self._killed_before
+
+    def end(self) -> list[str]:
+        """Ends what there still is of it on this machine; what was found, in words. Returns once all is gone."""
+        found: list[str] = []
+        if self._process.poll() is None:
+            self._signal_group(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_POLITE)
+            self._signal_group(signal.SIGKILL)
+            self._process.wait()
+        deadline = time.monotonic() + 1  # the launcher's helpers take a moment
+        while (left := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                found.append(f"process {pid}")
+        deadline = time.monotonic() + _POLITE
+        while self._processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._roll.take_away()
+        for directory in directories():
+            self._segments.update(map(str, Path(directory).glob(f"mpidl-{self.token}-*")))
+        for path in sorted(self._segments):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                found.append(path)
+        for stream in self._streams:
+            stream.join(_POLITE)
+        return found
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _processes(self) -> list[int]:
+        """Those that run; one that has ended and waits for its parent has no environment any more."""
+        return [pid for pid in _processes() if self._is_mine(_environment(pid))]
+
+    def _is_mine(self, variables: dict[str, str]) -> bool:
+        return variables.get(JOB) == self.token
+
+
+def _processes() -> Iterator[int]:
+    """All processes of the machine, where the system shows them as files."""
+    own = os.getpid()
+    with contextlib.suppress(OSError):
+        yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:  # gone, or somebody else's
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def _killed_for_memory() -> int:
+    """How many processes of this control group the kernel has killed."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        group = next(line[3:] for line in groups if line.startswith("0::"))
+        events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text().split()
+        return int(events[events.index("oom_kill") + 1])
+    except (OSError, StopIteration, ValueError):
+        return 0

@@ -1,0 +1,74 @@
+"""What a command writes, passed on at once and unchanged, with its last lines kept.
+
+Of a terminal the command gets another one in its place, as programs buffer and colour what they write by what they
+write to; of anything else a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import termios
+import threading
+from collections import deque
+
+_KEPT = 400  # lines
+_PIECE = 1 << 16  # bytes
+_SIZE = 8  # bytes of a struct winsize
+_OUTPUT = 1  # of the flags that termios gives: how output is changed on its way
+
+
+class Stream:
+    """Passes on to the descriptor `target`, in a thread. entrance: the descriptor for the command to write to.
+
+    To be followed by `begin`, once the command has the entrance.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self._begun = b""  # a line of which the end is still to come
+        self._exit, self.entrance = _terminal(target) if os.isatty(target) else os.pipe()
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+
+    def begin(self) -> None:
+        """Starts to pass on; ends by itself when no process has the entrance any more."""
+        os.close(self.entrance)
+        self._thread.start()
+
+    def close(self) -> None:
+        """In place of `begin`, if there is no command."""
+        os.close(self.entrance)
+        os.close(self._exit)
+
+    def join(self, seconds: float) -> None:
+        """Waits for the end, at most so long."""
+        self._thread.join(seconds)
+
+    @property
+    def lines(self) -> list[str]:
+        """The last ones."""
+        return [*self._lines, self._begun.decode(errors="replace")] if self._begun else list(self._lines)
+
+    def _pass_on(self) -> None:
+        # Reading fails where a terminal has no writer left. Writing fails where nobody reads any more: then the
+        # entrance is closed, so that the command sees it as it would without this process between.
+        with contextlib.suppress(OSError):
+            while piece := os.read(self._exit, _PIECE):
+                *whole, self._begun = (self._begun + piece).split(b"\n")
+                self._lines.extend(line.decode(errors="replace").rstrip("\r") for line in whole)
+                while piece:
+                    piece = piece[os.write(self._target, piece) :]
+        os.close(self._exit)
+
+
+def _terminal(like: int) -> tuple[int, int]:
+    """Both ends of a terminal of the same size that leaves what is written as it is: the true one will see to it."""
+    leader, follower = pty.openpty()
+    settings = termios.tcgetattr(follower)
+    settings[_OUTPUT] &= ~termios.OPOST
+    termios.tcsetattr(follower, termios.TCSANOW, settings)
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(_SIZE)))
+    return leader, follower

@@ -1,0 +1,225 @@
+"""Runs a job until it is done, is asked to stop, or is hopeless.
+
+status 0                          done
+75, or a signal came              stopped, status 75: it is not started again here; a scheduler may do so
+2                                 the command was used wrongly: no restart makes it right
+anything else                     started again from the newest checkpoint, after a pause that doubles while no
+                                  newer checkpoint comes about, at most `max_restarts` times; given up when none
+                                  has come about in `patience` runs in a row
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import newest
+from ..checkpoint.folder import clean
+from ..errors import CheckpointError, UsageError
+from ..signals import STOPPED
+from .causes import cause, status_of
+from .command import ranks_of, with_ranks
+from .job import Job
+
+_LOOK = 0.05  # seconds
+_AFTER_INTERRUPT = 5.0  # seconds until what an interrupt has not ended is ended
+_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, and how often.
+
+    checkpoint: the directory in which the command saves; None: progress is not known. patience: runs in a row without
+    a newer checkpoint. backoff, longest: seconds of the first pause, and at most. ranks: of the first restart, the
+    second, ...; the last one holds from there on. min_ranks: after a run without a newer checkpoint one rank fewer,
+    down to this. divided: then only numbers of ranks that divide this one, such as a global batch.
+    """
+
+    command: Sequence[str]
+    checkpoint: Path | None = None
+    max_restarts: int = 3
+    patience: int = 3
+    backoff: float = 1.0
+    longest: float = 60.0
+    ranks: Sequence[int] = ()
+    min_ranks: int | None = None
+    divided: int | None = None
+
+
+@dataclass
+class Run:
+    """One run of the command: from which step it went on, why it ended, and where it had come to then."""
+
+    ranks: int | None
+    began_at: str | None
+    status: int = 0
+    cause: str = ""
+    came_to: str | None = None
+    seconds: float = 0.0
+    left_behind: list[str] = field(default_factory=list)
+
+
+class Supervisor:
+    """Runs a plan. runs: those so far, for a report."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.runs: list[Run] = []
+        self._job: Job | None = None
+        self._asked: signal.Signals | None = None
+        self._deadline: float | None = None
+        if plan.ranks or plan.min_ranks is not None:
+            with_ranks(plan.command, 1)  # raises UsageError if the command does not say how many
+
+    def run(self) -> int:
+        """The exit status: 0, the last run's, or 75 if it was asked to stop, however the job took it."""
+        with self._signals():
+            while True:
+                run = self._once()
+                restarts = len(self.runs) - 1
+                if run.status == 0:
+                    if restarts:
+                        self._say(f"finished after {restarts} restart{'s' * (restarts > 1)}")
+                    return 0
+                why = self._why_not_again(run, restarts)
+                if why:
+                    self._say(f"{run.cause}; {why}")
+                    return run.status if self._asked is None else self._status_of_a_stop()
+                pause = min(self._plan.longest, self._plan.backoff * 2 ** max(0, self._without_progress() - 1))
+                ranks = self._next_ranks()
+                where = f" on {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
+                start = f" from {run.came_to}" if run.came_to else " from the beginning" * bool(self._plan.checkpoint)
+                self._say(f"{run.cause}; restart {restarts + 1} of {self._plan.max_restarts}{where}{start}")
+                self._sleep(pause)
+                if self._asked is not None:
+                    self._say(f"asked to stop by {self._asked.name}")
+                    return self._status_of_a_stop()
+
+    def report(self) -> list[dict[str, Any]]:
+        """The runs as plain dictionaries."""
+        return [asdict(run) for run in self.runs]
+
+    # ---- one run ----------------------------------------------------------------------------------------------
+
+    def _once(self) -> Run:
+        ranks = self._next_ranks() if self.runs else ranks_of(self._plan.command)
+        given = ranks == ranks_of(self._plan.command) or ranks is None
+        command = self._plan.command if given else with_ranks(self._plan.command, ranks or 1)
+        run = Run(ranks, self._newest())
+        begin = time.monotonic()
+        try:
+            self._job = job = Job(command)
+        except OSError as error:
+            raise UsageError(f"{command[0]}: cannot be started: {error.strerror}") from None
+        try:
+            if self._asked is not None:  # while the job was being started
+                self._ask(job, self._asked)
+            while (returned := job.poll()) is None:
+                time.sleep(_LOOK)
+                if self._deadline is not None and time.monotonic() > self._deadline:
+                    break
+        finally:
+            self._job = None
+            run.left_behind = job.end()
+            self._clean()
+        run.status = status_of(128 + signal.SIGINT if returned is None else returned)
+        run.seconds = time.monotonic() - begin
+        run.came_to = self._newest()
+        if run.status:
+            run.cause = cause(run.status, job.lines, job.rank, job.killed_for_memory)
+        if run.left_behind:
+            self._say(f"ended and removed what the job had left: {', '.join(run.left_behind)}")
+        self.runs.append(run)
+        return run
+
+    def _clean(self) -> None:
+        """Removes a checkpoint that the job was writing when it ended."""
+        if self._plan.checkpoint is not None and self._plan.checkpoint.is_dir():
+            with contextlib.suppress(OSError):  # the next save removes it
+                clean(self._plan.checkpoint)
+
+    def _why_not_again(self, run: Run, restarts: int) -> str:
+        """Why the job is not started again; empty if it is."""
+        if self._asked is not None:
+            return f"asked to stop by {self._asked.name}"
+        if run.status == STOPPED:
+            return "not started again here"
+        if run.status == 2:
+            return "that will not change"
+        stuck = self._without_progress()
+        if self._plan.checkpoint is not None and stuck >= self._plan.patience:
+            return f"giving up: no newer checkpoint in {stuck} run{'s' * (stuck > 1)} in a row"
+        if restarts >= self._plan.max_restarts:
+            return f"giving up after {restarts} restart{'s' * (restarts != 1)}"
+        return ""
+
+    def _without_progress(self) -> int:
+        """How many of the last runs in a row have made no newer checkpoint."""
+        count = 0
+        for run in reversed(self.runs):
+            if run.came_to != run.began_at:
+                break
+            count += 1
+        return count
+
+    def _next_ranks(self) -> int | None:
+        """For the restart after the runs so far."""
+        plan, last = self._plan, self.runs[-1].ranks
+        if plan.ranks:
+            return plan.ranks[min(len(self.runs), len(plan.ranks)) - 1]
+        if plan.min_ranks is not None and last is not None and self._without_progress():
+            fewer = range(last - 1, plan.min_ranks - 1, -1)
+            return next((ranks for ranks in fewer if not (plan.divided or 0) % ranks), last)
+        return last
+
+    def _newest(self) -> str | None:
+        """The newest complete checkpoint."""
+        if self._plan.checkpoint is None:
+            return None
+        try:
+            found, _ = newest(self._plan.checkpoint)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from None
+        return None if found is None else str(found)
+
+    # ---- signals ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._heed) for number in _STOPS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _status_of_a_stop(self) -> int:
+        """Also where the signal has ended a job that did not listen yet: its last checkpoint is there."""
+        return 128 + signal.SIGINT if self._asked is signal.SIGINT else STOPPED
+
+    def _heed(self, number: int, _: Any) -> None:
+        """Passes a request to stop on as SIGUSR1: launchers kill ranks, or do not, when they get SIGTERM themselves."""
+        again = self._asked is not None
+        self._asked = signal.Signals(number)
+        if number == signal.SIGINT:
+            self._deadline = time.monotonic() + (0 if again else _AFTER_INTERRUPT)
+        if self._job is not None:
+            self._ask(self._job, self._asked)
+
+    def _ask(self, job: Job, asked: signal.Signals) -> None:
+        job.signal(signal.SIGINT if asked is signal.SIGINT else signal.SIGUSR1)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._asked is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK))
+
+    def _say(self, text: str) -> None:
+        print(f"mpidl.launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,32 @@
+"""How much memory a rank needs, and how much it holds: predicted by formula, and counted tensor by tensor.
+
+    python -m mpidl.memory --params 7.5e9 --ranks 64 --dtype bf16
+
+estimate       bytes a rank of any ZeRO stage, from a model or a number of parameters
+activations    what autograd keeps for backward: by formula for a transformer, and counted while a model runs
+counted        the tensors of model state that this rank holds now, by category
+process        what the system says of the whole process
+"""
+
+from .activations import SavedActivations, activation_bytes, measure_activations
+from .counted import Measurement, measure, model_state_bytes, storage_bytes
+from .estimate import STATE_BYTES, Estimate, estimate
+from .process import MIB, data_mib, peak_rss_mib, pss_mib, rss_mib
+
+__all__ = [
+    "MIB",
+    "STATE_BYTES",
+    "Estimate",
+    "Measurement",
+    "SavedActivations",
+    "activation_bytes",
+    "data_mib",
+    "estimate",
+    "measure",
+    "measure_activations",
+    "model_state_bytes",
+    "peak_rss_mib",
+    "pss_mib",
+    "rss_mib",
+    "storage_bytes",
+]

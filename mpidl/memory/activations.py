@@ -1,0 +1,143 @@
+"""Activations: what autograd keeps from forward until backward has used it.
+
+    with measure_activations(model) as saved:
+        loss = model(x)          saved.nbytes grows with every layer
+        ...                      saved.nbytes is what is held now
+        loss.backward()          ... and falls as backward gives it up; saved.peak stays
+
+Each distinct storage counts once, however many operations saved a view of it, and parameters do not count at all: they
+are there anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import ConfigurationError
+
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+RECOMPUTE = ("none", "selective", "full")
+
+
+def activation_bytes(
+    batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    layers: int,
+    dtype: str = "bf16",
+    recompute: str = "none",
+    partition: int = 1,
+) -> int:
+    """Bytes of activations of a transformer, a rank: `layers` times s b h (34 + 5 a s / h) in half precision.
+
+    batch: sequences of a micro-step. sequence: tokens of each. hidden: width. heads: of attention. dtype: "fp32",
+    "bf16" or "fp16". Embeddings and the output layer are not counted.
+    recompute: "selective" computes the scores of attention again in backward, as fused attention does by itself, and
+        leaves 34 s b h; "full" keeps a layer's input alone (2 s b h), and one layer at a time whole.
+    partition: with "full", over how many ranks the layers' inputs are cut (mpidl.activations, ZeRO-R).
+
+    The 34 are 16 values of 2 bytes and two dropout masks of 1 byte; the 5 are two values and a mask for each score.
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1;
+    of `partition`: Rajbhandari et al. 2020 (ZeRO), section 6.1.
+    """
+    given = {
+        "batch": batch,
+        "sequence": sequence,
+        "hidden": hidden,
+        "heads": heads,
+        "layers": layers,
+        "partition": partition,
+    }
+    for name, value in given.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name}: got {value!r}; needs a whole number of at least 1")
+    if dtype not in _ITEMSIZE:
+        raise ConfigurationError(f"dtype: got {dtype!r}; needs one of {', '.join(_ITEMSIZE)}")
+    if recompute not in RECOMPUTE:
+        raise ConfigurationError(f"recompute: got {recompute!r}; needs one of {', '.join(RECOMPUTE)}")
+    if partition > 1 and recompute != "full":
+        raise ConfigurationError(f"partition: got {partition} with recompute={recompute!r}; needs 'full'")
+    itemsize = _ITEMSIZE[dtype]
+    values = sequence * batch * hidden
+    scores = sequence * batch * heads * sequence
+    kept = values * (16 * itemsize + 2)
+    if recompute != "selective":
+        kept += scores * (2 * itemsize + 1)
+    if recompute == "full":
+        return layers * -(-values // partition) * itemsize + kept
+    return layers * kept
+
+
+class SavedActivations:
+    """What `measure_activations` has seen. nbytes: held now. peak: the most that was held at a time. Bytes."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+        self._times: dict[int, int] = {}  # how many operations saved a view of this storage
+        self._sizes: dict[int, int] = {}
+        self.nbytes = self.peak = 0
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """The storages that are held now, and their bytes."""
+        return dict(self._sizes)
+
+    def pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+        """Called by autograd for each tensor that it saves."""
+        tensor = tensor.detach()  # an operation that keeps its own output would keep itself alive
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._times and self._is_parameter(key):
+            return tensor
+        if key not in self._times:
+            self._times[key], self._sizes[key] = 0, storage.nbytes()
+            self.nbytes += self._sizes[key]
+            self.peak = max(self.peak, self.nbytes)
+        self._times[key] += 1
+        return _Saved(self, tensor, key)
+
+    def _is_parameter(self, key: int) -> bool:
+        # Looked up anew: sharded parameters are whole, in storage of their own, only while their unit runs.
+        return self._model is not None and any(p.untyped_storage()._cdata == key for p in self._model.parameters())
+
+    def forget(self, key: int) -> None:
+        """One operation has given up a storage."""
+        self._times[key] -= 1
+        if not self._times[key]:
+            del self._times[key]
+            self.nbytes -= self._sizes.pop(key)
+
+
+class _Saved:
+    """A saved tensor; it lives as long as autograd needs it."""
+
+    __slots__ = ("_key", "_seen_by", "tensor")
+
+    def __init__(self, seen_by: SavedActivations, tensor: torch.Tensor, key: int) -> None:
+        self._seen_by, self.tensor, self._key = seen_by, tensor, key
+
+    def __del__(self) -> None:
+        self._seen_by.forget(self._key)
+
+
+def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
+    return saved.tensor if isinstance(saved, _Saved) else saved
+
+
+@contextmanager
+def measure_activations(model: torch.nn.Module | None = None) -> Iterator[SavedActivations]:
+    """Counts what forward passes inside save for backward, which may come inside or later.
+
+    model: whose parameters, also where an operation saves views of them, are no activations.
+
+    What `torch.utils.checkpoint` computes again in backward (use_reentrant=False) is not seen, only the inputs that it
+    keeps. Each saved tensor costs a call into Python, and autograd no longer notices that one was changed in place:
+    this is for measuring, not for training.
+    """
+    saved = SavedActivations(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack):
+        yield saved

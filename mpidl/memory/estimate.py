@@ -1,0 +1,277 @@
+"""Bytes a rank by formula, before anything is allocated.
+
+Psi parameters, N ranks; fp32 Adam, and mixed precision with K = 12 bytes a parameter for fp32 masters and Adam's state:
+
+| stage | fp32 | 16-bit |
+|---|---|---|
+| 0 (DDP) | 4 + 4 + 8 | 2 + 2 + K |
+| 1 | 4 + 4 + 8 / N | 2 + 2 + K / N |
+| 2 | 4 + (4 + 8) / N | 2 + (2 + K) / N |
+| 3 | (4 + 4 + 8) / N | (2 + 2 + K) / N |
+
+where N is the number of ranks over which state is cut: all, or those of a `shard_group` (hybrid sharding, Zhao et al.
+2023, "PyTorch FSDP", section 3.2.2); and on top of it the buckets in which gradients pass, and across nodes the units
+that are whole. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+sections 3 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..buckets import assign
+from ..errors import ConfigurationError
+from .process import MIB
+
+STAGES = (0, 1, 2, 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OFFLOAD = ("cpu", "disk")
+# Bytes of an optimizer's state for a parameter of 4 bytes.
+STATE_BYTES = {
+    **dict.fromkeys(("sgd",), 0),
+    **dict.fromkeys(("momentum", "lars", "adagrad", "rmsprop", "asgd"), 4),
+    **dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta", "rprop"), 8),
+    **dict.fromkeys(("amsgrad",), 12),
+}
+_ROTATING = 3  # gradient buckets of stages 2 and 3 at a time: two that are reduced, and one that fills
+_UNITS_AHEAD = 2  # units of stage 3 that are whole: the one that runs and the next; and the model's own
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes a rank.
+
+    optimizer: its state and fp32 masters. buckets: gradients on their way, and units of stage 3 that are whole.
+    offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total.
+    """
+
+    stage: int
+    ranks: int
+    nodes: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buckets: int
+    activations: int = 0
+    offloaded: int = 0
+
+    @property
+    def model_state(self) -> int:
+        """Parameters, gradients and optimizer state: what the formulas are about."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All categories."""
+        return self.model_state + self.buckets + self.activations
+
+    @property
+    def node_total(self) -> int:
+        """Of a node's ranks together."""
+        return self.total * (self.ranks // self.nodes)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Bytes of a model that nothing has cut.
+
+    buckets: of the gradient buckets of stage 2 that are there at a time. unit: of the largest unit of stage 3; own: of
+    the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    buckets: int
+    unit: int
+    own: int
+    unit_gradients: int
+
+
+def estimate(
+    model: torch.nn.Module | float,
+    ranks: int,
+    nodes: int = 1,
+    stage: int = 3,
+    dtype: str | None = None,
+    offload: str | bool = False,
+    *,
+    optimizer: str | float | type[torch.optim.Optimizer] = "adam",
+    masters: bool = True,
+    activations: int = 0,
+    unit: float = 0,
+    bucket_cap_mb: float = 25.0,
+    shard_ranks: int | None = None,
+) -> Estimate:
+    """Bytes a rank needs to train a model, by category.
+
+    model: a model, also on the meta device, of which frozen parameters have no gradients and no state; or how many
+        parameters, all trained.
+    ranks: of all nodes together, equally many on each.
+    stage: of ZeRO; 0 is DDP.
+    dtype: "fp32", "bf16" or "fp16", of parameters and gradients; by default the model's own, fp32 for a number.
+    offload: "cpu" or "disk": optimizer state and masters lie there.
+    optimizer: a name in STATE_BYTES, a torch.optim class of that name, or bytes of state a parameter.
+    masters: 16-bit parameters have fp32 copies, and their state is fp32, as in ZeroOptimizer; else it is 16-bit.
+    activations: bytes, as from `activation_bytes`.
+    unit: for a number of parameters: how many of them the largest unit of stage 3 has, a layer's. Left at 0, stage 3's
+        buckets and whole units are not counted.
+    bucket_cap_mb: of stage 2, in MiB.
+    shard_ranks: over how many neighbours state is cut, in hybrid sharding; by default over all ranks.
+
+    In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
+    the whole units lie once in each node, the rank's share of which is counted. Padding is not counted.
+    Raises ConfigurationError.
+    """
+    _check(ranks, nodes, stage, dtype, offload, activations, unit, bucket_cap_mb)
+    over = ranks if shard_ranks is None else shard_ranks
+    local = min(over, ranks // nodes)  # of them, those on one node
+    _check_groups(ranks, nodes, stage, over)
+    state = _State(_state_bytes(optimizer), isinstance(optimizer, str | type), masters)
+    cap = bucket_cap_mb * MIB
+    if isinstance(model, torch.nn.Module):
+        if unit:
+            raise ConfigurationError("unit: got one beside a model, whose own units are known")
+        whole = _of_model(model, dtype, state, cap)
+    else:
+        whole = _of_number(model, dtype or "fp32", state, cap, unit)
+
+    def share(nbytes: int, cut_from: int) -> int:
+        return -(-nbytes // over) if stage >= cut_from else nbytes
+
+    state_share = share(whole.optimizer, 1)
+    buckets = {2: whole.buckets, 3: whole.unit_gradients}.get(stage, 0)
+    if stage == 3 and over > local:
+        units = min(whole.own + _UNITS_AHEAD * whole.unit, whole.parameters)
+        buckets += units // local
+    return Estimate(
+        stage,
+        ranks,
+        nodes,
+        parameters=share(whole.parameters, 3) + whole.buffers,
+        gradients=share(whole.gradients, 2),
+        optimizer=0 if offload else state_share,
+        buckets=buckets,
+        activations=activations,
+        offloaded=state_share if offload else 0,
+    )
+
+
+def _check(
+    ranks: int,
+    nodes: int,
+    stage: int,
+    dtype: str | None,
+    offload: str | bool,
+    activations: int,
+    unit: float,
+    bucket_cap_mb: float,
+) -> None:
+    for name, value in {"ranks": ranks, "nodes": nodes}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name}: got {value!r}; needs a whole number of at least 1")
+    if ranks % nodes:
+        raise ConfigurationError(f"ranks: got {ranks} on {nodes} nodes; needs equally many on each")
+    if stage not in STAGES or isinstance(stage, bool):
+        raise ConfigurationError(f"stage: got {stage!r}; needs 0 (DDP), 1, 2 or 3")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: got {dtype!r}; needs one of {', '.join(DTYPES)}")
+    if offload is not False and offload not in OFFLOAD:
+        raise ConfigurationError(f"offload: got {offload!r}; needs False or one of {', '.join(OFFLOAD)}")
+    for name, number in {"activations": activations, "unit": unit}.items():
+        if not 0 <= number < math.inf:
+            raise ConfigurationError(f"{name}: got {number!r}; needs a number of at least 0")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
+
+
+def _check_groups(ranks: int, nodes: int, stage: int, over: int) -> None:
+    if isinstance(over, bool) or not isinstance(over, int) or over < 1 or ranks % over:
+        raise ConfigurationError(f"shard_ranks: got {over!r}; needs a whole number that cuts {ranks} ranks evenly")
+    each = ranks // nodes
+    if each % over and over % each:
+        raise ConfigurationError(
+            f"shard_ranks: got {over!r} with {each} ranks a node; needs groups that cut nodes evenly, or whole nodes"
+        )
+    if over != ranks and stage == 0:
+        raise ConfigurationError("shard_ranks: got stage 0 with it; DDP cuts nothing")
+
+
+def _state_bytes(optimizer: str | float | type[torch.optim.Optimizer]) -> float:
+    if isinstance(optimizer, int | float) and not isinstance(optimizer, bool):
+        if 0 <= optimizer < math.inf:
+            return optimizer
+    else:
+        name = optimizer.__name__ if isinstance(optimizer, type) else optimizer
+        if isinstance(name, str) and name.lower() in STATE_BYTES:
+            return STATE_BYTES[name.lower()]
+    raise ConfigurationError(
+        f"optimizer: got {optimizer!r}; needs one of {', '.join(STATE_BYTES)}, or bytes of state a parameter"
+    )
+
+
+@dataclass(frozen=True)
+class _State:
+    """Of an optimizer. each: bytes a parameter. scales: with the dtype of what is stepped on, else given as it is."""
+
+    each: float
+    scales: bool
+    masters: bool
+
+    def of(self, dtype: torch.dtype) -> float:
+        """Bytes of state and master for a parameter."""
+        if dtype.itemsize == 2 and self.masters:
+            return 4 + self.each
+        return self.each * dtype.itemsize / 4 if self.scales else self.each
+
+
+def _of_number(number: float, dtype: str, state: _State, cap: float, unit: float) -> _Whole:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
+        raise ConfigurationError(f"model: got {number!r}; needs a torch.nn.Module, or how many parameters it has")
+    if unit > number:
+        raise ConfigurationError(f"unit: got {unit!r} parameters of {number!r}; needs no more than all")
+    itemsize = DTYPES[dtype].itemsize
+    every, largest = round(number * itemsize), round(unit * itemsize)
+    return _Whole(
+        parameters=every,
+        buffers=0,
+        gradients=every,
+        optimizer=round(number * state.of(DTYPES[dtype])),
+        buckets=min(every, round(_ROTATING * cap)),
+        unit=largest,
+        own=largest,
+        unit_gradients=min(every, (_ROTATING) * largest),
+    )
+
+
+def _of_model(model: torch.nn.Module, dtype: str | None, state: _State, cap: float) -> _Whole:
+    from ..zero.units import cut  # the engines may import this package
+
+    def stand_in(p: torch.Tensor) -> torch.Tensor:
+        wanted = DTYPES[dtype] if dtype and p.is_floating_point() else p.dtype
+        return torch.empty(p.shape, dtype=wanted, device="meta", requires_grad=p.requires_grad)
+
+    of = {p: stand_in(p) for p in model.parameters()}
+    trained = [q for q in of.values() if q.requires_grad]
+    units = [[of[p] for p in unit.parameters] for unit in cut(model)]
+    buckets = [_bytes(bucket) for bucket in assign(reversed(trained), cap)]  # type: ignore[arg-type]
+    flats = [_bytes([q for q in unit if q.requires_grad]) for unit in units]
+    return _Whole(
+        parameters=_bytes(list(of.values())),
+        buffers=_bytes(list(model.buffers())),
+        gradients=_bytes(trained),
+        optimizer=round(sum(q.numel() * state.of(q.dtype) for q in trained)),
+        buckets=min(len(buckets), _ROTATING) * max(buckets, default=0),
+        unit=max((_bytes(unit) for unit in units[:-1]), default=0),
+        own=_bytes(units[-1]),
+        unit_gradients=min(len(units), _ROTATING) * max(flats),
+    )
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

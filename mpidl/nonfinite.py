@@ -1,0 +1,88 @@
+"""Finds out which parameter's gradient is infinite or no number, and on which rank.
+
+    rank 0    fine      fine       fine                     backward, before anything is reduced
+    rank 1    fine      Inf: h.2   NaN: h.1 and below       -> ("h.2", 1), ("h.1", 1), ...
+    the mean  fine      Inf        NaN                      every rank sees it, and no longer whose it was
+
+After the reduction only the parameter can be told. A `NonfiniteWatch` looks at each rank's own gradients as autograd
+gives them, in their order: the first one spoilt is closest to where things went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from collectives import Communicator
+
+from .ddp import DistributedDataParallel
+from .errors import ConfigurationError
+from .objects import all_gather_object
+from .runtime import default_communicator
+from .trained_by import trainer_of_model
+
+Found = list[tuple[str, int]]
+
+
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Whether all elements are numbers and finite; of a sparse gradient those that are stored."""
+    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    return bool(values.isfinite().all())
+
+
+def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator | None = None) -> Found | None:
+    """(parameter, rank) of every `.grad` that is not finite, the model's last parameters first; None if all are.
+
+    Collective. model: a plain one or a DistributedDataParallel; for another's gradients see
+    `ZeroOptimizer.find_nonfinite`. What DDP has averaged is spoilt on every rank alike: to learn which rank it came
+    from, look at a backward pass within `no_sync`, or have a NonfiniteWatch on the model.
+    """
+    if trainer_of_model(model) is not None:
+        raise ConfigurationError(
+            "find_nonfinite_gradients: a ZeroOptimizer trains this model; use its find_nonfinite()"
+        )
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    spoilt = [name for name, p in plain.named_parameters() if p.grad is not None and not is_finite(p.grad)]
+    return _of_all_ranks(default_communicator(process_group), spoilt[::-1])
+
+
+class NonfiniteWatch:
+    """Looks at every gradient as autograd makes it, before any averaging. Reads all gradients once more: not for free.
+
+    parameters: a model, or pairs of a name and a parameter. Works for plain models, DDP and ZeroOptimizer.
+
+    found: the parameters whose gradients on this rank were not finite since `clear`, in the order of their arrival.
+    """
+
+    def __init__(self, parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self.found: list[str] = []
+        named = parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters
+        self._handles = [p.register_hook(_record(name, self.found)) for name, p in named if p.requires_grad]
+
+    def find(self, process_group: Communicator | None = None) -> Found | None:
+        """(parameter, rank) of what all ranks found, or None; every rank's first one comes first. Collective."""
+        return _of_all_ranks(default_communicator(process_group), self.found)
+
+    def clear(self) -> None:
+        """Forgets what was found."""
+        self.found.clear()
+
+    def remove(self) -> None:
+        """Stops looking."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _record(name: str, found: list[str]) -> Callable[[torch.Tensor], None]:
+    def hook(gradient: torch.Tensor) -> None:
+        if name not in found and not is_finite(gradient):
+            found.append(name)
+
+    return hook
+
+
+def _of_all_ranks(comm: Communicator, spoilt: list[str]) -> Found | None:
+    everyone = all_gather_object(comm, spoilt)
+    placed = [(place, rank, name) for rank, names in enumerate(everyone) for place, name in enumerate(names)]
+    return [(name, rank) for _, rank, name in sorted(placed)] or None

@@ -1,0 +1,136 @@
+"""A loss or a gradient that is no number: found before the step, named, and then the job stops or skips the step.
+
+    for step, (x, y) in enumerate(loader):
+        loss = model(x, y)
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        if guard.allows(loss.item(), norm):          the same on every rank
+            optimizer.step()
+        optimizer.zero_grad()
+
+Without it, one bad batch on one rank makes all weights NaN on all ranks, and the job trains on them until its end.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from .ddp import DistributedDataParallel
+from .errors import ConfigurationError, TrainingError
+from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
+from .objects import all_gather_object
+from .runtime import default_communicator
+from .trained_by import trainer_of_model
+from .zero import ZeroOptimizer
+
+Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
+
+
+class NonfiniteGuard:
+    """Decides for all ranks alike whether a step is taken.
+
+    model: plain or DistributedDataParallel. optimizer: its optimizer, if that is a ZeroOptimizer.
+    on_nan: "stop": TrainingError on every rank; "skip": a warning on rank 0, and `allows` is False.
+    give_up_after: so many steps skipped in a row are a TrainingError, too.
+    watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
+        It reads all gradients once more. Without it, only what the reduction has left can be named.
+    process_group: of a plain model; DDP and ZeRO have their own.
+
+    skipped: steps so far.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        on_nan: str = "stop",
+        give_up_after: int = 10,
+        watch: bool = True,
+        process_group: Communicator | None = None,
+    ) -> None:
+        if on_nan not in ("stop", "skip"):
+            raise ConfigurationError(f"on_nan: got {on_nan!r}; needs 'stop' or 'skip'")
+        if not isinstance(give_up_after, int) or give_up_after < 1:
+            raise ConfigurationError(f"give_up_after: got {give_up_after!r}; needs 1 or more")
+        self._model = model
+        self._zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        if self._zero is None and trainer_of_model(plain) is not None:
+            raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
+        if self._zero is not None:
+            self._comm = self._zero.process_group
+        elif isinstance(model, DistributedDataParallel):
+            self._comm = model.process_group
+        else:
+            self._comm = default_communicator(process_group)
+        self._on_nan, self._give_up_after = on_nan, give_up_after
+        self._in_a_row = self.skipped = 0
+        self._watch = NonfiniteWatch(plain) if watch else None
+        self._bad = np.zeros(1, np.uint8)
+
+    def allows(self, loss: float, norm: float | torch.Tensor | None = None) -> bool:
+        """Whether the step may be taken, the same on every rank. Collective; to be called before `optimizer.step()`.
+
+        loss: this rank's. norm: of all gradients, as clip_grad_norm_ has given it, which tells whether they are
+        finite; without it they are all read.
+        """
+        found: list[Spoilt | None] = []
+        self._bad[0] = not math.isfinite(loss) or (norm is not None and not math.isfinite(norm))
+        if norm is None:
+            found.append(self._gradients())
+            self._bad[0] |= found[0] is not None
+        self._comm.all_reduce(self._bad, "max")
+        if not self._bad[0]:
+            self._in_a_row = 0
+            self._forget()
+            return True
+        self.skipped += 1
+        self._in_a_row += 1
+        said = self._describe(loss, found[0] if found else self._gradients())
+        self._forget()
+        if self._on_nan == "stop":
+            raise TrainingError(said)
+        if self._in_a_row >= self._give_up_after:
+            raise TrainingError(f"{said}; it is the {self._in_a_row}. step in a row to be skipped")
+        if self._comm.rank == 0:
+            warnings.warn(f"{said}; the step is skipped", RuntimeWarning, stacklevel=2)
+        return False
+
+    def close(self) -> None:
+        """Watches gradients no more."""
+        if self._watch is not None:
+            self._watch.remove()
+
+    def _gradients(self) -> Spoilt | None:
+        watched = self._watch.find(self._comm) if self._watch is not None else None
+        if watched is not None:
+            return [*watched]
+        if self._zero is not None:
+            return self._zero.find_nonfinite()
+        found = find_nonfinite_gradients(self._model, self._comm)
+        return None if found is None else [*found]
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.clear()
+
+    def _describe(self, loss: float, found: Spoilt | None) -> str:
+        losses = all_gather_object(self._comm, float(loss))
+        bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        parts = (
+            [f"the loss is {losses[bad[0]]} on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"] if bad else []
+        )
+        if found:
+            name, rank = found[0]
+            whose = "" if rank is None or self._watch is None else f" on rank {rank}"
+            others = f", and of {len(found) - 1} after it" if len(found) > 1 else ""
+            parts.append(f"the gradient of {name}{whose} is not finite{others}")
+        elif not bad:
+            parts.append("the norm of the gradients is not finite, while each of them is")
+        return "; ".join(parts)

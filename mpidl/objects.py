@@ -1,0 +1,32 @@
+"""Small Python objects between ranks, pickled into byte arrays."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+
+
+def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank. Collective."""
+    mine = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = np.empty(comm.size, np.int64)
+    comm.all_gather(sizes, np.array([mine.size], np.int64))
+    everything = np.empty(int(sizes.sum()), np.uint8)
+    comm.all_gather(everything, mine, sizes.tolist())
+    ends = np.cumsum(sizes)
+    return [pickle.loads(everything[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+
+
+def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
+    """The root's `value` on every rank; what the others give is ignored. Collective."""
+    data = np.frombuffer(pickle.dumps(value), np.uint8) if comm.rank == root else np.empty(0, np.uint8)
+    size = np.array([data.size], np.int64)
+    comm.broadcast(size, root)
+    if comm.rank != root:
+        data = np.empty(int(size[0]), np.uint8)
+    comm.broadcast(data, root)
+    return value if comm.rank == root else pickle.loads(data.tobytes())

@@ -1,0 +1,185 @@
+"""Post-local SGD: gradients are averaged at first; later each rank steps alone, and now and then weights are averaged.
+
+    steps      0 .. start_step - 1      start_step, ...
+    gradients  averaged                 each rank's own
+    weights    alike by themselves      averaged every `period` steps
+
+Source: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD".
+
+The hook ends the averaging of gradients, the averager begins that of weights; they belong together:
+
+    ddp.register_comm_hook(PostLocalSGDState(comm, start_step=100), post_local_sgd_hook)
+    averager = PeriodicAverager(model.parameters(), comm, period=4, warmup_steps=100)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ..ddp.comm_hooks import GradBucket, Handle, allreduce, completed
+from ..errors import ConfigurationError
+from ..runtime import default_communicator
+from .trust import require
+
+_AVERAGER = "averager"
+
+
+class PeriodicAverager:
+    """Averages parameters over the ranks every `period` steps, after the first `warmup_steps`.
+
+    parameters: floating-point tensors, alike in number, shapes and dtypes on every rank.
+    process_group: the Communicator; by default the world.
+    period: steps from one averaging to the next, at least 1. warmup_steps: steps in which gradients are averaged, so
+        that the weights are alike anyway.
+
+    steps: how many `step` has counted.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        process_group: Communicator | None = None,
+        period: int = 4,
+        warmup_steps: int = 0,
+    ) -> None:
+        self._parameters = list(dict.fromkeys(parameters))
+        require("parameters", self._parameters, bool(self._parameters), "at least one tensor")
+        for p in self._parameters:
+            require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
+        self.period = _integer("period", period, 1)
+        self.warmup_steps = _integer("warmup_steps", warmup_steps, 0)
+        self.process_group = default_communicator(process_group)
+        self.steps = 0
+
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Replaces every parameter by its mean over the ranks, bitwise equal on all of them. Collective."""
+        whole = [p.detach() for p in self._parameters]
+        flat = [p if p.is_contiguous() else p.contiguous() for p in whole]
+        self.process_group.all_reduce(flat, "avg")
+        for p, mean in zip(whole, flat, strict=True):
+            if mean is not p:
+                p.copy_(mean)
+
+    def step(self) -> bool:
+        """Counts a step of the optimizer, and averages if it is time to; whether it was. Every rank must call it."""
+        self.steps += 1
+        local = self.steps - self.warmup_steps
+        due = local > 0 and local % self.period == 0
+        if due:
+            self.average_parameters()
+        return due
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps counted."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Goes on counting from there."""
+        self.steps = _integer("steps", state_dict.get("steps"), 0)
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Steps with `optimizer`, then lets the averager count the step and average the weights when it is time to.
+
+    It shares groups and state with `optimizer`, so that learning-rate schedulers take either. Groups are fixed, as the
+    averager's parameters are. Every rank must step alike.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, averager: PeriodicAverager) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
+        if not hasattr(averager, "step"):
+            raise ConfigurationError(f"averager: got {type(averager).__name__}; needs a PeriodicAverager")
+        self.optimizer, self.averager = optimizer, averager
+        self._building = True
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
+        self._building = False
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are fixed at construction."""
+        if not self._building:
+            raise ConfigurationError("add_param_group: the averager would not see the parameters; make both anew")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """A step of the optimizer, and an averaging if it is time to. Returns what the optimizer's step does."""
+        loss = self.optimizer.step(closure)
+        self.averager.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, and under "averager" the averager's."""
+        return {**self.optimizer.state_dict(), _AVERAGER: self.averager.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave. A plain optimizer's state goes to `self.optimizer.load_state_dict`."""
+        if _AVERAGER not in state_dict:
+            raise ConfigurationError(
+                f"load_state_dict: got {sorted(state_dict)}; lacks {_AVERAGER!r} (a plain optimizer's state goes to "
+                "its own load_state_dict, as `.optimizer`)"
+            )
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != _AVERAGER})
+        self.averager.load_state_dict(state_dict[_AVERAGER])
+        self._share()
+
+
+class PostLocalSGDState:
+    """What `post_local_sgd_hook` knows: when to stop averaging gradients over all ranks.
+
+    process_group: all ranks' Communicator; None: the world. start_step: the first step whose gradients stay apart; the
+        averager's warmup_steps. local_group: the Communicator of the ranks that go on averaging theirs, those of a
+        node, say; None: each alone.
+
+    steps: backward passes whose buckets have all come by; one an optimizer's step, with no_sync around the others.
+    """
+
+    def __init__(
+        self, process_group: Communicator | None, start_step: int, local_group: Communicator | None = None
+    ) -> None:
+        self.start_step = _integer("start_step", start_step, 0)
+        self.process_group = default_communicator(process_group)
+        self.local_group = local_group
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of backward passes that have ended."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Goes on counting from there."""
+        self.steps = _integer("steps", state_dict.get("steps"), 0)
+
+
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Handle:
+    """DDP's communication hook: averages a bucket over all ranks before `start_step`, over the local group later."""
+    group = state.process_group if state.steps < state.start_step else state.local_group
+    if bucket.is_last():
+        state.steps += 1
+    if group is None:
+        return completed()
+    return allreduce(group, bucket)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    require(name, value, number >= least, f"an integer of at least {least}")
+    return number

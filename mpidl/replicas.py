@@ -1,0 +1,189 @@
+"""Do the ranks still hold the same? Checksums of what is replicated, compared over the ranks.
+
+    parameters, states, groups ->  8 bytes a tensor  ->  8 bytes a rank  ->  compared; only if these differ the
+                                                                            checksums of all tensors are, to name one
+
+Replicas that have drifted apart, by a faulty memory, a rank that skipped a step by itself, or a random draw that should
+have been alike, go on training without any error. The checksum takes in rows of 64 KiB one after another, having
+multiplied and shifted what came before, so that it runs about as fast as memory is read. A single element that differs
+always shows, and so, but for a chance of 2^-64, does whatever else differs, such as rows in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from .ddp import DistributedDataParallel
+from .errors import ConfigurationError, ModelMismatch
+from .objects import all_gather_object
+from .runtime import default_communicator
+from .trained_by import trainer_of_model
+from .zero import ZeroOptimizer
+
+_COLUMNS = 1 << 13  # of 8 bytes: what is worked on stays in the caches
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two values become one
+_HALF = np.uint64(32)
+What = torch.nn.Module | torch.optim.Optimizer | Mapping[str, Any]
+
+
+def check_replicas(
+    *what: What, process_group: Communicator | None = None, buffers: bool = False, gather: bool = False
+) -> None:
+    """Raises ModelMismatch on every rank, naming the first that differs and on which ranks, unless all hold the same.
+
+    Collective. what:
+        a module, plain or DistributedDataParallel: its parameters. At stage 3 of ZeRO none is replicated.
+        an optimizer: a torch one's states and groups; a ZeroOptimizer's groups, as its states are shards.
+        a mapping of names to tensors, arrays or numbers that should be alike: shared results, counters, a loss.
+
+    buffers: also the modules' buffers. DDP makes them alike before each forward pass, not after it.
+    gather: also what stage 3 gathers, node by node: takes the memory of the whole model on each node.
+    process_group: the ranks that compare; else those of the first DDP or ZeroOptimizer, else the world.
+    """
+    comm = process_group or _group_of(what)
+    with contextlib.ExitStack() as stack:
+        sums: dict[str, bytes] = {}
+        for number, thing in enumerate(what):
+            if isinstance(thing, torch.nn.Module):
+                plain = thing.module if isinstance(thing, DistributedDataParallel) else thing
+                sums |= _of_module(thing, plain, buffers, _zero_of(plain, what), gather, stack)
+            elif isinstance(thing, torch.optim.Optimizer):
+                names: dict[torch.Tensor, str] = {
+                    p: n for m in what if isinstance(m, torch.nn.Module) for n, p in m.named_parameters()
+                }
+                sums |= _of_optimizer(thing, names)
+            elif isinstance(thing, Mapping):
+                sums |= {str(name): _sum_of(value) for name, value in thing.items()}
+            else:
+                raise ConfigurationError(
+                    f"check_replicas: argument {number + 1} is a {type(thing).__name__}; needs a module, an optimizer "
+                    "or a mapping of names to tensors"
+                )
+    found = difference(comm, sums)
+    if found is not None:
+        raise ModelMismatch(f"the ranks' replicas differ: {found}")
+
+
+def checksum(tensor: torch.Tensor) -> bytes:
+    """8 bytes that tell the tensor's shape, type and bits."""
+    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+    flat = tensor.detach()
+    flat = (flat if flat.is_contiguous() else flat.contiguous()).reshape(-1)
+    data: Any = flat.view(torch.uint8).cpu().numpy()
+    whole = data.size // (8 * _COLUMNS) * (8 * _COLUMNS)
+    if whole:
+        digest.update(_taken_in(data[:whole].view(np.uint64).reshape(-1, _COLUMNS)))
+    digest.update(data[whole:])
+    return digest.digest()
+
+
+def _taken_in(rows: Any) -> Any:
+    """One row that tells of all and of their order: each step maps the values so far one to one, and adds the next."""
+    sums, high = rows[0].copy(), np.empty(_COLUMNS, np.uint64)
+    for row in rows[1:]:
+        np.multiply(sums, _FACTOR, out=sums)
+        np.right_shift(sums, _HALF, out=high)
+        np.bitwise_xor(sums, high, out=sums)
+        np.add(sums, row, out=sums)
+    return sums
+
+
+def _group_of(what: tuple[What, ...]) -> Communicator:
+    for thing in what:
+        if isinstance(thing, DistributedDataParallel):
+            return thing.process_group
+        if isinstance(thing, ZeroOptimizer):
+            return thing.process_group
+    return default_communicator(None)
+
+
+def _zero_of(model: torch.nn.Module, what: tuple[What, ...]) -> ZeroOptimizer | None:
+    """The ZeroOptimizer among the arguments that trains the model."""
+    if trainer_of_model(model) is None:
+        return None
+    own = set(model.parameters())
+    for thing in what:
+        if isinstance(thing, ZeroOptimizer) and any(p in own for group in thing.param_groups for p in group["params"]):
+            return thing
+    raise ConfigurationError("check_replicas: a ZeroOptimizer trains this model; give it too")
+
+
+def _of_module(
+    thing: torch.nn.Module,
+    plain: torch.nn.Module,
+    buffers: bool,
+    zero: ZeroOptimizer | None,
+    gather: bool,
+    stack: contextlib.ExitStack,
+) -> dict[str, bytes]:
+    ignored = thing.parameters_to_ignore if isinstance(thing, DistributedDataParallel) else frozenset()
+    sums: dict[str, bytes] = {}
+    if zero is not None and zero.stage == 3 and gather:
+        stack.enter_context(zero.gathered(writable=False))
+    if zero is None or zero.stage < 3 or gather:
+        sums = {f"parameter {name}": checksum(p) for name, p in plain.named_parameters() if name not in ignored}
+    if buffers:
+        sums |= {f"buffer {name}": checksum(b) for name, b in plain.named_buffers() if name not in ignored}
+    return sums
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, bytes]:
+    sums: dict[str, bytes] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        sums |= {f"group {number}'s {key}": _sum_of(value) for key, value in settings.items()}
+    if isinstance(optimizer, ZeroOptimizer):
+        return sums
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    for place, p in enumerate(ordered):
+        name = names.get(p, f"parameter {place}").removeprefix("module.")
+        for key, value in optimizer.state.get(p, {}).items():
+            sums[f"state {key} of {name}"] = _sum_of(value)
+    return sums
+
+
+def _sum_of(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, torch.Tensor):
+        return checksum(value)
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+
+
+def difference(comm: Communicator, sums: Mapping[str, bytes]) -> str | None:
+    """What differs first, on which ranks, in words; None if nothing does. Collective. sums: by name."""
+    total = hashlib.blake2b(digest_size=8)
+    for name, value in sums.items():
+        total.update(name.encode() + value)
+    mine = np.frombuffer(total.digest(), np.uint8)
+    everyone = np.empty(8 * comm.size, np.uint8)
+    comm.all_gather(everyone, mine)
+    if (everyone.reshape(comm.size, -1) == mine).all():  # on all ranks or on none
+        return None
+    differing = list(_differing(all_gather_object(comm, dict(sums))))
+    name, apart, rest = differing[0]
+    more = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
+    return f"{name} on {_ranks(apart)} from {_ranks(rest)}{more}"
+
+
+def _differing(everyone: list[dict[str, bytes]]) -> Iterator[tuple[str, list[int], list[int]]]:
+    """(name, the ranks that are fewer, the others) of all that differs, in order."""
+    for name in {name: None for sums in everyone for name in sums}:
+        groups: dict[bytes | None, list[int]] = {}
+        for rank, sums in enumerate(everyone):
+            groups.setdefault(sums.get(name), []).append(rank)
+        if len(groups) > 1:
+            most = max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+            yield name, [rank for rank in range(len(everyone)) if rank not in most], most
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

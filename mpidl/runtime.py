@@ -1,0 +1,110 @@
+"""Joining the job: the world Communicator, threads per rank, and an end of the job when a rank fails.
+
+    comm = mpidl.init()
+
+An exception that nobody catches on one rank would leave the others waiting for ever. After `init` it ends the whole
+job, with that rank's traceback on standard error and a status that is not zero (`ending`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from collectives import Communicator
+from collectives.leftovers import remove_names
+
+from .ending import end_job_with_any_rank
+from .errors import CheckpointError, TrainingError, UsageError
+from .launch.roll import fill_in
+from .objects import all_gather_object
+
+_THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+WORKER = "MPIDL_WORKER"  # set in the environment of processes that load data and are no ranks
+_default: Communicator | None = None
+Result = TypeVar("Result")
+
+
+def init() -> Communicator:
+    """The Communicator over all ranks of the job. Collective on the first call; later calls return the same one.
+
+    - Divides the node's cores among its ranks, for torch and OpenMP, unless OMP_NUM_THREADS or MKL_NUM_THREADS is
+      set.
+    - Sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment, for libraries that read them.
+    - Tells `mpidl.launch`, if that has started the job, which process is which rank.
+    - Takes care that no shared memory of the MPI library is left behind if the job is killed (`collectives.leftovers`).
+    - From here on the job ends when an exception is not caught on any rank, in any thread, and when it is interrupted
+      (Ctrl-C); where ranks wait for one that has called `sys.exit(status)`, with that status.
+    """
+    global _default
+    if _default is None:
+        if os.environ.get(WORKER):
+            raise TrainingError(
+                "mpidl.init: this process loads data for a rank and is none itself; a program that uses workers must "
+                "do all that it does under `if __name__ == '__main__':`, because they import its main file"
+            )
+        comm = Communicator()
+        end_job_with_any_rank(comm)
+        remove_names(comm)
+        os.environ.update(
+            RANK=str(comm.rank),
+            WORLD_SIZE=str(comm.size),
+            LOCAL_RANK=str(comm.local_rank),
+            LOCAL_WORLD_SIZE=str(comm.local_size),
+        )
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        ranks = all_gather_object(comm, (platform.node(), os.getpid(), sorted(usable)))
+        if comm.local_rank == 0:
+            fill_in([(node, process) for node, process, _ in ranks])
+        _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])
+        _default = comm
+    return _default
+
+
+def default_communicator(given: Communicator | None) -> Communicator:
+    """`given`, or the world's."""
+    return init() if given is None else given
+
+
+def _divide_cores(comm: Communicator, bound: list[list[int]]) -> None:
+    """As many threads as the node has cores for each of its ranks, at least one.
+
+    A launcher may bind every rank to cores of its own or leave all of them to all: either way the node's cores are
+    those that any of its ranks may use. bound: these, of each.
+    """
+    if any(os.environ.get(setting) for setting in _THREAD_SETTINGS):
+        return
+    threads = max(1, len(set().union(*bound)) // comm.local_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
+def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
+    """What `check()` returns, if it raises UsageError or CheckpointError on no rank. Collective.
+
+    Otherwise rank 0 prints the first rank's message as one line, "error: ...", and every rank exits, also those that
+    saw nothing wrong: with status 2 for wrong use, which stays wrong, and 1 for a checkpoint that cannot be read or
+    written, which another start may cure.
+    """
+    result: Result | None = None
+    message: str | None = None
+    status = 0
+    try:
+        result = check()
+    except (UsageError, CheckpointError) as error:
+        message = " ".join(str(error).split())
+        status = 2 if isinstance(error, UsageError) else 1
+    outcomes = all_gather_object(comm, (status, message))
+    wrong = [rank for rank, (status, _) in enumerate(outcomes) if status]
+    if wrong:
+        status, message = outcomes[wrong[0]]
+        if comm.rank == 0:
+            where = "" if len(wrong) == comm.size else f" (on rank {', '.join(map(str, wrong))})"
+            print(f"error: {message}{where}", file=sys.stderr, flush=True)
+        sys.exit(status)
+    return result  # type: ignore[return-value]

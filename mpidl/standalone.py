@@ -1,0 +1,23 @@
+"""Commands of this package that are one process and no job: they must run where MPI cannot be initialised.
+
+`python -m mpidl.memory` makes Python import the whole package first, mpi4py with it, and that would initialise MPI: on
+a login node, say, where the MPI library refuses to be used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+_COMMANDS = ("mpidl.memory", "mpidl.checkpoint", "mpidl.launch")
+
+
+def is_standalone(interpreter: Sequence[str], program: str) -> bool:
+    """Whether Python is about to run one of those commands. interpreter: sys.orig_argv; program: sys.argv[0] now."""
+    return program == "-m" and any(option == "-m" and name in _COMMANDS for option, name in pairwise(interpreter))
+
+
+if is_standalone(sys.orig_argv, sys.argv[0] if sys.argv else ""):
+    os.environ["MPI4PY_RC_INITIALIZE"] = "0"

@@ -1,0 +1,69 @@
+"""Which ZeroOptimizer trains a parameter: a note on each that it has cut over the ranks.
+
+The values and gradients of such a parameter are the optimizer's own affair, under whatever module it lies. Whoever
+would wrap it, clip or look at its gradient, compare or save it asks here first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from .errors import ConfigurationError
+
+_NOTE = "_mpidl_trained_by"
+
+
+class Trainer:
+    """A ZeroOptimizer, as noted on its parameters. A pickled parameter is nobody's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._where = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        """None once it is gone; the parameters' hooks and layout are still there."""
+        return self._where()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
+def claim(parameter: torch.nn.Parameter, trainer: Trainer) -> None:
+    """From now on the parameter is this one's."""
+    setattr(parameter, _NOTE, trainer)
+
+
+def trainer_of(parameter: torch.Tensor) -> Trainer | None:
+    """Who has claimed a parameter."""
+    found = getattr(parameter, _NOTE, None)
+    return found if isinstance(found, Trainer) else None
+
+
+def trainer_of_model(model: torch.nn.Module) -> Trainer | None:
+    """Who trains the model; None for a part of another model that is trained, or for one that only contains it."""
+    _, trainer = _first_claimed(model)
+    if trainer is not None and trainer.optimizer is not None and trainer.optimizer.model is not model:
+        return None
+    return trainer
+
+
+def refuse_trained(what: str, model: torch.nn.Module) -> None:
+    """ConfigurationError if a ZeroOptimizer trains any part of the model. what: the argument that it is."""
+    name, trainer = _first_claimed(model)
+    if trainer is None:
+        return
+    if trainer.optimizer is not None:
+        raise ConfigurationError(f"{what}: a ZeroOptimizer trains it already, or a part of it: {name}")
+    raise ConfigurationError(
+        f"{what}: {name} was laid out by a ZeroOptimizer that is gone, and its hooks are still there; build the model "
+        "anew, and load what that one's model_state_dict() gave"
+    )
+
+
+def _first_claimed(model: torch.nn.Module) -> tuple[str, Trainer | None]:
+    claimed = ((name, trainer_of(p)) for name, p in model.named_parameters())
+    return next(((name, trainer) for name, trainer in claimed if trainer is not None), ("", None))

@@ -1,0 +1,22 @@
+"""ZeRO: the optimizer's state, the gradients and the parameters cut over the ranks (Rajbhandari et al. 2020).
+
+| stage | parameters | gradients | optimizer state | sent by a rank a step (ring, Psi parameters) |
+|---|---|---|---|---|
+| 1 | whole | whole, reduced on the own shard | shard | 2 Psi (N - 1) / N |
+| 2 | whole | shard | shard | 2 Psi (N - 1) / N |
+| 3 | shard, whole a unit at a time | shard | shard | 3 Psi (N - 1) / N |
+
+`optimizer` is what a user calls; `shards` owns the gradients and the parameters of all stages; `replicated` (1, 2),
+`node_shared` (3 on one node) and `sharded` (3) differ in where the parameters live; `units` cuts a model; `precision`
+says in which dtypes it is trained; `groups` over which ranks it is cut; `construction` gives values to models that are
+larger than a rank's memory; `offload` keeps optimizer state elsewhere; `stateful` gives out and takes in
+whole states, which `state` puts together.
+"""
+
+from .construction import Safetensors, deferred_init
+from .offload import Offload
+from .optimizer import ZeroOptimizer
+from .precision import Precision
+from .units import unit
+
+__all__ = ["Offload", "Precision", "Safetensors", "ZeroOptimizer", "deferred_init", "unit"]

@@ -1,0 +1,22 @@
+"""`model.zero_grad()` of a model whose gradients are with its optimizer, in shards."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+
+def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Lets the model's own `zero_grad` forget the gradients that the optimizer holds, as long as that is there."""
+    of, by = weakref.ref(model), weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        """As of torch.nn.Module, and of the optimizer."""
+        model, optimizer = of(), by()
+        if model is not None:
+            type(model).zero_grad(model, set_to_none)
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none)
+
+    model.zero_grad = zero_grad  # type: ignore[method-assign]

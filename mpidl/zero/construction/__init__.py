@@ -1,0 +1,18 @@
+"""Models larger than a rank's memory: built without values, which then go straight into the shards.
+
+    model = mpidl.deferred_init(GPT2, config)                      # shapes, and a tape of how the values come about
+    optimizer = mpidl.ZeroOptimizer(model, AdamW, stage=3)         # the tape is played; a rank keeps its slices
+
+    values from                                  to
+    a tape             `recording`, `tape`  --.
+    reset_parameters   `modules`            ---+--> targets: a rank's slices in the working dtype, and their masters
+    a safetensors file `weights`            --'
+
+`construct` decides which tensor gets its values from where. No source holds more than the tensor that it works at.
+"""
+
+from .construct import Construction, targets_of
+from .recording import deferred_init
+from .weights import Safetensors
+
+__all__ = ["Construction", "Safetensors", "deferred_init", "targets_of"]

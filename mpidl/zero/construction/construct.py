@@ -1,0 +1,205 @@
+"""Gives values to what has none: parameters and buffers on the meta device, and parameters that precision converts.
+
+of      decides where each tensor's values come from; refuses what cannot work, and changes nothing
+begin   puts placeholders in their place: ordinary parameters that hold one element, whatever their shape
+        ... the optimizer cuts placeholders into shards, makes masters of them ...
+finish  fills shards and masters, a tensor at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from collectives import Communicator
+
+from ...consistency import check_everywhere, check_settings_agree
+from ...errors import ConfigurationError
+from ...objects import broadcast_object
+from ...replicate import broadcast_states
+from ..shards import ParameterShard
+from ..slices import Slice
+from ..state import StateNames
+from .modules import InitFn, ModuleCalls
+from .recording import Recording
+from .tape import View
+from .target import Target, placeholder, wanted, write_all
+from .weights import Safetensors, WeightFiles
+
+Weights = Safetensors | str | Path | None
+
+
+class Construction:
+    """What of a model has no values yet, and where they come from."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._stored = StateNames.of(model).tensors(model)
+        self._parameters = [p for p in model.parameters() if p.is_meta]
+        self._buffers = [b for b in model.buffers() if b.is_meta]
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for p in self._parameters}
+        self._files: WeightFiles | None = None
+        self._recorded: dict[Recording, dict[torch.Tensor, View]] = {}
+        self._calls: ModuleCalls | None = None
+        self._others: list[torch.Tensor] = []  # attributes that are no parameters or buffers
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, init_fn: InitFn | None, weights: Weights) -> Construction:
+        """Plans it. ConfigurationError for tensors that nothing gives values, and for files that do not fit."""
+        if init_fn is not None and not callable(init_fn):
+            raise ConfigurationError(f"init_fn: got {init_fn!r}; needs a function of a module")
+        plan = cls(model)
+        left = dict.fromkeys([*plan._parameters, *plan._buffers])
+        names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        if weights is not None:
+            plan._files = WeightFiles(weights, plan._stored)
+            left = {t: None for t in left if t not in set(plan._stored.values())}
+        for recording in _recordings(model):
+            views = {t: view for t in left if (view := recording.view(t)) is not None}
+            for tensor in views:
+                if recording.versions.get(id(tensor), tensor._version) != tensor._version:
+                    raise ConfigurationError(
+                        f"model: {names[tensor]} was written to after deferred_init, without effect; do it in build"
+                    )
+            others = [t for t in _attributes(model) if t not in names and recording.view(t) is not None]
+            plan._others += others
+            views.update({t: view for t in others if (view := recording.view(t)) is not None})
+            plan._recorded[recording] = views
+            left = {t: None for t in left if t not in views}
+        if left:
+            if init_fn is None and plan._recorded:
+                raise ConfigurationError(
+                    f"model: {names[next(iter(left))]} is on the meta device and not from deferred_init, or was "
+                    "converted after it; do it in build"
+                )
+            plan._calls = ModuleCalls(model, set(left), init_fn)
+        elif init_fn is not None:
+            raise ConfigurationError("init_fn: the model has no tensor on the meta device that it would be called for")
+        return plan
+
+    def begin(self, comm: Communicator) -> None:
+        """Agrees with rank 0 on random numbers, and makes meta tensors ordinary ones. Collective.
+
+        Before that, ConfigurationError on every rank for tied tensors that differ in the files.
+        """
+        if self._files is not None:
+            self._files.check_ties(comm)
+        tapes = [recording.tape for recording in self._recorded]
+        check_settings_agree(comm, "model (deferred_init)", {f"recording {n}": t.digest() for n, t in enumerate(tapes)})
+        for tape in tapes:
+            drawing = [o for o in tape.operations if isinstance(o.start, torch.Tensor)]
+            starts = broadcast_object(comm, [o.start for o in drawing] if comm.rank == 0 else None)
+            for operation, start in zip(drawing, starts, strict=True):
+                operation.start = start
+        for p in self._parameters:
+            become(p, torch.nn.Parameter(placeholder(p.shape, p.dtype), p.requires_grad))
+        for tensor in (*self._buffers, *self._others):
+            become(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad))
+
+    def finish(
+        self,
+        comm: Communicator,
+        rank: int,
+        originals: dict[torch.nn.Parameter, torch.Tensor],
+        shards: Sequence[ParameterShard],
+        slices: Mapping[torch.nn.Parameter, Slice],
+    ) -> bool:
+        """Fills this rank's shards and masters, and all that is in no shard; whether there was any. Collective.
+
+        rank: among those over which shards are cut. originals: values from before a conversion, of which each is given
+            up once it is used.
+        """
+        model, loaded = self._model, set(self._stored.values()) if self._files is not None else set()
+        empty = dict.fromkeys([*self._parameters, *originals])
+        inside = {p for shard in shards for p in shard.parameters}
+        whole = [p for p in model.parameters() if p in empty and p not in inside]
+        for p in whole:
+            p.data = torch.empty(p.shape, dtype=p.dtype)
+        targets = targets_of(model, rank, shards, slices)
+        targets.update({t: [Target(0, t.numel(), (t.data,))] for t in self._others})
+        for p in self._parameters:
+            originals.pop(p, None)
+        for p in list(originals):
+            value = originals.pop(p)
+            if p not in loaded:
+                write_all(targets[p], value)
+        if self._files is not None:
+            self._files.fill({t: targets[t] for t in loaded})
+        for recording, views in self._recorded.items():
+            self._play(recording, views, targets)
+        if self._calls is not None:
+            self._run_calls(comm, self._calls, targets)
+        broadcast_states(comm, [*whole, *self._buffers])
+        return bool(empty or loaded)
+
+    def _play(
+        self, recording: Recording, views: dict[torch.Tensor, View], targets: dict[torch.Tensor, list[Target]]
+    ) -> None:
+        tape = recording.tape
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor, view in views.items():
+            if wanted(targets[tensor]):
+                by_storage.setdefault(view.storage, []).append(tensor)
+
+        def deliver(number: int, storage: torch.UntypedStorage) -> None:
+            for tensor in by_storage[number]:
+                view = views[tensor]
+                value = torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)
+                write_all(targets[tensor], value)
+
+        untouched = tape.first is not None and torch.equal(torch.get_rng_state(), tape.first)
+        tape.play(by_storage, deliver, [view.storage for view in views.values()])
+        if untouched and tape.after_end is not None:
+            torch.set_rng_state(tape.after_end)
+
+    def _run_calls(self, comm: Communicator, calls: ModuleCalls, targets: dict[torch.Tensor, list[Target]]) -> None:
+        mine = torch.get_rng_state()
+        theirs = broadcast_object(comm, mine)
+        torch.set_rng_state(theirs)
+        try:
+            # A module's error is raised everywhere, as all of them run alike.
+            check_everywhere(
+                comm, lambda: calls.run(self._dtypes, lambda tensor, value: write_all(targets[tensor], value))
+            )
+        finally:
+            if not torch.equal(mine, theirs):
+                torch.set_rng_state(mine)
+
+
+def targets_of(
+    model: torch.nn.Module, rank: int, shards: Iterable[ParameterShard], slices: Mapping[torch.nn.Parameter, Slice]
+) -> dict[torch.Tensor, list[Target]]:
+    """Where this rank's values go: slices of shards and their masters; parameters in no shard, and buffers, whole."""
+    found: dict[torch.Tensor, list[Target]] = {}
+    for shard in shards:
+        for p, piece in zip(shard.parameters, shard.layout.pieces(rank), strict=True):
+            place = shard.values[piece.offset : piece.offset + piece.stop - piece.start]
+            masters = [slices[p].values.detach()] if p in slices and slices[p].is_master else []
+            found[p] = [Target(piece.start, piece.stop, (place, *masters))]
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor not in found:
+            found[tensor] = [Target(0, tensor.numel(), (tensor.data,))]
+    return found
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes `tensor` what `other` is, in place: for everybody who holds it. Its attributes stay."""
+    other.__class__ = tensor.__class__
+    other.__dict__.update(tensor.__dict__)
+    # What torch.utils.swap_tensors is made of. That refuses a tensor with weak references, as a recurrent layer has to
+    # its weights; here they are to follow.
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def _recordings(model: torch.nn.Module) -> list[Recording]:
+    found = (module.__dict__.get("_mpidl_recording") for module in model.modules())
+    return list(dict.fromkeys(r for r in found if isinstance(r, Recording)))
+
+
+def _attributes(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors on the meta device that modules keep as plain attributes, also inside lists and dictionaries."""
+    kept = (value for module in model.modules() for key, value in module.__dict__.items() if not key.startswith("_"))
+    return list(dict.fromkeys(leaf for leaf in tree_leaves(list(kept)) if torch.is_tensor(leaf) and leaf.is_meta))

@@ -1,0 +1,44 @@
+"""Where values go: ranges of a tensor's elements, each to one place or to several of different dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """Elements start..stop of a tensor, flattened, are wanted in each of `places`, of any shape and dtype."""
+
+    start: int
+    stop: int
+    places: tuple[torch.Tensor, ...]
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor) -> None:
+        """values: 1-D, those elements."""
+        for place in self.places:
+            place.copy_(values.view(place.shape))
+
+
+Targets = Mapping[torch.Tensor, list[Target]]
+Deliver = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def write_all(targets: Iterable[Target], value: torch.Tensor) -> None:
+    """Writes what the targets want of a whole tensor."""
+    flat = value.detach().reshape(-1)
+    for target in targets:
+        target.write(flat[target.start : target.stop])
+
+
+def wanted(targets: Iterable[Target]) -> bool:
+    """Whether any element is wanted on this rank."""
+    return any(target.stop > target.start for target in targets)
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of any shape in the memory of one element: no number, as long as nobody gives it values."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)

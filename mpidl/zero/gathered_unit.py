@@ -1,0 +1,232 @@
+"""A unit that is whole at times: a rank's shards of it, and the place where its node keeps it whole.
+
+shard    this rank's part of each flat run of parameters; what the optimizer steps on, always there
+whole    the flat run, at its place in memory that the node's ranks share; pages come by `gather` and go by
+         `discard`, the addresses stay, so that what autograd has saved of it is right once it is gathered anew
+views    of `whole`, of the parameters' shapes: the parameters' data while the unit is held
+filler   one NaN of the parameters' shapes: their data while it is not
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from collectives import Communicator
+from collectives.pages import Pages
+
+from ..buckets import Layout, layout_of
+from .released import Touched, release, restore
+from .shards import ParameterShard
+from .units import Unit, flat_groups
+
+_CONSUMERS = "_mpidl_consumers"  # of a tensor that is a unit's output: what to call when its gradient is there
+
+
+class FlatParameters:
+    """Parameters of a unit that have one dtype and all train, or all do not. start: of `whole` in the pages, bytes."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, pages: Pages, start: int) -> None:
+        first = parameters[0]
+        self._pages, self._start = pages, start
+        self._parameters = list(parameters)
+        self._shapes = [p.shape for p in parameters]
+        self.layout: Layout = layout_of(parameters, comm.size)
+        self._rank = comm.rank
+        values = comm.empty(self.layout.shard_size, first.dtype).zero_()
+        for p, piece in zip(parameters, self.layout.pieces(comm.rank), strict=True):
+            part = p.detach().reshape(-1)[piece.start : piece.stop]
+            values[piece.offset : piece.offset + part.numel()] = part
+        self.shard = ParameterShard(self._parameters, self.layout, values, first.requires_grad)
+        self._dtype = first.dtype
+        filler = torch.full((), float("nan") if first.dtype.is_floating_point else 0, dtype=first.dtype)
+        self._fillers = [filler.expand(shape) for shape in self._shapes]
+        self._private: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The place where it is gathered."""
+        return self._pages.tensor(self._start, self.layout.padded, self._dtype)
+
+    def places(self) -> dict[torch.nn.Parameter, int]:
+        """The addresses of the parameters in `whole`."""
+        start, each = self._pages.address + self._start, self._dtype.itemsize
+        places = zip(self._parameters, self.layout.offsets, strict=True)
+        return {p: start + offset * each if p.numel() else 0 for p, offset in places}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parameters, with the padding."""
+        return self.layout.padded * self._dtype.itemsize
+
+    @staticmethod
+    def room(parameters: Sequence[torch.nn.Parameter], ranks: int) -> int:
+        """Bytes of pages that they take."""
+        nbytes = layout_of(parameters, ranks).padded * parameters[0].dtype.itemsize
+        return -(-nbytes // Pages.SIZE) * Pages.SIZE
+
+    def gather(self, comm: Communicator, reserves: bool) -> None:
+        """See `GatheredUnit.gather`. reserves: whether this rank brings the pages of its node."""
+        if reserves:
+            self._pages.reserve(self._start, self.nbytes)
+        comm.all_gather(self.whole, self.shard.values)
+
+    def discard(self) -> None:
+        """Gives the pages of `whole` back."""
+        self._pages.discard(self._start, self.nbytes)
+
+    def hold(self, watched: bool = False) -> None:
+        """The parameters are what was gathered. watched: whoever uses them is noticed on."""
+        self._point_to(self.layout.views(self.whole, self._shapes), watched)
+
+    def let_go(self, touched: Touched) -> None:
+        """The parameters are not to be used."""
+        for p, filler in zip(self._parameters, self._fillers, strict=True):
+            release(p, filler, touched)
+
+    def copy(self) -> None:
+        """The parameters are a copy of this rank's own, of what was gathered."""
+        self._private = self.whole.clone()
+        self._point_to(self.layout.views(self._private, self._shapes))
+
+    def keep_changes(self) -> None:
+        """Takes this rank's shard from the copy, and gives the copy up."""
+        assert self._private is not None
+        self.shard.values.copy_(self.layout.shard(self._private, self._rank))
+        self._private = None
+        self.hold()
+
+    def _point_to(self, tensors: Sequence[torch.Tensor], watched: bool = False) -> None:
+        for p, tensor in zip(self._parameters, tensors, strict=True):
+            restore(p, tensor, watched)
+
+
+class GatheredUnit:
+    """A unit's flat parameters, and what this rank knows of them. It does not keep the model, as graphs keep it.
+
+    held: this rank uses it. pins: how many `gathered` blocks hold it. kept: it is held to the end of the pass, as
+    nobody can tell how long it will be needed. arrived: trained parameters whose gradient this backward pass has
+    given since the unit was last gathered. open: calls whose backward has begun and not ended, with the number of
+    inputs whose gradient is to come.
+    """
+
+    def __init__(self, number: int, unit: Unit, comm: Communicator, pages: Pages, start: int) -> None:
+        self.number, self.name = number, unit.name
+        self._reserves = comm.local_rank == 0 or not pages.shared
+        self.flats: list[FlatParameters] = []
+        for parameters in flat_groups([unit]):
+            self.flats.append(FlatParameters(parameters, comm, pages, start))
+            start += FlatParameters.room(parameters, comm.size)
+        self.gathered_bytes = sum(flat.nbytes for flat in self.flats)
+        self.trained = sum(len(flat.shard.parameters) for flat in self.flats if flat.shard.trains)
+        self.frozen = any(not flat.shard.trains for flat in self.flats)
+        self.held = False
+        self.pins = 0
+        self.kept = False
+        self.arrived: set[torch.nn.Parameter] = set()
+        self.open: dict[int, int] = {}
+
+    @staticmethod
+    def room(unit: Unit, ranks: int) -> int:
+        """Bytes of pages that it takes."""
+        return sum(FlatParameters.room(parameters, ranks) for parameters in flat_groups([unit]))
+
+    @property
+    def through(self) -> bool:
+        """Whether this backward pass needs it no more.
+
+        It does not once all trained parameters have their gradients; frozen ones may be needed still, until the
+        gradients of the inputs are there.
+        """
+        return len(self.arrived) == self.trained and not (self.frozen and self.open)
+
+    def gather(self, comm: Communicator) -> None:
+        """Makes it whole at its node's place, from all ranks' shards. Collective."""
+        for flat in self.flats:
+            flat.gather(comm, self._reserves)
+
+    def discard(self) -> None:
+        """Gives its node's place back; no rank of the node holds it."""
+        if self._reserves:
+            for flat in self.flats:
+                flat.discard()
+
+    def hold(self, watched: bool = False) -> None:
+        """To be called when it is whole. watched: for a use outside its module."""
+        self.held = True
+        for flat in self.flats:
+            flat.hold(watched)
+
+    def let_go(self, touched: Touched) -> None:
+        """This rank uses it no more, until it is held again."""
+        self.held = self.kept = False
+        self.arrived.clear()
+        self.open.clear()
+        for flat in self.flats:
+            flat.let_go(touched)
+
+
+class Call:
+    """One forward pass through a unit: follows its backward pass from the outputs to the inputs.
+
+    use: called when its backward pass begins. ended: when it has given the gradients of all its inputs. leaves: hooks
+    of inputs that outlive the graph, to be removed at the end of the pass.
+    """
+
+    def __init__(self, unit: GatheredUnit, use: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._unit, self._inputs = weakref.ref(unit), 0
+        self.leaves: list[torch.utils.hooks.RemovableHandle] = []
+        self._use, self._ended = use, ended
+
+    def watch_input(self, tensor: torch.Tensor) -> None:
+        """The gradient of an input is the last thing that the unit does for it."""
+        self._inputs += 1
+        consumers = getattr(tensor, _CONSUMERS, None)
+        if consumers is not None:
+            consumers.append(self._input_gradient)
+            return
+
+        def hook(_: torch.Tensor) -> None:
+            if leaf:
+                handle.remove()
+            self._input_gradient()
+
+        # A leaf may be there in every step, as a trained prompt is. Where its gradient comes again through the same
+        # graph, nobody tells, and the unit is held to the end of the pass.
+        leaf = tensor.grad_fn is None
+        handle = tensor.register_hook(hook)
+        if leaf:
+            self.leaves.append(handle)
+
+    def watch_output(self, tensor: torch.Tensor) -> None:
+        """With the gradient of an output its backward pass begins, and that of units which it was an input of ends.
+
+        A parameter that is an output needs none: it has been let go with its unit, and is watched.
+        """
+        if tensor.grad_fn is None:
+            return
+        consumers: list[Callable[[], None]] = []
+        setattr(tensor, _CONSUMERS, consumers)
+
+        def hook(_: torch.Tensor) -> None:
+            for consumer in consumers:
+                consumer()
+            self._output_gradient()
+
+        tensor.register_hook(hook)
+
+    def _output_gradient(self) -> None:
+        unit = self._unit()
+        if unit is not None:
+            self._use()
+            unit.open.setdefault(id(self), self._inputs)
+
+    def _input_gradient(self) -> None:
+        unit = self._unit()
+        if unit is not None and id(self) in unit.open:
+            unit.open[id(self)] -= 1
+            if unit.open[id(self)] == 0:
+                del unit.open[id(self)]
+                self._ended()

@@ -1,0 +1,119 @@
+"""Over which ranks state is cut, and which ranks hold the same shard: hybrid sharding.
+
+    4 ranks on 2 nodes, shards inside nodes           node 0     node 1
+        shards      cut over these                    0 <-> 1    2 <-> 3     gathers, reduce-scatters
+        replicas    hold the same shard               0 <------> 2           all-reduce of reduced gradients
+                                                         1 <------> 3
+
+Without replicas the shards are cut over all ranks. Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import ArgumentError, Communicator, Work
+
+from .. import lanes
+from ..consistency import check_everywhere, check_settings_agree
+from ..errors import ConfigurationError
+
+_by_node: weakref.WeakKeyDictionary[Communicator, tuple[Communicator, Communicator]] = weakref.WeakKeyDictionary()
+
+
+class ShardGroup:
+    """world: all ranks. shards: those over which state is cut. replicas: those with this rank's shard, None if alone.
+
+    rank, size: among `shards`. is_root: whether this is rank 0 of all, which gets whole states.
+    """
+
+    def __init__(self, world: Communicator, shards: Communicator, replicas: Communicator | None) -> None:
+        self.world, self.shards, self.replicas = world, shards, replicas
+        self.rank, self.size = shards.rank, shards.size
+        self.is_root = world.rank == 0
+        self._reducing = shards
+        if replicas is not None:
+            lane = lanes.take(world)
+            weakref.finalize(self, lane.give_back).atexit = False
+            self._reducing = lane.comm
+
+    @classmethod
+    def of(cls, world: Communicator, given: Communicator | str | None) -> ShardGroup:
+        """From ZeroOptimizer's argument `shard_group`. Collective."""
+        check_everywhere(world, lambda: _check_kind(given))
+        check_settings_agree(world, "shard_group", {"kind": given if isinstance(given, str) else type(given).__name__})
+        if given is None:
+            return cls(world, world, None)
+        if isinstance(given, Communicator):
+            _check_sizes(world, given)  # before any operation on groups that may not fit together
+            leader = np.array([world.rank])
+            given.broadcast(leader)
+            shards, same = given, world.split(given.rank, int(leader[0]))
+            assert same is not None
+            replicas = same
+            check_everywhere(world, lambda: _check_split(world, given, same))
+        else:
+            try:
+                found = _by_node.get(world) or world.split_by_node()
+            except ArgumentError as error:
+                raise ConfigurationError(f"shard_group: 'node' {str(error).partition(':')[2].strip()}") from None
+            shards, replicas = _by_node.setdefault(world, found)
+        return cls(world, shards, replicas if replicas.size > 1 else None)
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, algorithm: str) -> Work:
+        """own becomes this rank's shard of the mean of all ranks' `whole`. Asynchronous."""
+        if self.replicas is None:
+            work = self.shards.reduce_scatter(own, whole, "avg", algorithm=algorithm, async_op=True)
+        else:
+            replicas = self.replicas
+
+            def both() -> None:
+                self.shards.reduce_scatter(own, whole, "avg", algorithm=algorithm)
+                replicas.all_reduce(own, "avg")
+
+            work = self._reducing.compound("reduce_scatter and all_reduce over replicas", both, async_op=True)
+        assert work is not None
+        return work
+
+    def gather(self, out: torch.Tensor | None, x: torch.Tensor, counts: list[int]) -> None:
+        """Rank 0's out becomes all shards, one behind the other. Collective."""
+        if self.is_first:
+            self.shards.gather(out, x, counts=counts)
+
+    def scatter(self, out: torch.Tensor, x: torch.Tensor | None, counts: list[int]) -> None:
+        """out becomes this rank's part of rank 0's x. Collective."""
+        if self.is_first:
+            self.shards.scatter(out, x, counts=counts)
+        if self.replicas is not None:
+            self.replicas.broadcast(out)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's shards are cut over ranks among which is rank 0."""
+        return self.replicas is None or self.replicas.rank == 0
+
+
+def _check_kind(given: Any) -> None:
+    if not (given is None or given == "node" or isinstance(given, Communicator)):
+        raise ConfigurationError(f"shard_group: got {given!r}; needs 'node', a Communicator made by split, or None")
+
+
+def _check_sizes(world: Communicator, shards: Communicator) -> None:
+    sizes = np.empty(world.size, np.int64)
+    world.all_gather(sizes, np.array([shards.size]))
+    if len(set(sizes.tolist())) > 1:
+        raise ConfigurationError(f"shard_group: got groups of unlike sizes, {sizes.tolist()} by rank; needs equal ones")
+
+
+def _check_split(world: Communicator, shards: Communicator, replicas: Communicator) -> None:
+    if shards.size * replicas.size != world.size:
+        raise ConfigurationError(
+            f"shard_group: got groups of unlike sizes ({shards.size} ranks here); needs ones that cut the "
+            f"{world.size} ranks evenly"
+        )
+    if world.rank == 0 and shards.rank != 0:
+        raise ConfigurationError("shard_group: rank 0 of all ranks must be rank 0 of its group")

@@ -1,0 +1,148 @@
+"""Stage 3 on one node: the parameters lie in memory that all ranks share, cut over them, and whole at any time.
+
+    shared memory   [ unit 0 | unit 1 | ... ]      one copy for the node: the model's parameters are views of it
+    rank 0 updates  [ ##     | ##     | ... ]      each rank's optimizer writes its shard of each unit, in place;
+    rank 1 updates  [    ##  |    ##  | ... ]      then the ranks meet, and everything is gathered
+
+To gather is to do nothing, and forward and backward copy no parameter. A rank's share of the node's copy is 1 / ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from collectives import Communicator, Work
+
+from ..buckets import Layout, aligned, layout_of
+from .shards import ParameterShard
+from .traffic import Traffic
+from .units import Unit, flat_groups
+
+
+class NodeSharedParameters:
+    """Moves a model's parameters into shared memory.
+
+    units: from `units.cut`. arenas: from `shared_arenas`.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Communicator, arenas: dict[torch.dtype, torch.Tensor]) -> None:
+        self._comm = comm
+        self.traffic = Traffic()  # none, ever
+        self._arenas = arenas
+        self._flats = []
+        taken = dict.fromkeys(arenas, 0)
+        for parameters in flat_groups(units):
+            layout, dtype = layout_of(parameters, comm.size), parameters[0].dtype
+            start = taken[dtype]
+            taken[dtype] += aligned(layout.padded, dtype)
+            self._flats.append(_SharedFlat(parameters, layout, arenas[dtype][start : start + layout.padded], comm.rank))
+        if comm.local_rank == 0:
+            for flat in self._flats:
+                flat.fill()
+        comm.barrier()
+        for flat in self._flats:
+            flat.share()
+        self.shards = [flat.shard for flat in self._flats]
+        self.groups = [shard.parameters for shard in self.shards if shard.trains]
+
+    def begin(self) -> None:
+        """Nothing to do: the parameters are where they stay."""
+
+    def settle(self) -> None:
+        """Nothing to do: that every rank is through with backward is known once the ranks agree on what it reached."""
+
+    def wait(self, work: Work) -> None:
+        """Waits for a reduction."""
+        work.wait()
+
+    def end_pass(self) -> None:
+        """Nothing to do: no rank waits for another to use a parameter."""
+
+    def after_step(self) -> None:
+        """Waits until every rank has written its shards."""
+        self._comm.barrier()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True) -> Iterator[None]:
+        """Whole parameters inside, of every unit that holds any of `parameters` (default: all). Collective.
+
+        writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes.
+        """
+        if not writable:
+            yield
+            return
+        wanted = None if parameters is None else set(parameters)
+        chosen = [flat for flat in self._flats if wanted is None or wanted & set(flat.shard.parameters)]
+        for flat in chosen:
+            flat.copy()
+        try:
+            yield
+        finally:
+            self._comm.barrier()
+            for flat in chosen:
+                flat.keep_changes()
+            self._comm.barrier()
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """This rank's share of the node's copy: its shards."""
+        return {"parameters": [shard.values for shard in self.shards]}
+
+
+class _SharedFlat:
+    """Parameters of a unit that have one dtype and all train, or all do not. whole: their place in the arena."""
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], layout: Layout, whole: torch.Tensor, rank: int
+    ) -> None:
+        self._whole, self._rank = whole, rank
+        self._views = layout.views(whole, [p.shape for p in parameters])
+        self._private: torch.Tensor | None = None
+        own = _by_itself(layout.shard(whole, rank))
+        self.shard = ParameterShard(list(parameters), layout, own, parameters[0].requires_grad)
+
+    def fill(self) -> None:
+        """Writes the parameters' values and the padding."""
+        self._whole[sum(self.shard.layout.sizes) :].zero_()
+        for p, view in zip(self.shard.parameters, self._views, strict=True):
+            view.copy_(p.detach())
+
+    def share(self) -> None:
+        """Makes the parameters views of the shared memory."""
+        for p, view in zip(self.shard.parameters, self._views, strict=True):
+            p.data = view
+
+    def copy(self) -> None:
+        """Makes the parameters views of a copy."""
+        self._private = self._whole.clone()
+        shapes = [p.shape for p in self.shard.parameters]
+        for p, view in zip(self.shard.parameters, self.shard.layout.views(self._private, shapes), strict=True):
+            p.data = view
+
+    def keep_changes(self) -> None:
+        """Takes this rank's shard from the copy, and gives the copy up."""
+        assert self._private is not None
+        self.shard.values.copy_(self.shard.layout.shard(self._private, self._rank))
+        self._private = None
+        self.share()
+
+
+def shared_arenas(units: Sequence[Unit], comm: Communicator) -> dict[torch.dtype, torch.Tensor] | None:
+    """Memory that all ranks share for the units' parameters, one array a dtype; None if they cannot. Collective."""
+    if comm.nodes > 1:
+        return None
+    sizes: dict[torch.dtype, int] = {}
+    for parameters in flat_groups(units):
+        dtype = parameters[0].dtype
+        sizes[dtype] = sizes.get(dtype, 0) + aligned(layout_of(parameters, comm.size).padded, dtype)
+    arenas = {dtype: comm.shared(size, dtype) for dtype, size in sizes.items()}
+    return arenas if comm.size == 1 or all(comm.is_shared(arena) for arena in arenas.values()) else None
+
+
+def _by_itself(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage is no larger, so that it counts as what it is."""
+    if part.numel() == 0:
+        return torch.empty(0, dtype=part.dtype)
+    return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)

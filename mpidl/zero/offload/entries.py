@@ -1,0 +1,72 @@
+"""The state of every slice as a mapping, as `torch.optim.Optimizer.state` is one: what lies in the file is mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from .groups import Chunk, SubGroup
+from .slices import OffloadedSlice
+from .swap import SwapFile
+
+
+class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """From `OffloadedSlice.values` to its state. Tensors of the file are read when they are used.
+
+    settle: called first, so that no thread changes what is looked at.
+    """
+
+    def __init__(self, file: SwapFile | None, settle: Callable[[], None]) -> None:
+        self._file, self._settle = file, settle
+        self._of: dict[torch.Tensor, tuple[OffloadedSlice, list[tuple[SubGroup, Chunk]]]] = {}
+
+    def add(self, group: SubGroup) -> None:
+        """A sub-group's chunks."""
+        for chunk in group.chunks:
+            self._of.setdefault(chunk.part.values, (chunk.part, []))[1].append((group, chunk))
+
+    def __getitem__(self, values: torch.Tensor) -> dict[str, Any]:
+        self._settle()
+        part, homes = self._of[values]
+        group, first = homes[0]
+        entry = group.inner.state.get(first.parameter, {})
+        if self._file is None:
+            if not entry:
+                raise KeyError("no state yet")
+            return entry
+        if not first.keys:
+            raise KeyError("no state yet")
+        self._file.forget()  # of the entries that were read before this one
+        large = {name: self._file.tensor(part, name, first.states[name]) for name in first.present}
+        return {name: large[name] if name in large else entry[name] for name in first.keys}
+
+    def room(self, values: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Where a state of a slice's size is to be written before it is set: its place in the file, if there is one."""
+        if self._file is None:
+            return torch.empty(values.shape, dtype=dtype)
+        return self._file.tensor(self._of[values][0], name, dtype)
+
+    def __setitem__(self, values: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        self._settle()
+        for group, chunk in self._of[values][1]:
+            own = {}
+            for name, value in entry.items():
+                if torch.is_tensor(value) and value.shape == values.shape:
+                    own[name] = value[chunk.start : chunk.stop] if self._file is not None else value
+                else:
+                    own[name] = value.clone() if torch.is_tensor(value) else value
+            group.inner.state[chunk.parameter] = own
+            group.put_away(chunk)
+
+    def __delitem__(self, values: torch.Tensor) -> None:
+        for group, chunk in self._of[values][1]:
+            group.inner.state.pop(chunk.parameter, None)
+            chunk.present, chunk.keys = set(), []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (values for values in self._of if self.get(values) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,190 @@
+"""Sub-groups: parts of slices that are read, stepped on and written together, by an inner optimizer of their own.
+
+    slices       |  wte                     | bias | qkv          | ...
+    chunks       |  0       |  1       |  2 |   3  |  4     |  5  | ...
+    sub-groups   [    0     ][    1    ][     2     ][  3  ][ ...         each at most a third of the buffer
+
+An optimizer that updates every element by itself does not notice that a parameter is cut, if the kernels of the CPU
+have whole vectors on both sides of a cut. What needs norms of whole parameters is given whole slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .slices import OffloadedSlice, on_host
+from .swap import Extent, SwapFile, arrange, merged
+
+_VECTORS = 64  # elements: a multiple of what any vector register holds
+MASTER = ""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Elements start .. stop of a slice, in parameter group `group`.
+
+    states: the dtypes of the tensors of its size that the optimizer keeps, as far as known. present: those that are in
+    the file now. keys: of the whole state, in order.
+    """
+
+    part: OffloadedSlice
+    group: int
+    start: int
+    stop: int
+    states: dict[str, torch.dtype]
+    present: set[str] = field(default_factory=set)
+    keys: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameter = torch.nn.Parameter(self.values, requires_grad=self.part.values.requires_grad)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Its part of the slice's values, wherever they lie."""
+        return self.part.values.detach()[self.start : self.stop]
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes in the file, an element."""
+        master = self.part.values.dtype.itemsize if self.part.in_file else 0
+        return master + sum(dtype.itemsize for dtype in self.states.values())
+
+
+def cut(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] | None) -> list[list[Chunk]]:
+    """Chunks of at most `budget` bytes together, in order.
+
+    wholes: whole slices. sizes: if they must stay whole, the elements by which each counts, the same on every rank.
+    """
+    groups: list[list[Chunk]] = [[]]
+    room = budget
+    for number, whole in enumerate(wholes):
+        each = whole.bytes_each
+        if sizes is not None:
+            if each * sizes[number] > room and groups[-1]:
+                groups.append([])
+                room = budget
+            groups[-1].append(whole)
+            room -= each * sizes[number]
+            continue
+        start = 0
+        while True:
+            left = whole.stop - start
+            fits = left if each * left <= room else int(room // each) // _VECTORS * _VECTORS
+            if left and not fits and groups[-1]:
+                groups.append([])
+                room = budget
+                continue
+            count = min(left, max(fits, _VECTORS))
+            groups[-1].append(Chunk(whole.part, whole.group, start, start + count, dict(whole.states)))
+            room -= each * count
+            start += count
+            if start >= whole.stop:
+                break
+    return [chunks for chunks in groups if chunks]
+
+
+class SubGroup:
+    """Chunks and their inner optimizer. file: where states and masters lie; None: they stay in memory.
+
+    make: the inner optimizer from parameter groups. settings: of every parameter group.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        file: SwapFile | None,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        settings: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.chunks, self._file = list(chunks), file
+        members: dict[int, list[torch.nn.Parameter]] = {}
+        for chunk in chunks:
+            members.setdefault(chunk.group, []).append(chunk.parameter)
+        self._numbers = sorted(members)
+        self.inner = make([{**settings[number], "params": members[number]} for number in self._numbers])
+        self._live: list[Chunk] = []
+        self._gradients: Mapping[OffloadedSlice, torch.Tensor] = {}
+        self._places: list[tuple[Chunk, str, Extent, int]] = []
+        self.nbytes = 0
+        self.prepare(settings, {chunk.part: chunk.part.values for chunk in chunks})  # makes sure of room in the file
+        for chunk in chunks:  # some optimizers have state before any step
+            self.put_away(chunk)
+
+    def prepare(self, settings: Sequence[Mapping[str, Any]], gradients: Mapping[OffloadedSlice, torch.Tensor]) -> bool:
+        """Takes what the next step needs; whether any chunk has a gradient."""
+        self._gradients = gradients
+        for number, group in zip(self._numbers, self.inner.param_groups, strict=True):
+            group.update(settings[number])
+        self._live = [chunk for chunk in self.chunks if chunk.part in gradients]
+        self._places, self.nbytes = [], 0
+        if self._file is not None:
+            found = []
+            for chunk in self._live:
+                named = {MASTER: chunk.part.values.dtype} if chunk.part.in_file else {}
+                for name, dtype in {**named, **chunk.states}.items():
+                    extent = self._file.extent(chunk.part, name, dtype, chunk.start, chunk.stop)
+                    found.append((chunk, name, extent))
+            found.sort(key=lambda entry: entry[2])
+            positions, self.nbytes = arrange([extent for _, _, extent in found])
+            self._places = [(*entry, position) for entry, position in zip(found, positions, strict=True)]
+        return bool(self._live)
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """Masters and states into the buffer."""
+        if self._file is not None:
+            self._file.read(merged(self._there()), buffer)
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """The same back."""
+        if self._file is not None:
+            self._file.write(merged(self._there()), buffer)
+
+    def _there(self) -> list[tuple[Extent, int]]:
+        return [(e, position) for chunk, name, e, position in self._places if name == MASTER or name in chunk.present]
+
+    @torch.no_grad()
+    def step(self, buffer: torch.Tensor) -> None:
+        """The inner optimizer's step, on what is in the buffer or in memory. Computes only: it may run in a thread."""
+        views: dict[Chunk, dict[str, torch.Tensor]] = {chunk: {} for chunk in self._live}
+        for chunk, name, extent, position in self._places:
+            dtype = chunk.part.values.dtype if name == MASTER else chunk.states[name]
+            views[chunk][name] = buffer[position : position + extent.nbytes].view(dtype)
+        for chunk in self._live:
+            own, parameter = views[chunk], chunk.parameter
+            if MASTER in own:
+                parameter.data = own[MASTER]
+            if self._file is not None and chunk.keys:
+                kept = self.inner.state[parameter]
+                self.inner.state[parameter] = {k: own[k] if k in chunk.present else kept[k] for k in chunk.keys}
+            gradient = self._gradients[chunk.part][chunk.start : chunk.stop]
+            gradient = on_host(gradient) if chunk.part.elsewhere else gradient
+            parameter.grad = gradient.to(parameter.dtype)
+        self.inner.step()
+        self._gradients = {}
+        for chunk in self._live:
+            chunk.parameter.grad = None
+            chunk.part.deliver(chunk.start, chunk.stop, chunk.parameter.detach())
+            self.put_away(chunk, views[chunk])
+
+    def put_away(self, chunk: Chunk, places: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Takes state tensors of the chunk's size out of memory: to their places in the buffer, or to the file."""
+        if self._file is None:
+            return
+        entry = self.inner.state.get(chunk.parameter, {})
+        large = {k: v for k, v in entry.items() if torch.is_tensor(v) and v.shape == (chunk.stop - chunk.start,)}
+        for name, value in large.items():
+            place = (places or {}).get(name)
+            if place is None or place.dtype != value.dtype:  # not foreseen, or not in a step
+                chunk.states[name] = value.dtype
+                place = self._file.tensor(chunk.part, name, value.dtype)[chunk.start : chunk.stop]
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        chunk.present, chunk.keys = set(large), list(entry)
+        if entry:
+            self.inner.state[chunk.parameter] = {k: v for k, v in entry.items() if k not in large}
+        if chunk.part.in_file:
+            chunk.parameter.data = torch.empty(0, dtype=chunk.parameter.dtype)

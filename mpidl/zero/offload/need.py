@@ -1,0 +1,87 @@
+"""What a rank will need on the disk, found out before the model is changed, and the file of that size.
+
+What an optimizer keeps is seen on a parameter of a few elements, after a step.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ...consistency import check_everywhere
+from ...errors import ConfigurationError
+from ...objects import all_gather_object
+from .settings import Offload
+from .slices import HALVES
+from .swap import SwapFile
+
+_PADDING = 128  # bytes, at most, of a region
+Groups = Sequence[Mapping[str, Any]]
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def foresee(make: Make, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The tensors of a parameter's size that an optimizer keeps with a group's settings, by name."""
+    p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = make([{**without_parameters(group), "params": [p]}])
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    entry = optimizer.state.get(p, {})
+    return {name: v.dtype for name, v in entry.items() if torch.is_tensor(v) and v.shape == p.shape}
+
+
+def needed(make: Make, groups: Groups, halves: bool, ranks: int) -> int:
+    """Bytes of a rank's file. groups: the model's parameters. halves: they will be of 16 bits."""
+    total = regions = 0
+    for group in groups:
+        each: dict[torch.dtype, list[int]] = {}
+        for p in group["params"]:
+            half = halves or p.dtype in HALVES
+            dtype = torch.float32 if half else p.dtype
+            if dtype not in each:
+                each[dtype] = [kind.itemsize for kind in foresee(make, group, dtype).values()]
+            master = dtype.itemsize if half or p.device.type != "cpu" else 0
+            total += p.numel() * (sum(each[dtype]) + master)
+            regions += len(each[dtype]) + 1
+    return -(-total // ranks) + regions * _PADDING
+
+
+def open_file(comm: Communicator, settings: Offload, nbytes: int) -> SwapFile:
+    """This rank's file of `nbytes` bytes. Collective; raises ConfigurationError on every rank."""
+
+    def look() -> tuple[str, int, int]:
+        directory = settings.directory()
+        try:
+            return platform.node(), os.stat(directory).st_dev, shutil.disk_usage(directory).free
+        except OSError as error:
+            raise ConfigurationError(f"Offload: path {directory}: {error}") from error
+
+    node, device, free = check_everywhere(comm, look)
+    everyone = all_gather_object(comm, (node, device, nbytes))
+    together = sum(count for *where, count in everyone if where == [node, device])
+
+    def make() -> SwapFile:
+        directory = settings.directory()
+        if together > free:
+            raise ConfigurationError(
+                f"Offload: path {directory} has {free / 1e9:.3f} GB free; "
+                f"the ranks of this node need {together / 1e9:.3f} GB"
+            )
+        try:
+            return SwapFile(directory, nbytes)
+        except OSError as error:
+            raise ConfigurationError(f"Offload: path {directory}: no file of {nbytes / 1e9:.3f} GB: {error}") from error
+
+    return check_everywhere(comm, make)

@@ -1,0 +1,297 @@
+"""What steps in place of a torch optimizer inside ZeroOptimizer, and when its new values are seen.
+
+    step t      at once     | step t |  forward, backward  | step t + 1 |
+    step t      delayed              |  step t in a thread |  its values are seen; step t + 1 is begun
+
+The thread computes and reads and writes files. Whatever the ranks do together, the main thread does, in the order of
+the program: it waits for the update, and the ranks agree that all of theirs have succeeded, before any value is seen.
+Source of the delay: Ren et al. 2021, "ZeRO-Offload", section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...buckets import MIB, Piece
+from ...consistency import check_everywhere, check_settings_agree
+from ...errors import ConfigurationError, TrainingError
+from ...objects import all_gather_object
+from ...optim.trust import TrustRatioOptimizer, squared_norms_over
+from ..groups import ShardGroup
+from ..shards import ParameterShard
+from .entries import Entries
+from .groups import MASTER, Chunk, SubGroup, cut
+from .need import Groups, Make, foresee, needed, open_file, without_parameters
+from .pipeline import BUFFERS, Pipeline
+from .settings import Offload
+from .slices import OffloadedSlice, on_host
+from .swap import SwapFile
+
+
+class OffloadedOptimizer:
+    """Steps on OffloadedSlices. Constructed before the model is changed; then `slice`, then `add_param_group`.
+
+    optimizer_class, kwargs: of the inner optimizers, one for each sub-group.
+    groups: the model's parameters, to foresee the state. halves: they will be of 16 bits.
+
+    Collective. Raises ConfigurationError on every rank where the file cannot be made.
+    param_groups: settings, which a step gives to all inner optimizers. state: by `OffloadedSlice.values`.
+    """
+
+    def __init__(
+        self,
+        over: ShardGroup,
+        settings: Offload,
+        optimizer_class: type[torch.optim.Optimizer],
+        kwargs: Mapping[str, Any],
+        groups: Groups,
+        halves: bool,
+    ) -> None:
+        self._over, self._comm, self._settings = over, over.world, settings
+        self._plain: Make = lambda groups: optimizer_class(groups, **kwargs)
+        alike = {"to": settings.to, "delayed_update": settings.delayed_update, "delay_from": settings.delay_from}
+        self._stays_whole = issubclass(optimizer_class, TrustRatioOptimizer)
+        alike["buffer_mb"] = settings.buffer_mb if self._stays_whole else None
+        check_settings_agree(self._comm, "offload", alike)
+        if self._stays_whole and settings.delayed_update:
+            raise ConfigurationError(
+                "Offload: delayed_update with LARS or LAMB: their norms are sums over the ranks, and the thread of a "
+                "delayed update must not communicate; needs an optimizer that updates every element by itself"
+            )
+        self._foreseen: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+        self._file: SwapFile | None = None
+        if settings.to == "disk":
+            self._file = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
+        self._pipeline = Pipeline()
+        self._updater = ThreadPoolExecutor(1, "mpidl-offload-update") if settings.delayed_update else None
+        self._under_way: Future[None] | None = None
+        self._held_back: dict[OffloadedSlice, torch.Tensor] = {}
+        self._unseen = False
+        self._steps = 0
+        self._failed = ""
+        self._no_room: OSError | None = None
+        self._slices: dict[torch.Tensor, OffloadedSlice] = {}
+        self._groups: list[SubGroup] = []
+        self.param_groups: list[dict[str, Any]] = []
+        self.state = Entries(self._file, self._settle)
+
+    # ---- what there is to step on -----------------------------------------------------------------------------
+
+    def slice(self, shard: ParameterShard, number: int, piece: Piece) -> OffloadedSlice:
+        """In place of a Slice."""
+        index = sum(part.number == number for part in self._slices.values())
+        make = partial(OffloadedSlice, shard, number, piece, index, delayed=self._settings.delayed_update)
+        try:
+            part = make(room=None if self._file is None else self._room)
+        except OSError as error:
+            self._no_room = error  # which all ranks are told when they add the slice's group
+            part = make()
+        self._slices[part.values] = part
+        return part
+
+    def _room(self, part: OffloadedSlice, dtype: torch.dtype) -> torch.Tensor:
+        assert self._file is not None
+        return self._file.tensor(part, MASTER, dtype)
+
+    def add_param_groups(self, groups: Groups) -> None:
+        """Groups of slices' values, which are to be stepped on from now on. Collective."""
+        first = len(self.param_groups)
+        wholes = []
+        for number, group in enumerate(groups, first):
+            self.param_groups.append(dict(group))
+            for values in group["params"]:
+                part = self._slices[values]
+                wholes.append(Chunk(part, number, 0, part.size, self._states(number, values.dtype)))
+        order = {part: number for number, part in enumerate(self._slices.values())}  # that of the shards, on every rank
+        wholes.sort(key=lambda chunk: order[chunk.part])
+        parts = [wholes]
+        if self._file is not None:
+            sizes = [chunk.part.largest for chunk in wholes] if self._stays_whole else None
+            parts = cut(wholes, self._settings.buffer_mb * MIB / BUFFERS, sizes)
+        check_everywhere(self._comm, lambda: self._make(parts))
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """One more of them. Collective."""
+        self.add_param_groups([group])
+
+    def _make(self, parts: Iterable[list[Chunk]]) -> None:
+        settings = [without_parameters(group) for group in self.param_groups]
+        try:
+            if self._no_room is not None:
+                raise self._no_room
+            for chunks in parts:
+                group = SubGroup(chunks, self._file, self._configured, settings)
+                self._groups.append(group)
+                self.state.add(group)
+        except OSError as error:
+            raise ConfigurationError(f"Offload: no room for the state of these parameters: {error}") from error
+        if self._file is not None:
+            self._file.forget()
+
+    def _configured(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        inner = self._plain(groups)
+        if isinstance(inner, TrustRatioOptimizer):
+            inner.squared_norms = partial(squared_norms_over, self._over.shards)
+        return inner
+
+    def _states(self, number: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The tensors that the optimizer keeps for a parameter of a group, found out on one of a few elements."""
+        if (number, dtype) not in self._foreseen:
+            self._foreseen[number, dtype] = foresee(self._plain, self.param_groups[number], dtype)
+        return dict(self._foreseen[number, dtype])
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Takes the slices' gradients and makes a step, or begins one and shows the values of the last. Collective."""
+        self.finish()
+        delayed = self._updater is not None and self._steps >= self._settings.delay_from
+        self._steps += 1
+        found = [part for part in self._slices.values() if part.gradient is not None]
+        gradients = {part: on_host(part.gradient) if delayed else part.gradient for part in found}  # type: ignore[arg-type]
+        for part in found:
+            part.gradient = None
+        settings = [_frozen(group) for group in self.param_groups]
+        self._held_back = gradients  # type: ignore[assignment]
+        if delayed:
+            assert self._updater is not None
+            self._under_way = self._updater.submit(self._run, settings)
+            return
+        error: Exception | None = None
+        try:
+            self._run(settings)
+        except Exception as raised:
+            if self._failed:  # the ranks know already
+                raise
+            error = raised
+        self._agree(error)
+        self._publish()
+
+    def _run(self, settings: Groups) -> None:
+        """Steps on all sub-groups, in any thread."""
+        groups = [group for group in self._groups if group.prepare(settings, self._held_back)]
+        # Norms are sums over the ranks, so that none may begin a step for which another one lacks the state.
+        self._pipeline.run(groups, self._agree if self._stays_whole else lambda _: None)
+
+    @property
+    def pending(self) -> bool:
+        """There is an update whose values have not been seen, or one that has failed: `finish` has something to do."""
+        return self._under_way is not None or self._unseen or bool(self._failed)
+
+    def finish(self) -> None:
+        """Waits for the update that is under way, and shows its values in this rank's shards. Collective.
+
+        TrainingError on every rank if it, or one before it, has failed on any.
+        """
+        self.complete()
+        if self._unseen:
+            self._publish()
+
+    def complete(self) -> None:
+        """Waits for the update that is under way, and leaves its values unseen. Collective; errors as of `finish`."""
+        if self._failed:
+            raise TrainingError(self._failed)
+        if self._under_way is not None:
+            error = self._under_way.exception()
+            self._under_way = None
+            self._agree(error if isinstance(error, Exception) else None)
+            self._unseen = True
+
+    # ---- what a checkpoint keeps, after `complete` ------------------------------------------------------------
+
+    @property
+    def delays(self) -> bool:
+        """Whether updates may be delayed."""
+        return self._updater is not None
+
+    @property
+    def steps(self) -> int:
+        """How many were begun, of which the first are not delayed."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+
+    def unseen(self) -> Sequence[OffloadedSlice]:
+        """Slices whose parameters do not have their newest values yet."""
+        return list(self._held_back) if self._unseen else []
+
+    def hold_back(self, parts: Iterable[OffloadedSlice]) -> None:
+        """From here on these, whose values were written anew, wait to be seen, and no others."""
+        self._held_back = {part: torch.empty(0) for part in parts}
+        self._unseen = bool(self._held_back)
+        for part in self._held_back:
+            part.hold_back()
+            self.forget()
+
+    def forget(self) -> None:
+        """What was read of the file through tensors no longer counts as this process's memory."""
+        if self._file is not None:
+            self._file.forget()
+
+    def _settle(self) -> None:
+        """Waits until no thread changes the state."""
+        if self._under_way is not None:
+            wait([self._under_way])
+
+    def _publish(self) -> None:
+        for part in self._held_back:
+            part.publish()
+        self._held_back, self._unseen = {}, False
+
+    def _agree(self, error: Exception | None) -> None:
+        """TrainingError on every rank if there is an error on any, and from here on in every step."""
+        flag = np.array([error is not None], np.uint8)
+        self._comm.all_reduce(flag, "max")
+        if not flag[0]:
+            return
+        messages = all_gather_object(self._comm, None if error is None else f"{type(error).__name__}: {error}")
+        rank = next(rank for rank, message in enumerate(messages) if message is not None)
+        self._failed = (
+            f"the step on offloaded state failed on rank {rank}: {messages[rank]}; the state is spoilt: load the last "
+            "checkpoint into a new optimizer"
+        )
+        raise TrainingError(self._failed) from error
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What lies where the model computes: buffers, values that wait to be seen, and state that is not elsewhere."""
+        inside = [tensor for part, tensor in self._in_memory() if not part.elsewhere]
+        gradients = [gradient for part, gradient in self._held_back.items() if not part.elsewhere]
+        return {"optimizer": [*self._pipeline.buffers, *inside], "gradients": gradients}
+
+    def offloaded_bytes(self) -> int:
+        """Bytes of state and masters in the file, or in CPU memory where the model is on another device."""
+        total = sum(t.numel() * t.element_size() for part, t in self._in_memory() if part.elsewhere)
+        for group in self._groups if self._file is not None else []:
+            for chunk in group.chunks:
+                each = sum(chunk.states[name].itemsize for name in chunk.present)
+                each += chunk.part.values.dtype.itemsize if chunk.part.in_file else 0
+                total += (chunk.stop - chunk.start) * each
+        return total
+
+    def _in_memory(self) -> Iterator[tuple[OffloadedSlice, torch.Tensor]]:
+        self._settle()
+        for part in self._slices.values():
+            if part.staged is not None:
+                yield part, part.staged
+            if part.is_master and not part.in_file:
+                yield part, part.values.detach()
+        for group in self._groups:
+            for chunk in group.chunks:
+                entry = group.inner.state.get(chunk.parameter, {})
+                yield from ((chunk.part, v) for v in entry.values() if torch.is_tensor(v) and v.dim() > 0)
+
+
+def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that a scheduler which changes tensors in place does not change under a running update."""
+    settings = without_parameters(group)
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in settings.items()}

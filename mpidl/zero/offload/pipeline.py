@@ -1,0 +1,80 @@
+"""Triple buffering: while one sub-group is stepped on, the next is read and the last one written.
+
+reader     | read 0 | read 1 | read 2 | ...
+caller              | step 0 | step 1 | step 2 | ...
+writer                       | write 0| write 1| write 2
+buffer         0        1        2        0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+
+BUFFERS = 3
+
+
+class Stage(Protocol):
+    """What passes through. nbytes: of the buffer that it needs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Asked for before each pass."""
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """In the reader's thread."""
+
+    def step(self, buffer: torch.Tensor) -> None:
+        """In the caller's thread."""
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """In the writer's thread."""
+
+
+class Pipeline:
+    """Three buffers, kept from pass to pass, and two threads."""
+
+    def __init__(self) -> None:
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._reader = ThreadPoolExecutor(1, "mpidl-offload-read")
+        self._writer = ThreadPoolExecutor(1, "mpidl-offload-write")
+
+    def run(self, stages: Sequence[Stage], ready: Callable[[Exception | None], None] = lambda _: None) -> None:
+        """Reads, steps and writes each. An exception of any is raised once nothing is under way any more.
+
+        ready: called before each step, with the exception of the reading before it if there was one.
+        """
+        needed = max((stage.nbytes for stage in stages), default=0)
+        if needed > len(self.buffers[0]):
+            self.buffers = [torch.empty(needed, dtype=torch.uint8) for _ in range(BUFFERS)]
+        reads: list[Future[None]] = []
+        writes: list[Future[None]] = []
+
+        def read(number: int) -> None:
+            reads.append(self._reader.submit(stages[number].read, self.buffers[number % BUFFERS]))
+
+        try:
+            for number, stage in enumerate(stages):
+                error: Exception | None = None
+                try:
+                    if number == 0:
+                        read(0)
+                    if number >= BUFFERS - 1:  # the next one's buffer is that of the last but one
+                        writes[number - BUFFERS + 1].result()
+                    if number + 1 < len(stages):
+                        read(number + 1)
+                    reads[number].result()
+                except Exception as raised:
+                    error = raised
+                ready(error)
+                if error is not None:
+                    raise error
+                stage.step(self.buffers[number % BUFFERS])
+                writes.append(self._writer.submit(stage.write, self.buffers[number % BUFFERS]))
+            for future in writes:
+                future.result()
+        finally:
+            wait([*reads, *writes])

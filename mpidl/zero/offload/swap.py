@@ -1,0 +1,152 @@
+"""A rank's file: regions of it, their place in a buffer, reading, writing, and the same bytes as mapped tensors.
+
+    file     [ masters of shard 0 | exp_avg of shard 0 | exp_avg_sq of shard 0 | masters of shard 1 | ... ]
+                      ######                #####                 #####            a sub-group's parts: extents
+    buffer   [ ###### ##### ##### ]        extents that follow each other in the file do so here, and are read as one
+
+A step reads and writes through buffers. Whole states, which are asked for now and then, are read and written through
+the mapping; the kernel keeps both alike.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .slices import OffloadedSlice
+
+_ALIGNED = 64  # bytes: a cache line
+
+
+class Extent(NamedTuple):
+    """Bytes of the file."""
+
+    offset: int
+    nbytes: int
+
+
+class Run(NamedTuple):
+    """Bytes that lie together in the file and in the buffer."""
+
+    offset: int
+    position: int
+    nbytes: int
+
+
+def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
+    """The position of each extent in a buffer, and the bytes of all: aligned as in the file, neighbours together.
+
+    extents: by offset.
+    """
+    positions: list[int] = []
+    end, filled = -1, 0
+    for extent in extents:
+        if extent.offset != end:
+            filled = _up(filled) + extent.offset % _ALIGNED
+        positions.append(filled)
+        filled += extent.nbytes
+        end = extent.offset + extent.nbytes
+    return positions, filled
+
+
+def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Run]:
+    """As few runs as cover extents at positions, given by offset."""
+    runs: list[Run] = []
+    for (offset, nbytes), position in pairs:
+        if runs and runs[-1].offset + runs[-1].nbytes == offset and runs[-1].position + runs[-1].nbytes == position:
+            runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + nbytes)
+        elif nbytes:
+            runs.append(Run(offset, position, nbytes))
+    return runs
+
+
+class SwapFile:
+    """A file without a name in `directory`, that is gone when nobody uses it any more.
+
+    reserved: bytes that are allocated on the disk at once, so that it cannot be full later; more as they are needed.
+    Raises OSError.
+    """
+
+    def __init__(self, directory: Path, reserved: int) -> None:
+        self._file = tempfile.TemporaryFile(prefix="mpidl-offload-", dir=directory, buffering=0)  # noqa: SIM115
+        self._end = self._length = 0
+        self._regions: dict[tuple[int, str, torch.dtype], int] = {}
+        self._map: mmap.mmap | None = None
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # shorter ones too, that tensors still have
+        self._lengthen(reserved)
+
+    @property
+    def used(self) -> int:
+        """Bytes in regions."""
+        return self._end
+
+    def extent(self, part: OffloadedSlice, name: str, dtype: torch.dtype, start: int, stop: int) -> Extent:
+        """Where elements start .. stop of a slice lie of one state. name: of the state, "" for masters."""
+        first = self._region(part, name, dtype) + (part.piece.offset + start) * dtype.itemsize
+        return Extent(first, (stop - start) * dtype.itemsize)
+
+    def tensor(self, part: OffloadedSlice, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The same of a whole slice, mapped."""
+        offset, nbytes = self.extent(part, name, dtype, 0, part.size)
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        if self._map is None or offset + nbytes > len(self._map):
+            self._map = mmap.mmap(self._file.fileno(), self._length)
+            self._maps.add(self._map)
+        return torch.frombuffer(self._map, dtype=dtype, count=part.size, offset=offset)
+
+    def forget(self) -> None:
+        """Mapped pages no longer count as this process's memory, until they are used again."""
+        for mapped in self._maps if hasattr(mmap.mmap, "madvise") else ():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def read(self, runs: Iterable[Run], buffer: torch.Tensor) -> None:
+        """Fills the runs' places in the buffer (uint8)."""
+        for offset, position, nbytes in runs:
+            view = _bytes_of(buffer)[position : position + nbytes]
+            while view:
+                count = os.preadv(self._file.fileno(), [view], offset)
+                if not count:
+                    raise OSError(f"the file of offloaded state ends before byte {offset + len(view)}")
+                offset, view = offset + count, view[count:]
+
+    def write(self, runs: Iterable[Run], buffer: torch.Tensor) -> None:
+        """Writes what is at the runs' places in the buffer (uint8)."""
+        for offset, position, nbytes in runs:
+            view = _bytes_of(buffer)[position : position + nbytes]
+            while view:
+                count = os.pwritev(self._file.fileno(), [view], offset)
+                offset, view = offset + count, view[count:]
+
+    def _region(self, part: OffloadedSlice, name: str, dtype: torch.dtype) -> int:
+        """The offset of a region for a whole shard."""
+        key = (part.number, name, dtype)
+        if key not in self._regions:
+            nbytes = part.shard.layout.shard_size * dtype.itemsize
+            self._lengthen(self._end + nbytes)
+            self._regions[key] = self._end
+            self._end = _up(self._end + nbytes)
+        return self._regions[key]
+
+    def _lengthen(self, length: int) -> None:
+        if length > self._length:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), self._length, length - self._length)
+            else:
+                self._file.truncate(length)
+            self._length = length
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _bytes_of(buffer: Any) -> memoryview:
+    return memoryview(buffer.numpy())

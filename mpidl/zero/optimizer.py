@@ -1,0 +1,407 @@
+"""ZeroOptimizer: any elementwise `torch.optim` class over shards, and with it the training of the model.
+
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
+
+The model is changed in place: autograd's gradients go to reduce-scattered buckets, and the inner optimizer steps on
+this rank's slices. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from ..backward import BackwardWatch, goes_to, inside_backward
+from ..buckets import MIB, assign
+from ..clip import clamp_, norm_over_shards, scale_
+from ..consistency import check_everywhere, check_models_agree, check_settings_agree
+from ..ddp.arguments import communicator, flag
+from ..errors import ConfigurationError
+from ..nonfinite import NonfiniteWatch, is_finite
+from ..optim.trust import TrustRatioOptimizer, squared_norms_over
+from ..replicate import broadcast_states
+from ..runtime import default_communicator
+from . import arguments, state
+from .clearing import clears_with
+from .construction.construct import Construction, Weights
+from .construction.modules import InitFn
+from .groups import ShardGroup
+from .guard import WeightGuard, raise_everywhere
+from .node_shared import NodeSharedParameters, shared_arenas
+from .offload import Offload, OffloadedOptimizer
+from .precision import Conversion, Precision
+from .replicated import ReplicatedParameters
+from .sharded import ShardedParameters
+from .shards import GradientShards, ParameterShard
+from .slices import Slice
+from .stateful import StatefulOptimizer
+from .traffic import Traffic
+from .unfreeze import added_group, thawed
+from .units import Unit, UnitRule, cut
+
+
+class ZeroOptimizer(StatefulOptimizer):
+    """Trains `model` with its optimizer state (stage 1), gradients (2) and parameters (3) cut over the ranks.
+
+    model: alike in structure on every rank; rank 0's parameters and buffers are broadcast.
+    optimizer_class: a `torch.optim` class that updates every element by itself (AdamW, SGD, ...), or LARS or LAMB of
+        `mpidl.optim`; `kwargs` are its settings.
+    stage: 1, 2 or 3.
+    params: as torch has it, parameters, or dictionaries of them with settings of their own; by default one group of all
+        parameters that require gradients. A parameter that trains must be in some group.
+    process_group: the Communicator; by default the world.
+    units: what stage 3 gathers at a time (`zero.units.cut`).
+    precision: the dtypes of parameters and of the reduction, in place of the model's own (`zero.Precision`).
+    bucket_cap_mb: size of the gradient buckets of stages 1 and 2, in MiB.
+    share_in_node: if all ranks are on one node, stage 3 keeps one copy of the parameters in memory that they share, and
+        gathers nothing. Weights then change in the step and inside `gathered` alone. False: as over several nodes.
+    reshard_after_forward: where stage 3 gathers, let a unit go between its forward and its backward pass. False: it
+        stays whole, for fewer bytes on the way and more in memory.
+    shard_group: the ranks over which state is cut, when not over all: "node" for those of each node, or a Communicator
+        from `split` for groups of one size. Ranks of other groups hold the same shards, and reduce their gradients.
+    broadcast_buffers: rank 0's buffers are broadcast before every training forward pass.
+    offload: "cpu", "disk" or an `Offload`: where optimizer state and fp32 masters lie, and delayed updates.
+    init_fn: gives values to a model on the meta device that is not from `deferred_init`: called with each module that
+        has parameters or buffers of its own. By default the modules' `reset_parameters`. After an error in either the
+        model must be built anew.
+    weights: a safetensors file or directory, or `zero.Safetensors`, from which a rank reads its slices.
+
+    Every rank must make the same calls. `backward()` reduces gradients over the ranks (their mean) and adds them to
+    those of earlier passes, until `zero_grad`; a parameter's own `.grad` stays None. `param_groups` holds the model's
+    parameters, so that learning-rate schedulers work as always. 16-bit parameters get fp32 masters, made of the values
+    before any rounding by `precision`; the inner optimizer steps on them with fp32 gradients.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        stage: int,
+        params: arguments.Params = None,
+        process_group: Communicator | None = None,
+        units: UnitRule = None,
+        bucket_cap_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        share_in_node: bool = True,
+        reshard_after_forward: bool = True,
+        shard_group: Communicator | str | None = None,
+        precision: Precision | None = None,
+        offload: Offload | str | None = None,
+        init_fn: InitFn | None = None,
+        weights: Weights = None,
+        **kwargs: Any,
+    ) -> None:
+        self._comm = default_communicator(communicator(process_group))
+        model = arguments.plain(model)
+        check_everywhere(self._comm, lambda: arguments.check(model, optimizer_class, stage, bucket_cap_mb))
+        flags = {"share_in_node": share_in_node, "reshard_after_forward": reshard_after_forward}
+        flags["broadcast_buffers"] = broadcast_buffers
+        check_everywhere(self._comm, lambda: [flag(name, value) for name, value in flags.items()])
+        self._group = ShardGroup.of(self._comm, shard_group)
+        self._model = model
+        self.stage = stage
+        groups = check_everywhere(self._comm, lambda: arguments.groups(model, params))
+        elsewhere = check_everywhere(self._comm, lambda: Offload.of(offload))
+        alike = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": bucket_cap_mb}
+        alike |= {**flags, "offload": elsewhere is not None}
+        check_settings_agree(self._comm, "ZeroOptimizer", {**alike, **arguments.comparable(kwargs)})
+        check_models_agree(self._comm, model)
+        conversion = check_everywhere(self._comm, lambda: Conversion.of(model, precision))
+        check_settings_agree(self._comm, "precision", conversion.settings())
+        plan = check_everywhere(self._comm, lambda: Construction.of(model, init_fn, weights))
+        chosen = check_everywhere(self._comm, lambda: cut(model, units)) if stage == 3 else []
+        check_settings_agree(self._comm, "units", {"names": [unit.name for unit in chosen]})
+        check_settings_agree(self._comm, "params", arguments.outline(model, groups))
+        self._prototype = check_everywhere(self._comm, lambda: arguments.prototype(optimizer_class, groups, kwargs))
+        halves = conversion.precision.param_dtype is not None
+        self._offloaded = None
+        if elsewhere is not None:
+            self._offloaded = OffloadedOptimizer(self._group, elsewhere, optimizer_class, kwargs, groups, halves)
+        self._names = state.StateNames.of(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._trained = trained
+        self._watch = BackwardWatch()
+        self._watch.concerns = partial(goes_to, trained)
+        with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+        plan.begin(self._comm)  # the last that refuses anything, and the first that changes the model
+        broadcast_states(self._comm, with_values)
+        self._watch.attach(model)
+        originals = conversion.carry_out(model)
+        reduce_dtype = conversion.precision.reduce_dtype
+        self._bucket_bytes = bucket_cap_mb * MIB
+        if reduce_dtype is not None and conversion.precision.param_dtype is not None:
+            self._bucket_bytes *= conversion.precision.param_dtype.itemsize / reduce_dtype.itemsize
+        if stage == 3:
+            self._parameters = self._cut_parameters(chosen, share_in_node, reshard_after_forward)
+            buckets = self._parameters.groups
+        else:
+            buckets = assign(reversed(trained), self._bucket_bytes)
+            self._parameters = ReplicatedParameters(model, buckets, self._group.shards)
+        names = {p: name for name, p in model.named_parameters()}
+        # Beside whole units of parameters memory is scarcer than a network is idle.
+        rotating = 2 if isinstance(self._parameters, ShardedParameters) else 3
+        self._gradients = GradientShards(
+            buckets,
+            self._group,
+            self._watch,
+            stage == 1,
+            names,
+            reduce_dtype,
+            wait=self._parameters.wait,
+            end_pass=self._parameters.end_pass,
+            rotating=rotating,
+        )
+        self._shards, self._slices = [], {}
+        self._slice([shard for shard in self._parameters.shards if shard.trains])
+        if plan.finish(self._comm, self._group.rank, originals, self._parameters.shards, self._slices):
+            self._parameters.after_step()
+        self._parameters.begin()
+        self._nonfinite: NonfiniteWatch | None = None
+        inner_groups = [{**g, "params": [self._slices[p].values for p in g["params"]]} for g in groups]
+        self._inner = self._offloaded
+        if self._offloaded is not None:
+            self._offloaded.add_param_groups(inner_groups)
+        else:
+            self._inner = optimizer_class(inner_groups, **kwargs)
+        if isinstance(self._inner, TrustRatioOptimizer):
+            self._inner.squared_norms = partial(squared_norms_over, self._group.shards)
+        if broadcast_buffers and any(True for _ in model.buffers()):
+            model.register_forward_pre_hook(self._broadcast_buffers)
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            setattr(model, name, _refuse_copy)
+        clears_with(model, self)
+        self._building = True
+        super().__init__(groups, self._prototype.defaults)
+        self._building = False
+        self.state = self._inner.state
+        self._guard = WeightGuard(self, model, names, self._parameters)
+        self._guard.watch(self._slices)
+
+    def _cut_parameters(
+        self, units: list[Unit], share_in_node: bool, reshard_after_forward: bool
+    ) -> NodeSharedParameters | ShardedParameters:
+        comm = self._group.shards
+        arenas = shared_arenas(units, comm) if share_in_node or comm.size == 1 else None
+        if arenas is not None:
+            return NodeSharedParameters(units, comm, arenas)
+        return ShardedParameters(
+            self._model,
+            units,
+            comm,
+            self._watch,
+            share_in_node=share_in_node,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    @property
+    def process_group(self) -> Communicator:
+        """The ranks that train together."""
+        return self._comm
+
+    def parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names, in the plain model, of the parameters that are in groups."""
+        return dict(zip(self._slices, self._names_of(self._slices), strict=True))
+
+    def _slice(self, shards: Iterable[ParameterShard]) -> None:
+        make = Slice if self._offloaded is None else self._offloaded.slice
+        for number, shard in enumerate(shards, len(self._shards)):
+            self._shards.append(shard)
+            for p, piece in zip(shard.parameters, shard.layout.pieces(self._group.rank), strict=True):
+                self._slices[p] = make(shard, number, piece)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Trains parameters of the model that were frozen until now, with settings of their own. Collective.
+
+        Set their requires_grad first, on every rank. Stage 3 has cut the frozen parameters of a unit and of one dtype
+        over the ranks as one piece, so they can only be unfrozen together. Masters begin with the values that the
+        parameters have now, to which `precision` has rounded them. Not between a backward pass and its step.
+        """
+        if self._building:
+            super().add_param_group(param_group)
+            return
+        group = check_everywhere(self._comm, lambda: added_group(self._model, self._slices, param_group))
+        names = self._names_of(group["params"])
+        check_settings_agree(self._comm, "add_param_group", {"params": names})
+        # The class's own errors, before anything is changed.
+        check_everywhere(self._comm, lambda: arguments.try_group(self._prototype, group))
+        self.flush()
+        if isinstance(self._parameters, ReplicatedParameters):
+            inside = set(group["params"])
+            in_order = [p for p in self._model.parameters() if p in inside]
+            shards = self._parameters.add(assign(reversed(in_order), self._bucket_bytes))
+        else:
+            shards = thawed(self._parameters.shards, group["params"], self._names_of)
+        self._gradients.add([shard.parameters for shard in shards])
+        self._trained += group["params"]
+        self._slice(shards)
+        self._guard.watch(self._slices)
+        if self._nonfinite is not None:
+            self.watch_nonfinite()
+        super().add_param_group(group)
+        self._inner.add_param_group({**group, "params": [self._slices[p].values for p in group["params"]]})
+
+    def _names_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
+        names = {p: name for name, p in reversed(self._names.parameters.items())}
+        return [names[p] for p in parameters]
+
+    # ---- a training step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer on this rank's slices; then every rank sees the new parameters. Collective.
+
+        A parameter to which no rank gave a gradient since zero_grad is left alone, as by torch. Raises TrainingError,
+        on every rank, before anything is changed, for parameters that were unfrozen and not added, and for weights that
+        were changed other than by a step, inside `gathered` or by loading.
+        """
+        problem = self._guard.problem(self._slices)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._parameters.settle()
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in mine.items() if key != "params"})
+        self._attach_gradients(problem)
+        self._inner.step()
+        for part in self._slices.values():
+            part.write_back()
+        self._parameters.after_step()
+        return loss
+
+    def _attach_gradients(self, problem: str | None) -> None:
+        """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.
+
+        problem: why this rank cannot step, for which all ranks raise TrainingError.
+        """
+        counts = range(len(self._shards))
+        flags = [problem is not None, *(r for number in counts for r in self._gradients.reached(number))]
+        settings = arguments.settings_of(self.param_groups, self.defaults)  # not what somebody notes in them
+        agreed = np.array([*flags, *arguments.fingerprint(settings)], np.uint8)
+        self._comm.all_reduce(agreed, "max")
+        if agreed[0]:
+            raise_everywhere(self._comm, problem)
+        if not arguments.same_fingerprints(agreed):
+            check_settings_agree(self._comm, "step", settings)
+        reached = iter(agreed[1:])
+        for number, shard in enumerate(self._shards):
+            gradient = self._gradients.shard(number)
+            for p in shard.parameters:
+                self._slices[p].attach(gradient if next(reached) else None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""
+        self._gradients.clear()
+        if self._nonfinite is not None:
+            self._nonfinite.clear()
+        if not set_to_none:
+            for number in range(len(self._shards)):
+                flags = self._gradients.reached(number)
+                flags[:] = [True] * len(flags)
+        for part in self._slices.values():
+            part.values.grad = None
+        for p in self._model.parameters():
+            p.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns it. Collective.
+
+        The arguments are those of mpidl.clip_grad_norm_.
+        """
+        self._parameters.settle()
+        self._gradients.widen()
+        shards = self._reduced()
+        norm = norm_over_shards(shards, norm_type, self._group.shards)
+        scale_(shards, max_norm, norm, error_if_nonfinite)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Brings every element of the gradients into -clip_value .. clip_value."""
+        self._gradients.widen()
+        clamp_(self._reduced(), clip_value)
+
+    def unscale_(self, inverse_scale: float) -> bool:
+        """Multiplies the gradients, 16-bit ones from here on in fp32; whether one on this rank was not finite.
+
+        For GradScaler, which lets all ranks agree on it. Not collective.
+        """
+        self._parameters.settle()
+        self._gradients.widen()
+        shards = self._reduced()
+        for shard in shards:
+            shard.mul_(inverse_scale)
+        return not all(is_finite(shard) for shard in shards)
+
+    def watch_nonfinite(self, on: bool = True) -> None:
+        """From now on `find_nonfinite` also knows the rank. Costs one more reading of every gradient."""
+        if self._nonfinite is not None:
+            self._nonfinite.remove()
+        named = {name: p for p, name in self.parameter_names().items()}
+        self._nonfinite = NonfiniteWatch(named.items()) if on else None
+
+    def find_nonfinite(self) -> list[tuple[str, int | None]] | None:
+        """The parameters whose gradients since zero_grad are infinite or no number; None if there are none. Collective.
+
+        With the rank from whose backward pass it came: each rank's first such gradient first. The rank is None where
+        `watch_nonfinite` was off, as means over the ranks do not tell, or where it arose in the reduction.
+        """
+        self._parameters.settle()
+        watched = None if self._nonfinite is None else self._nonfinite.find(self._comm)
+        if watched is not None:
+            return [*watched]
+        reduced = self._reduced()
+        spoilt = [not is_finite(part.of(reduced[part.number])) for part in self._slices.values()]
+        flags = np.array(spoilt, np.uint8)
+        self._comm.all_reduce(flags, "max")
+        found = [p for p, flag in zip(self._slices, flags, strict=True) if flag]
+        return [(name, None if self._comm.size > 1 else 0) for name in self._names_of(found)] or None
+
+    def _reduced(self) -> list[torch.Tensor]:
+        """This rank's shards of the reduced gradients."""
+        return [self._gradients.shard(number) for number in range(len(self._shards))]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only add to this rank's own gradients; the next one outside reduces the sums.
+
+        Saves communication when gradients are accumulated, at the price of whole gradients meanwhile.
+        """
+        return self._gradients.queue.no_sync()
+
+    def _broadcast_buffers(self, *_: Any) -> None:
+        inside = self._watch.active or inside_backward()  # a checkpoint that is computed anew
+        if torch.is_grad_enabled() and not inside and self._gradients.queue.synchronise:
+            broadcast_states(self._comm, self._model.buffers())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Neither copied nor pickled."""
+        return _refuse_copy()
+
+    def traffic(self) -> Traffic:
+        """What this rank's collectives have moved so far for parameters and gradients."""
+        return replace(self._parameters.traffic, **self._gradients.counted)
+
+    @property
+    def inner_class(self) -> type[torch.optim.Optimizer]:
+        """The class of the optimizer that steps on the slices."""
+        return type(self._prototype)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that it trains."""
+        return self._model
+
+
+def _refuse_copy(*_: Any) -> Any:
+    raise ConfigurationError(
+        "a model that a ZeroOptimizer trains, and the optimizer, can be neither copied nor pickled: a rank holds "
+        "parts of them, tied to its communicator; load optimizer.model_state_dict() and state_dict() into new ones"
+    )

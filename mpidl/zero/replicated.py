@@ -1,0 +1,134 @@
+"""Stages 1 and 2: every rank holds all parameters; each updates its shard, and an all-gather spreads it.
+
+    step         | update own shards |
+    gathers                          | bucket 0 | bucket 1 | bucket 2 |      in the order of the next forward pass
+    next forward                     |          | block 0  | block 1  | ...
+
+The step does not wait for the gathers. A parameter whose bucket is on its way notices whoever is about to use it
+(`touch`), who waits; so it needs no hook of a module, and no use is too early. Inside compiled code nobody would
+notice: models with compiled parts wait in the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from collectives import Communicator, Work
+
+from .. import lanes
+from ..buckets import layout_of
+from .shards import ParameterShard
+from .touch import Watched, unwatch, watch
+from .traffic import Traffic
+
+
+class ReplicatedParameters:
+    """Moves each group's parameters into one flat buffer, of which a shard is this rank's to update.
+
+    groups: the same groups as the gradient buckets, so that a shard of one is the shard of the other.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], comm: Communicator
+    ) -> None:
+        lane = lanes.take(comm)  # beside what the next forward pass communicates
+        weakref.finalize(self, lane.give_back).atexit = False
+        self._model, self._comm = model, lane.comm
+        self._coming: list[_OnTheWay] = []
+        model.register_forward_pre_hook(_before_forward, prepend=True)
+        self.traffic = Traffic()
+        self._whole: list[torch.Tensor] = []
+        self.shards: list[ParameterShard] = []
+        self.add(groups)
+
+    def add(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[ParameterShard]:
+        """Moves more groups, and returns their shards."""
+        first = len(self.shards)
+        for group in groups:
+            layout = layout_of(group, self._comm.size)
+            flat = self._comm.empty(layout.padded, group[0].dtype)
+            flat[sum(layout.sizes) :].zero_()
+            for p, view in zip(group, layout.views(flat, [p.shape for p in group]), strict=True):
+                view.copy_(p.detach())
+                p.data = view
+            self._whole.append(flat)
+            self.shards.append(ParameterShard(list(group), layout, layout.shard(flat, self._comm.rank)))
+        return self.shards[first:]
+
+    def begin(self) -> None:
+        """Returns when the parameters have their first values."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Returns when all parameters have arrived."""
+        for coming in self._coming:
+            coming.arrive()
+        self._coming.clear()
+
+    def wait(self, work: Work) -> None:
+        """Waits for a reduction."""
+        work.wait()
+
+    def end_pass(self) -> None:
+        """Nothing to do: no rank waits for another to use a parameter."""
+
+    def after_step(self) -> None:
+        """Sends every rank's new shards to every rank; they already lie at their places."""
+        for flat, shard in zip(reversed(self._whole), reversed(self.shards), strict=True):
+            work = self._comm.all_gather(flat, shard.values, async_op=True)
+            assert work is not None
+            self._coming.append(_OnTheWay(work, shard.parameters))
+            self.traffic.gathers += 1
+            self.traffic.gathered_bytes += flat.nbytes
+        if any(_is_compiled(module) for module in self._model.modules()):
+            self.settle()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True) -> Iterator[None]:
+        """The parameters are whole at any time; inside, none is on its way."""
+        self.settle()
+        yield
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The flat parameters."""
+        return {"parameters": list(self._whole)}
+
+
+class _OnTheWay:
+    """A bucket that is being gathered; its parameters keep it until then, also when there is no engine any more."""
+
+    def __init__(self, work: Work, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._work, self._parameters = work, parameters
+        for p in parameters:
+            watch(p, lambda: self._touched)
+
+    def arrive(self) -> None:
+        """Returns when it is there."""
+        self._work.wait()
+        for p in self._parameters:
+            unwatch(p)
+
+    def _touched(self, *_: Any) -> None:
+        self.arrive()
+
+
+def _before_forward(model: torch.nn.Module, _: Any) -> None:
+    """Waits for all where code is compiled, and in evaluation, where some modules choose kernels by their weights."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        _touch(model)
+
+
+@torch.compiler.disable
+def _touch(model: torch.nn.Module) -> None:
+    for p in model.parameters():
+        if isinstance(p, Watched):
+            p.detach()
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

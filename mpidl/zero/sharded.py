@@ -1,0 +1,348 @@
+"""Stage 3 over several nodes: a rank holds a shard of every parameter; a unit is whole while somebody computes with it.
+
+    unit i      forward:   gathered -> compute -> let go          i + 1 is gathered meanwhile
+                backward:  gathered -> compute -> let go          i - 1 is gathered meanwhile
+    model's own             gathered ------------------> let go   the embedding and the output layer: until the end
+
+A node gathers a unit once, into memory that its ranks share. What to gather ahead is what came next the last time. The
+ranks agree on every gathering (`gathering`), so that each may run units of its own choice; a parameter that somebody
+uses while its unit is let go has it gathered (`released`). Every rank is through with what was gathered before any
+shard changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+
+from collectives import Communicator, Work, WorkTimeout
+from collectives.positions import listing
+
+from .. import lanes
+from ..backward import BackwardWatch, inside_backward, tensors_with_gradient
+from ..errors import TrainingError
+from .gathered_unit import Call, GatheredUnit
+from .gathering import Forecast, Purpose, Round, Rounds, leave
+from .traffic import Traffic
+from .units import Unit
+
+_PATIENCE, _IMPATIENCE = 0.1, 0.002  # seconds: before the first round for others alone, and between further ones
+_APART = 10.0  # seconds for reductions that all ranks have started
+
+
+class ShardedParameters:
+    """Gathers the units of a model as it runs, and lets them go.
+
+    units: from `units.cut`; the last one is the model's own. names: of the parameters. share_in_node: gather once for
+    all ranks of a node. reshard_after_forward: let units go between their forward and their backward pass.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: Sequence[Unit],
+        comm: Communicator,
+        watch: BackwardWatch,
+        *,
+        share_in_node: bool = True,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        self._watch = watch
+        self._reshards = reshard_after_forward
+        names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        lane = lanes.take(comm)
+        weakref.finalize(self, lane.give_back).atexit = False
+        comm = lane.comm  # whose memory the pages must be, to be gathered into as what they are
+        lane.settle_by(partial(leave, comm, len(units)))
+        rooms = [GatheredUnit.room(unit, comm.size) for unit in units]
+        pages = comm.pages(sum(rooms), shared=share_in_node)
+        self._units = [
+            GatheredUnit(number, unit, comm, pages, sum(rooms[:number])) for number, unit in enumerate(units)
+        ]
+        self._root = self._units[-1]
+        self._rounds = Rounds(comm, self._units)
+        self._forecast = Forecast()
+        self._coming: dict[GatheredUnit, Round] = {}
+        self._running = 0  # forward passes of the model, or of parts that hold units, under way
+        self._training = False  # whether there was a forward pass with gradients since the last step
+        self._leaves: list[torch.utils.hooks.RemovableHandle] = []
+        self._unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
+        self._names = names
+        # Backward order: the blocks from last to first, then the model's own.
+        order = [*reversed(self._units[:-1]), self._root]
+        self.shards = [flat.shard for unit in order for flat in unit.flats]
+        self.groups = [shard.parameters for shard in self.shards if shard.trains]
+        self._handles = [model.register_state_dict_pre_hook(self._refuse_state_dict)]
+        modules = [unit.module for unit in units]
+        for unit, module in zip(self._units, modules, strict=True):
+            self._hook(unit, module)
+        for part in self._parts(model, modules):
+            self._handles += [
+                part.register_forward_pre_hook(self._before_part),
+                part.register_forward_hook(self._after_part, always_call=True),
+            ]
+        watch.at_end.append(self._end_pass)
+        watch.at_abandon.append(self._end_pass)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was gathered so far."""
+        return self._rounds.traffic
+
+    def begin(self) -> None:
+        """The shards have their values: from here on the parameters are whole only when they are gathered."""
+        for unit in self._units:
+            unit.let_go(self._touched)
+
+    def places(self) -> dict[torch.nn.Parameter, int]:
+        """The addresses at which the parameters lie while they are whole."""
+        return {p: place for unit in self._units for flat in unit.flats for p, place in flat.places().items()}
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def _hook(self, unit: GatheredUnit, module: torch.nn.Module) -> None:
+        # The model's own unit is gathered after the watch has cleared away what an exception left.
+        first = unit is not self._root
+        self._handles += [
+            module.register_forward_pre_hook(self._before_forward(unit), prepend=first, with_kwargs=True),
+            module.register_forward_hook(self._after_forward(unit), always_call=True, with_kwargs=True),
+        ]
+        for flat in unit.flats:
+            for p in flat.shard.parameters if flat.shard.trains else []:
+                self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient(unit)))
+
+    def _parts(self, model: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+        """What may be called without the model, as encoders are: it holds units, or parameters of the model's own."""
+        units = set(modules)
+        own = {p for flat in self._root.flats for p in flat.shard.parameters}
+        parts = [m for m in model.modules() if any(child in units for child in m.modules() if child is not m)]
+        parts += [m for m in model.modules() if any(p in own for p in m.parameters(recurse=False))]
+        return [part for part in dict.fromkeys(parts) if part not in units]
+
+    @torch.compiler.disable
+    def _before_part(self, *_: Any) -> None:
+        self._running += 1
+        self._training |= torch.is_grad_enabled()
+
+    @torch.compiler.disable
+    def _after_part(self, *_: Any) -> None:
+        self._running -= 1
+        if not (self._running or torch.is_grad_enabled() or self._watch.active or inside_backward()):
+            self._end_pass()
+
+    def _before_forward(self, unit: GatheredUnit) -> Callable[..., None]:
+        @torch.compiler.disable
+        def hook(*_: Any) -> None:
+            if unit is self._root:
+                self._running += 1
+                self._training |= torch.is_grad_enabled()
+            self._use(unit)
+
+        return hook
+
+    def _after_forward(self, unit: GatheredUnit) -> Callable[..., None]:
+        where = weakref.ref(self)
+
+        def use() -> None:
+            alive = where()
+            if alive is not None:
+                alive._use(unit)
+
+        def ended() -> None:
+            alive = where()
+            if alive is not None:
+                alive._let_go_if_through(unit)
+
+        @torch.compiler.disable
+        def hook(_: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            training = torch.is_grad_enabled()
+            if unit is self._root:
+                self._running -= 1
+            if training:
+                call = Call(unit, use, ended)
+                for tensor in tensors_with_gradient((args, kwargs)) if unit.frozen else ():
+                    call.watch_input(tensor)
+                for tensor in tensors_with_gradient(output):
+                    call.watch_output(tensor)
+                self._leaves += call.leaves
+            if self._watch.active or inside_backward():
+                return
+            if unit is self._root and not training:
+                self._end_pass()
+            elif unit is not self._root and (self._reshards or not training):
+                self._let_go(unit)
+
+        return hook
+
+    def _after_gradient(self, unit: GatheredUnit) -> Callable[[torch.Tensor], None]:
+        # See BucketQueue: a parameter's hooks must not keep the model.
+        where, which = weakref.ref(self), weakref.ref(unit)
+
+        def hook(parameter: torch.Tensor) -> None:
+            alive, of = where(), which()
+            if alive is not None and of is not None:
+                of.arrived.add(parameter)  # type: ignore[arg-type]
+                alive._let_go_if_through(of)
+
+        return hook
+
+    def _touched(self, parameter: torch.nn.Parameter, function: str) -> Callable[[], None]:
+        """A parameter is about to be used outside its unit's forward pass; in a pass, or the loss that follows it.
+
+        At any other time the other ranks may not come to gather it.
+        """
+        unit = self._unit_of[parameter]
+        changes = function.endswith("_") and not function.endswith("__")
+        computes = self._training and torch.is_grad_enabled() and not changes and function != "data"
+        if not (computes or self._running or inside_backward()):
+            raise TrainingError(
+                f"{self._names[parameter]}: {function} of a parameter that is sharded over the ranks; call it inside "
+                "`with optimizer.gathered(...):`, on every rank"
+            )
+        where = weakref.ref(self)
+
+        def again() -> None:
+            alive = where()
+            if alive is not None:
+                alive._use(unit, watched=True)
+                unit.kept = True
+
+        again()
+        return again
+
+    # ---- who needs what, when ---------------------------------------------------------------------------------------
+
+    def _mine(self) -> set[int]:
+        """What must stay whole for this rank."""
+        return {unit.number for unit in self._units if unit.held} | {unit.number for unit in self._coming}
+
+    def _use(self, unit: GatheredUnit, watched: bool = False) -> None:
+        """Returns when the unit is whole and held, and has gathered what is expected next."""
+        self._hold(unit, watched)
+        number = self._forecast.after(unit.number, self._watch.active or inside_backward())
+        if number is not None and not self._units[number].held and self._units[number] not in self._coming:
+            self._coming.clear()  # what was expected in vain is not asked for any longer
+            self._coming[self._units[number]] = self._rounds.start(number, self._mine() | {number}, Purpose.AHEAD)
+
+    def _hold(self, unit: GatheredUnit, watched: bool = False) -> None:
+        if not unit.held:
+            coming = self._coming.pop(unit, None)
+            self.traffic.ahead += coming is not None
+            last = coming or self._rounds.start(unit.number, self._mine(), Purpose.NEEDED)
+            last.wait()
+            while not last.served:  # a rank is at its end
+                last = self._rounds.start(unit.number, self._mine(), Purpose.NEEDED)
+                last.wait()
+            unit.hold(watched)
+
+    def _let_go_if_through(self, unit: GatheredUnit) -> None:
+        if unit.through and unit is not self._root:
+            self._let_go(unit)
+
+    def _let_go(self, unit: GatheredUnit) -> None:
+        if unit.held and not unit.pins and not unit.kept:
+            unit.let_go(self._touched)
+
+    def _end_pass(self) -> None:
+        self._coming.clear()
+        for handle in self._leaves:
+            handle.remove()
+        self._leaves.clear()
+        for unit in self._units:
+            unit.kept = False
+            self._let_go(unit)
+
+    def settle(self) -> None:
+        """Returns when every rank is through with all that was gathered, and it is freed. Collective.
+
+        Raises TrainingError where others are in a pass that needs this rank, which is through with its own.
+        """
+        pinned = [unit.name or "the model" for unit in self._units if unit.pins]
+        if pinned:
+            raise TrainingError(f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used")
+        self._end_pass()
+        self._training = False
+        alone_since: float | None = None
+        while not (last := self._rounds.done(self._mine())).everyone_done:
+            alone_since = (alone_since or monotonic()) if last.reducing else None
+            if alone_since is not None and monotonic() - alone_since > _APART:
+                raise TrainingError(
+                    f"{listing(last.reducing)} cannot go on with a backward pass in which this rank takes no part: an "
+                    "exception has cut this rank's pass and was caught, or it made fewer passes than others"
+                )
+
+    def wait(self, work: Work) -> None:
+        """Waits for a reduction, to which another rank may come only once this one has taken part in its gathering.
+
+        The round for others is not waited for, as they may come to none before they need this rank elsewhere.
+        """
+        patience = _PATIENCE
+        while True:
+            try:
+                work.wait(patience)
+                return
+            except WorkTimeout:
+                patience = _IMPATIENCE
+                if self._rounds.are_over:  # else others can take part in one of this rank's
+                    self._rounds.start(None, self._mine(), Purpose.REDUCES)
+
+    def end_pass(self) -> None:
+        """Returns when no rank has a round left that others did not take part in. Collective.
+
+        So that nobody waits for one while the others are in operations of their program.
+        """
+        while not self._rounds.done(self._mine()).everyone_done:
+            pass
+
+    def after_step(self) -> None:
+        """Nothing to do: the new shards are gathered when they are next used."""
+
+    # ---- whole parameters -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True) -> Iterator[None]:
+        """Whole parameters inside, of every unit that holds any of `parameters` (default: all). Collective.
+
+        writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes.
+            Inside, the ranks need not run alike.
+        """
+        wanted = None if parameters is None else set(parameters)
+        chosen = [u for u in self._units if wanted is None or any(wanted & set(f.shard.parameters) for f in u.flats)]
+        for unit in chosen:
+            self._hold(unit)
+            unit.pins += 1
+        if writable:
+            self._each(chosen, "copy")
+        try:
+            yield
+        finally:
+            if writable:
+                self._each(chosen, "keep_changes")
+                self._rounds.refresh([unit.number for unit in chosen])
+            for unit in chosen:
+                unit.pins -= 1
+                self._let_go(unit)
+
+    @staticmethod
+    def _each(units: Sequence[GatheredUnit], method: str) -> None:
+        for unit in units:
+            for flat in unit.flats:
+                getattr(flat, method)()
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The shards, and the units that this rank holds whole now; the latter are the node's, where it shares them."""
+        shards = [shard.values for shard in self.shards]
+        return {"parameters": shards + [flat.whole for unit in self._units if unit.held for flat in unit.flats]}
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if not all(unit.held for unit in self._units):
+            raise TrainingError(
+                "model.state_dict(): the parameters are sharded over the ranks; call optimizer.model_state_dict() on "
+                "every rank, or use model.state_dict() inside `with optimizer.gathered():`"
+            )

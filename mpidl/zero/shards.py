@@ -1,0 +1,295 @@
+"""What a rank owns in ZeRO: its shard of every bucket's parameters and of the reduced gradients.
+
+Kinds of tensor, and which share storage:
+
+    bucket.flat     a bucket's gradients, whole, in the dtype in which they are reduced; stage 1 keeps it, stages 2 and
+                    3 pass it on
+    gradient shard  this rank's part of the mean over the ranks; in stage 1 a view of bucket.flat; fp32 of its own
+                    once 16-bit ones are summed, clipped or unscaled
+    values          this rank's part of the parameters; in stages 1 and 2 a view of the whole flat parameters
+    slice           what the shard holds of one parameter: a view of `values`, or its fp32 master copy for 16-bit
+                    parameters; the inner optimizer steps on slices
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collectives import Communicator, Work
+
+from ..backward import BackwardWatch
+from ..bucket_queue import BucketQueue
+from ..buckets import GradientBucket, Layout, aligned, by_rank
+from ..errors import TrainingError
+from .groups import ShardGroup
+
+
+@dataclass(eq=False)
+class ParameterShard:
+    """This rank's shard of a group of parameters of one dtype. values: `layout.shard_size` elements."""
+
+    parameters: list[torch.nn.Parameter]
+    layout: Layout
+    values: torch.Tensor
+    trains: bool = True
+
+
+@dataclass(eq=False)
+class _Gradients:
+    """The state of one bucket's gradients.
+
+    filled: per parameter, whether its place in bucket.flat holds a gradient of passes not yet reduced.
+    reached: per parameter, whether any pass since zero_grad gave it a gradient. shard: the reduced part.
+    """
+
+    bucket: GradientBucket
+    filled: list[bool]
+    reached: list[bool]
+    shard: torch.Tensor | None = None
+
+
+class _Storage:
+    """A few flat buffers of symmetric memory a dtype, each as large as the largest of its buckets.
+
+    Symmetric memory is allocated by all ranks together, so at construction: how many buckets are open at a time, and in
+    which order they open, is each rank's own affair. Where more are, as under `no_sync`, they get private memory. free:
+    the buffers that no bucket has.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket], comm: Communicator, rotating: int) -> None:
+        self.free: list[torch.Tensor] = []
+        for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
+            sizes = [bucket.layout.padded for bucket in buckets if bucket.dtype == dtype]
+            size, count = aligned(max(sizes), dtype), min(len(sizes), rotating)
+            # One allocation, in which each rank may choose another buffer.
+            self.free += comm.empty(count * size, dtype).split(size) if size else []
+        self._places = {flat.data_ptr(): flat for flat in self.free}
+
+    def take(self, bucket: GradientBucket) -> torch.Tensor:
+        for number, flat in enumerate(self.free):
+            if flat.dtype == bucket.dtype:
+                return self.free.pop(number)
+        return torch.empty(bucket.layout.padded, dtype=bucket.dtype)
+
+    def give_back(self, flat: torch.Tensor) -> None:
+        if flat.data_ptr() in self._places:
+            self.free.append(self._places[flat.data_ptr()])
+
+
+class GradientShards:
+    """Reduces every bucket's gradients, as backward fills it, so that each rank holds the mean of its shard.
+
+    groups: the parameters of each bucket, in the order in which they are reduced. over: the ranks. keep_whole: stage 1,
+    where the buckets stay allocated; else their storage rotates among a few. names: of the parameters. reduce_dtype: of
+    the buckets; by default that of their parameters. wait: waits for a reduction. end_pass: called when a pass has been
+    reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce.
+
+    counted: as of `Traffic`.
+
+    Gradients of several passes add up until `clear`. A parameter's `.grad` is taken away as soon as it is complete.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        over: ShardGroup,
+        watch: BackwardWatch,
+        keep_whole: bool,
+        names: Mapping[torch.nn.Parameter, str],
+        reduce_dtype: torch.dtype | None = None,
+        wait: Callable[[Work], None] = Work.wait,
+        end_pass: Callable[[], None] = lambda: None,
+        rotating: int = 3,
+    ) -> None:
+        self._over, self._comm = over, over.shards
+        self._names = names
+        self._keep_whole = keep_whole
+        self._reduce_dtype = reduce_dtype
+        self._wait, self._end_pass = wait, end_pass
+        self._rotating = rotating
+        self.counted = {"reductions": 0, "reduced_bytes": 0}
+        self._of: dict[GradientBucket, _Gradients] = {}
+        # Over several nodes the one that sends the fewest bytes between them.
+        across = "hierarchical" in self._comm.algorithms("reduce_scatter")
+        self._algorithm = "hierarchical" if across else by_rank(self._comm, "reduce_scatter")
+        self._flying: deque[_Gradients] = deque()
+        buckets = self._make(groups)
+        self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating)
+        self.queue = BucketQueue(
+            buckets,
+            watch,
+            take=self._take,
+            launch=self._launch,
+            finish=self._finish_pass,
+            missing=lambda *_: None,
+            late=self._late,
+        )
+        watch.at_begin.append(_refuse_double_backward)
+        watch.at_abandon.append(self._finish)
+
+    def add(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """More buckets, reduced after those there are. Collective."""
+        self.queue.set_buckets([*self.queue.buckets, *self._make(groups)])
+        if not self._keep_whole:  # they may need larger buffers
+            self._storage = _Storage(self.queue.buckets, self._comm, self._rotating)
+
+    def _make(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[GradientBucket]:
+        buckets = [GradientBucket(group, self._comm.size) for group in groups]
+        for bucket in buckets:
+            bucket.dtype = self._reduce_dtype or bucket.dtype
+            count = len(bucket.parameters)
+            self._of[bucket] = _Gradients(bucket, [False] * count, [False] * count)
+            if self._keep_whole:
+                bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype))
+        return buckets
+
+    def shard(self, number: int) -> torch.Tensor:
+        """The reduced gradient of this rank's part of bucket `number`; zeros if there was no pass.
+
+        TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
+        """
+        if self.queue.unsent:
+            raise TrainingError(
+                "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step "
+                "outside of it, or call zero_grad()"
+            )
+        gradients = self._of[self.queue.buckets[number]]
+        if gradients.shard is None:
+            bucket = gradients.bucket
+            gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype)
+        return gradients.shard
+
+    def widen(self) -> None:
+        """Keeps reduced 16-bit gradients in fp32 until `clear`.
+
+        Divided by a loss scale, many would be zero in fp16; multiplied by anything, they would be rounded once more.
+        """
+        for gradients in self._of.values():
+            if gradients.shard is not None and gradients.shard.dtype.itemsize == 2:
+                gradients.shard = gradients.shard.float()
+
+    def reached(self, number: int) -> list[bool]:
+        """Per parameter of bucket `number`, whether a pass on this rank gave it a gradient since `clear`."""
+        return self._of[self.queue.buckets[number]].reached
+
+    def restore(self, number: int, reached: Sequence[bool], wide: bool) -> torch.Tensor:
+        """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
+
+        reached: as of `reached`. wide: fp32 where the bucket has 16 bits.
+        """
+        gradients = self._of[self.queue.buckets[number]]
+        dtype = torch.float32 if wide and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
+        gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype)
+        gradients.reached = list(reached)
+        return gradients.shard
+
+    def clear(self) -> None:
+        """Forgets all gradients, also those of a pass that an exception has cut short."""
+        self._finish()
+        self.queue.unsent = False
+        for gradients in self._of.values():
+            gradients.shard = None
+            gradients.filled = [False] * len(gradients.filled)
+            gradients.reached = [False] * len(gradients.reached)
+            if not self._keep_whole and gradients.bucket.flat is not None:
+                self._give_back(gradients.bucket)
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The gradients, whole or sharded, and the rotating buffers."""
+        shards = [g.shard for g in self._of.values() if g.shard is not None]
+        whole = [b.flat for b in self.queue.buckets if b.flat is not None]
+        return {"gradients": shards + whole, "buckets": list(self._storage.free)}
+
+    def _take(self, bucket: GradientBucket, index: int) -> None:
+        parameter, gradients = bucket.parameters[index], self._of[bucket]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise TrainingError(
+                f"{self._names[parameter]}: its gradient is sparse; ZeRO's buckets are dense, so compute it densely"
+            )
+        self._open(gradients)
+        if gradients.filled[index]:
+            bucket.views[index].add_(gradient)
+        else:
+            bucket.views[index].copy_(gradient)
+        gradients.filled[index] = gradients.reached[index] = True
+
+    def _late(self, bucket: GradientBucket, index: int) -> None:
+        parameter = bucket.parameters[index]
+        parameter.grad = None
+        raise TrainingError(
+            f"{self._names[parameter]}: a gradient arrived twice in one backward pass, the second time after its "
+            "bucket had been reduced, as happens to a parameter used in several re-entrant checkpoints; use "
+            "torch.utils.checkpoint with use_reentrant=False"
+        )
+
+    def _open(self, gradients: _Gradients) -> None:
+        """Makes sure that the bucket has storage, and that what it reduced before is kept beside it."""
+        bucket = gradients.bucket
+        if bucket.flat is None:
+            if len(self._flying) >= self._rotating - 1:
+                self._land()
+            bucket.allocate(self._storage.take(bucket))
+        elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
+            gradients.shard = gradients.shard.clone()
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        gradients = self._of[bucket]
+        self._open(gradients)
+        assert bucket.flat is not None
+        for view, filled in zip(bucket.views, gradients.filled, strict=True):
+            if not filled:
+                view.zero_()
+        # The shard that a step has clipped by a norm that is no number may be a view of the bucket.
+        bucket.flat[sum(bucket.layout.sizes) :].zero_()
+        own = bucket.layout.shard(bucket.flat, self._comm.rank)
+        bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
+        self.counted["reductions"] += 1
+        self.counted["reduced_bytes"] += bucket.nbytes
+        self._flying.append(gradients)
+
+    def _land(self) -> None:
+        """Waits for the reduction that has been under way longest."""
+        gradients = self._flying.popleft()
+        bucket = gradients.bucket
+        assert bucket.work is not None
+        assert bucket.flat is not None
+        self._wait(bucket.work)
+        bucket.work = None
+        own = bucket.layout.shard(bucket.flat, self._comm.rank)
+        if gradients.shard is not None and own.dtype.itemsize == 2:
+            gradients.shard = gradients.shard.float().add_(own)  # many small ones would be lost in a 16-bit sum
+        else:
+            if gradients.shard is not None:
+                own.add_(gradients.shard)
+            gradients.shard = own if self._keep_whole else own.clone()
+        gradients.filled = [False] * len(gradients.filled)
+        if not self._keep_whole:
+            self._give_back(bucket)
+
+    def _give_back(self, bucket: GradientBucket) -> None:
+        assert bucket.flat is not None
+        self._storage.give_back(bucket.flat)
+        bucket.release()
+
+    def _finish_pass(self) -> None:
+        self._finish()
+        self._end_pass()
+
+    def _finish(self) -> None:
+        while self._flying:
+            self._land()
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise TrainingError(
+            "backward(create_graph=True) through a model that a ZeroOptimizer trains: gradients of gradients cannot "
+            "pass through the reduction to shards"
+        )

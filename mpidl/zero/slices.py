@@ -1,0 +1,44 @@
+"""What a rank's shard holds of one parameter, and the fp32 master of it: what the inner optimizer steps on."""
+
+from __future__ import annotations
+
+import torch
+
+from ..buckets import Piece
+from .shards import ParameterShard
+
+
+class Slice:
+    """What this rank's shard holds of one parameter. values: the tensor on which the inner optimizer steps."""
+
+    def __init__(self, shard: ParameterShard, number: int, piece: Piece) -> None:
+        self.shard, self.number, self.piece = shard, number, piece
+        own = self.of(shard.values)
+        self.is_master = own.dtype in (torch.float16, torch.bfloat16)
+        if self.is_master:
+            own = own.float()
+        self.values = torch.nn.Parameter(own)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This slice's place in a shard of parameters or of gradients."""
+        return flat[self.piece.offset : self.piece.offset + self.piece.stop - self.piece.start]
+
+    def attach(self, gradient: torch.Tensor | None) -> None:
+        """Points the slice's `.grad` to its part of the bucket's reduced gradient."""
+        self.values.grad = None if gradient is None else self.of(gradient).to(self.values.dtype)
+
+    def write_back(self) -> None:
+        """Rounds a master into the parameters' shard, and gives its fp32 gradient up."""
+        if self.is_master:
+            self.of(self.shard.values).copy_(self.values.detach())
+            self.values.grad = None
+
+    def show(self) -> None:
+        """Makes the values, that somebody else than a step has written, the parameters'."""
+        self.write_back()
+
+    def read_back(self) -> None:
+        """Takes what somebody has changed in the parameters' shard; elsewhere a master is finer and stays."""
+        if self.is_master:
+            own, master = self.of(self.shard.values), self.values.detach()
+            master.copy_(torch.where(own == master.to(own.dtype), master, own.float()))

@@ -1,0 +1,28 @@
+"""Counts what the collectives of a ZeroOptimizer move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Traffic:
+    """Since construction. What moves no bytes, as gathering in memory that a node shares, is not counted.
+
+    gathers, gathered_bytes: units or buckets of parameters that were gathered, and their bytes, whole.
+    reductions, reduced_bytes: buckets of gradients that were reduce-scattered, and their bytes, whole.
+    rounds: how often the ranks agreed on what to gather. ahead: how many of this rank's uses found their unit asked
+    for before. peak_bytes: of the units that were whole at one time on some rank.
+    """
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    reductions: int = 0
+    reduced_bytes: int = 0
+    rounds: int = 0
+    ahead: int = 0
+    peak_bytes: int = 0
+
+    def sent_bytes(self, ranks: int) -> float:
+        """What a rank sends for it by algorithms that send the least, such as a ring."""
+        return (self.gathered_bytes + self.reduced_bytes) * (ranks - 1) / ranks

@@ -1,0 +1,147 @@
+"""Whole parameters inside `with optimizer.gathered(...):`, and what every rank must have made of them when it ends.
+
+    rank 0   p.mul_(2)     rank 1   p.mul_(2)      alike: each keeps its shard
+    rank 0   p.mul_(2)     rank 1                  refused by name: the shards would be of two parameters
+    rank 0   p.mul_(2)     rank 1                  from_rank=0: sent to all before each keeps its shard
+
+Whether ranks have changed a parameter alike is told by checksums: of all of it where torch has counted a write, of
+some elements of any other, as torch does not count what is written through `p.data`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from ..consistency import check_everywhere
+from ..errors import ConfigurationError, TrainingError
+from ..replicate import broadcast_states
+from .slices import Slice
+from .state import Parameters
+
+_SAMPLES = 64  # elements of a parameter that torch has counted no write to
+
+
+def whole_parameters(
+    comm: Communicator,
+    model: torch.nn.Module,
+    parameters: Parameters,
+    slices: Iterable[Slice],
+    module: torch.nn.Module | None,
+    writable: bool,
+    from_rank: int | None,
+) -> AbstractContextManager[None]:
+    """Those of `module`, or all, are whole inside; afterwards masters follow what was changed. Collective.
+
+    Wrong arguments are refused at once; the end of the block raises what `ZeroOptimizer.gathered` says.
+    """
+    check_everywhere(comm, lambda: _check(model, module, writable, from_rank, comm.size))
+    chosen = None if module is None else list(module.parameters())
+    return _whole(comm, model, parameters, slices, chosen, writable, from_rank)
+
+
+def _check(
+    model: torch.nn.Module, module: torch.nn.Module | None, writable: bool, from_rank: int | None, ranks: int
+) -> None:
+    if module is not None and not isinstance(module, torch.nn.Module):
+        given = "a parameter" if torch.is_tensor(module) else type(module).__name__
+        raise ConfigurationError(f"gathered: got {given}; needs a module of the model")
+    if module is not None and not set(model.parameters()).issuperset(module.parameters()):
+        raise ConfigurationError(f"gathered: the {type(module).__name__} has parameters that are not the model's")
+    if from_rank is None:
+        return
+    if isinstance(from_rank, bool) or not isinstance(from_rank, int) or not 0 <= from_rank < ranks:
+        raise ConfigurationError(f"from_rank: got {from_rank!r}; needs a rank below {ranks}, or None")
+    if not writable:
+        raise ConfigurationError("from_rank: is for changes, and writable=False allows none")
+
+
+@contextmanager
+def _whole(
+    comm: Communicator,
+    model: torch.nn.Module,
+    parameters: Parameters,
+    slices: Iterable[Slice],
+    chosen: Sequence[torch.nn.Parameter] | None,
+    writable: bool,
+    from_rank: int | None,
+) -> Iterator[None]:
+    problem = None
+    with torch.no_grad():
+        try:
+            with parameters.gathered(chosen, writable):
+                of = list(model.parameters()) if chosen is None else chosen
+                held = [_Held(p, p.data, p._version) for p in of if writable]
+                try:
+                    yield
+                finally:
+                    if writable:
+                        problem = _agree(comm, model, held, from_rank)
+        finally:  # also when an exception ends it, as the parameters keep what was changed until then
+            for part in slices if writable else []:
+                part.read_back()
+    if problem is not None:
+        raise TrainingError(problem)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A parameter as the block began: its memory, and how often torch had counted a write."""
+
+    parameter: torch.nn.Parameter
+    memory: torch.Tensor
+    version: int
+
+    def put_back(self) -> bool:
+        """Copies what was put in the place of the memory, as `p.data = x` does, into it; False if it does not fit."""
+        given, memory = self.parameter.data, self.memory
+        self.parameter.data = memory
+        if given.shape != memory.shape or given.dtype != memory.dtype:
+            return False
+        if given.data_ptr() != memory.data_ptr() or given.stride() != memory.stride():
+            memory.copy_(given.clone())
+        return True
+
+    def checksum(self, full: bool) -> int:
+        """Of all elements, or of some."""
+        values = self.memory.reshape(-1)
+        if not full:
+            values = values[:: max(1, values.numel() // _SAMPLES)]
+        return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)
+
+
+def _agree(comm: Communicator, model: torch.nn.Module, held: Sequence[_Held], from_rank: int | None) -> str | None:
+    """Sees to it that all ranks hold the same; what is wrong if they do not, the same on every rank. Collective."""
+    written = [h.parameter._version != h.version for h in held]
+    flags = np.array([[not h.put_back() for h in held], written], np.uint8)
+    comm.all_reduce(flags, "max")
+    misfits, full = flags.astype(bool)
+    if misfits.any():
+        return f"{_names(model, held, misfits)}: replaced inside gathered by what has another shape or dtype"
+    if from_rank is not None:
+        for h in held:
+            broadcast_states(comm, [h.memory], from_rank)
+        return None
+    mine = np.array([h.checksum(whole) for h, whole in zip(held, full, strict=True)], np.int64)
+    everyone = np.empty((comm.size, mine.size), np.int64)
+    comm.all_gather(everyone, mine)
+    unlike = (everyone != everyone[0]).any(0)
+    if not unlike.any():
+        return None
+    return (
+        f"{_names(model, held, unlike)}: changed inside gathered, but not alike on all ranks, each of which has kept "
+        "its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
+        "optimizer.load_model_state_dict(...) sets the weights right"
+    )
+
+
+def _names(model: torch.nn.Module, held: Sequence[_Held], chosen: np.ndarray) -> str:
+    names = {p: name for name, p in model.named_parameters()}
+    return ", ".join([names[h.parameter] for h, wrong in zip(held, chosen, strict=True) if wrong][:5])

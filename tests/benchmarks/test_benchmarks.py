@@ -1,0 +1,175 @@
+"""The benchmarks run, are right, and write what they promise."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+COLLECTIVES = "benchmarks/bench_collectives.py"
+TRAINING = "benchmarks/bench_training.py"
+OUTCOMES = "tests/examples/outcomes.py"
+DEEPSPEED = find_spec("deepspeed") is not None
+
+
+def test_collectives_are_timed_and_checked(mpirun, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    done = mpirun(
+        3,
+        COLLECTIVES,
+        "--ops=all_reduce,reduce_scatter,all_gather,all_to_all,broadcast,reduce,gather,scatter",
+        "--algorithms=auto,symmetric,ring,tree,pairwise,mpi,gloo,copy",
+        *("--min-bytes=100", "--max-bytes=20K", "--factor=100", "--iters=2", f"--json={path}"),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert set(rows[0]) == {
+        *("op", "algorithm", "dtype", "ranks", "bytes", "buffer", "time_us", "algbw_gbs", "busbw_gbs"),
+    }
+    assert {(row["op"], row["algorithm"]) for row in rows} >= {
+        *(("all_reduce", "ring"), ("all_reduce", "gloo"), ("all_to_all", "pairwise"), ("gather", "tree")),
+    }
+    assert all(row["time_us"] > 0 and row["ranks"] == 3 for row in rows)
+    of_symmetric = {row["algorithm"] for row in rows if row["buffer"] == "symmetric"}
+    assert of_symmetric == {"auto", "symmetric", "copy"}
+    assert {row["algorithm"] for row in rows if row["buffer"] == "user"} >= {"auto", "symmetric", "mpi", "gloo"}
+    lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(rows)
+    assert all(line[-1] == "0" for line in lines if "copy" not in line), "wrong results"
+    assert "# all_gather of float32: not served by copy, pairwise, tree" in done.stdout
+
+
+@pytest.mark.thorough
+def test_what_mpi_cannot_reduce_gets_no_row(mpirun) -> None:
+    done = mpirun(
+        2, COLLECTIVES, "--ops=all_reduce", "--algorithms=ring,mpi", "--dtype=bfloat16", "--max-bytes=1K", "--iters=1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "# all_reduce of bfloat16: not served by mpi" in done.stdout
+
+
+def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
+    path, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    done = mpirun(
+        2,
+        TRAINING,
+        "--engines=single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2",
+        *("--layers=2", "--heads=2", "--embd=16", "--batch=2", "--block-size=8", "--steps=3", "--warmup=1"),
+        *(f"--json={path}", f"--plot={picture}"),
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["engine"]: row for row in json.loads(path.read_text())}
+    parts = {"forward_ms", "backward_ms", "optimizer_ms"}
+    keys = {"engine", "ranks", "params", "step_ms", "tokens_per_s", "peak_mib", "loss_last"} | parts
+    assert all(set(row) == keys for row in rows.values())
+    assert len({row["params"] for row in rows.values()}) == 1
+    for row in rows.values():
+        assert min(row["step_ms"], row["peak_mib"], *(row[part] for part in parts if row["engine"] != "all-reduce")) > 0
+    assert "of single + all-reduce" in done.stdout
+    parallel = [row["loss_last"] for name, row in rows.items() if name not in ("single", "all-reduce")]
+    assert parallel == pytest.approx([parallel[0]] * 6, rel=1e-4)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not installed")
+def test_deepspeed_trains_alike_and_leaves_nothing_behind(mpirun, tmp_path: Path) -> None:
+    path, caches = tmp_path / "rows.json", tmp_path / "built"
+    done = mpirun(
+        2,
+        TRAINING,
+        "--engines=torch-ddp,deepspeed1,deepspeed2,deepspeed3",
+        *("--layers=2", "--heads=2", "--embd=16", "--batch=2", "--block-size=8", "--steps=3", "--warmup=1"),
+        *("--grad-accum=2", f"--json={path}"),
+        timeout=100,
+        TORCH_EXTENSIONS_DIR=str(caches),
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss_last"] for row in json.loads(path.read_text())]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+    assert not caches.exists(), "something was compiled"
+    table = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert len(table) == 4, "DeepSpeed talks in between"
+    left = """if True:
+        import gc, sys, weakref
+        sys.path.insert(0, "benchmarks")
+        import torch, mpidl, peers
+        from peer_deepspeed import DeepSpeed
+
+        linear = torch.nn.functional.linear
+        peers.start_gloo(mpidl.init())
+        for stage in (1, 2, 3, 3):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            peer = DeepSpeed(model, torch.optim.AdamW(model.parameters()), stage, 1, 1)
+            for _ in range(3):
+                peer.backward(peer(torch.ones(1, 4)).sum())
+                peer.step()
+            peer.close()
+            alive = weakref.ref(model)
+            del model, peer
+            gc.collect()
+            assert alive() is None, f"stage {stage}: the model is kept"
+            assert torch.nn.functional.linear is linear, f"stage {stage}: torch is patched"
+        peers.stop_gloo()
+    """
+    done = mpirun(2, "-c", left, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(DEEPSPEED, reason="DeepSpeed is installed")
+def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
+    done = mpirun(2, TRAINING, "--engines=single,deepspeed3")
+    assert (done.returncode, done.stderr.count("error: --engines: DeepSpeed is not installed")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (
+            COLLECTIVES,
+            ["--ops=all_reduce,dance", "--algorithms=star", "--min-bytes=2 --max-bytes=1", "--min-bytes=a"],
+        ),
+        (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0"]),
+    ],
+)
+def test_wrong_options_are_one_line_and_status_2(mpirun, program: str, options: list[str]) -> None:
+    done = mpirun(2, OUTCOMES, program, json.dumps([option.split() for option in options]))
+    assert done.returncode == 0, done.stderr
+    for option, ranks in zip(options, json.loads(done.stdout), strict=True):
+        assert [status for status, _, _ in ranks] == [2, 2], option
+        lines = [line for _, _, errors in ranks for line in errors.splitlines()]
+        assert len([line for line in lines if line.startswith("error: ")]) == 1, option
+
+
+@pytest.mark.thorough
+def test_offload_is_measured_and_changes_no_bit(mpirun, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    small = ("--layers=2", "--embd=32", "--steps=2", "--buffer-mb=0.1")
+    done = mpirun(2, "benchmarks/bench_offload.py", *small, f"--path={tmp_path}", f"--json={path}", timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = {row["offload"]: row for row in json.loads(path.read_text())}
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[2:]] == [f"| {way}" for way in rows]
+    plain, disk = rows["none"], rows["disk"]
+    assert disk["loss"] == plain["loss"] != rows["disk delayed"]["loss"] == rows["cpu delayed"]["loss"]
+    assert disk["offloaded"] == pytest.approx(plain["optimizer"], rel=0.02)
+    assert disk["optimizer"] < 0.2 * 2**20
+
+
+@pytest.mark.thorough
+def test_checkpoints_are_timed_beside_copies_and_peers(mpirun, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = [f"--dir={tmp_path / 'disk'}", "--model=tiny", "--rounds=1", f"--json={path}"]
+    done = mpirun(2, "benchmarks/bench_checkpoint.py", *arguments, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = {row["operation"]: row for row in json.loads(path.read_text())}
+    peers = {f"{name} {what}" for name in ("mpidl", "torch.save", "dcp") for what in ("save", "load")}
+    assert rows.keys() > {"copy", "mpidl load, unverified", "mpidl save, behind", *peers}
+    for row in rows.values():
+        assert row["bytes"] > 12 * row["params"]
+        assert row["seconds"] > 0
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+    assert list((tmp_path / "disk").iterdir()) == []  # nothing is left
+    wrong = mpirun(2, "benchmarks/bench_checkpoint.py", f"--dir={tmp_path}", "--engines=copy")
+    assert (wrong.returncode, wrong.stderr.count("error: ")) == (2, 1)

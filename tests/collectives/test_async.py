@@ -1,0 +1,179 @@
+"""Asynchronous operations: order, completion, failures, many in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import Communicator, OperationError, Work, WorkTimeout
+from tests.collectives.reference import named
+
+
+@pytest.mark.mpi
+def test_async_returns_a_work_that_completes(comm: Communicator) -> None:
+    x = np.ones(5)
+    work = comm.all_reduce(x, async_op=True)
+    assert isinstance(work, Work)
+    work.wait()
+    assert work.is_completed()
+    assert (x == comm.size).all()
+    work.wait()  # again: at once
+
+
+@pytest.mark.mpi
+def test_every_operation_can_be_asynchronous(comm: Communicator) -> None:
+    rank, ranks = comm.rank, comm.size
+    x, parts, own = np.full(ranks, rank + 1.0), np.zeros(ranks), np.zeros(1)
+    root = parts if rank == 0 else None
+    works = [
+        comm.all_reduce(x, "max", async_op=True),
+        comm.reduce_scatter(own, x, async_op=True),
+        comm.all_gather(parts, own, async_op=True),
+        comm.broadcast(x, ranks - 1, async_op=True),
+        comm.all_to_all(np.zeros(ranks), x, async_op=True),
+        comm.gather(root, own, async_op=True),
+        comm.scatter(own, root, async_op=True),
+        comm.reduce(x, 0, async_op=True),
+        comm.barrier(async_op=True),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait(60)
+    assert (own == ranks * ranks).all()
+    assert (x == (ranks * ranks if rank == 0 else ranks)).all()
+
+
+@pytest.mark.mpi
+def test_order_of_issue_is_order_of_execution(comm: Communicator) -> None:
+    """Each operation uses what the one before left in the same array."""
+    x = np.ones(1000)
+    for _ in range(5):
+        comm.all_reduce(x, async_op=True)
+    comm.all_reduce(x)  # synchronous: waits its turn
+    assert (x == float(comm.size) ** 6).all()
+
+
+@pytest.mark.mpi
+def test_wait_gives_up_after_its_timeout(comm: Communicator) -> None:
+    x = np.ones(3)
+    if comm.rank == 0 and comm.size > 1:
+        work = comm.all_reduce(x, async_op=True)
+        assert work is not None
+        with pytest.raises(WorkTimeout, match="all_reduce"):
+            work.wait(0.05)
+        assert not work.is_completed()
+        comm.send(np.ones(1), 1)
+        work.wait()
+    else:
+        if comm.rank == 1:
+            comm.recv(np.ones(1), 0)
+        comm.all_reduce(x)
+    assert (x == comm.size).all()
+
+
+@pytest.mark.mpi
+def test_two_hundred_random_operations_in_flight(comm: Communicator) -> None:
+    random = np.random.default_rng(3)  # the same on every rank
+    expected, arrays, works = [], [], []
+    for number in range(200):
+        size = int(random.integers(0, 3000))
+        x = np.full(size, float(comm.rank + number))
+        sums = comm.size * (comm.size - 1) / 2 + comm.size * number
+        kind = random.choice(["ring", "tree", "mpi", "auto", "composed", "broadcast", "gather"])
+        if kind == "broadcast":
+            root = int(random.integers(comm.size))
+            works.append(comm.broadcast(x, root, async_op=True))
+            expected.append(np.full(size, float(root + number)))
+        elif kind == "gather":
+            out = np.zeros(size * comm.size)
+            works.append(comm.all_gather(out, x, async_op=True))
+            expected.append(np.repeat(np.arange(comm.size) + float(number), size))
+            x = out
+        else:
+            sync = bool(random.random() < 0.1)
+            works.append(comm.all_reduce(x, algorithm=named(comm, "all_reduce", kind), async_op=not sync))
+            expected.append(np.full(size, sums))
+        arrays.append(x)
+    for work in reversed(works):
+        if work is not None:
+            work.wait()
+    for found, wanted in zip(arrays, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.mpi
+def test_a_failure_in_the_background_reaches_the_waiter(comm: Communicator) -> None:
+    def fail() -> None:
+        raise ValueError("deliberate")
+
+    work = comm._progress.submit("a task", fail)
+    with pytest.raises(OperationError, match=r"a task failed: deliberate"):
+        work.wait()
+    x = np.ones(2)
+    comm.all_reduce(x)  # the communicator goes on
+    assert (x == comm.size).all()
+
+
+@pytest.mark.mpi
+def test_after_a_failure_on_the_way_the_communicator_refuses_to_go_on(comm: Communicator) -> None:
+    """The others may be anywhere in the operation: nothing can be trusted after that."""
+    group = comm.split(0)
+    assert group is not None
+
+    def fail() -> None:
+        raise FloatingPointError("deliberate")
+
+    with pytest.raises(FloatingPointError):
+        group._issue("all_reduce", fail, async_op=False)
+    with pytest.raises(OperationError, match=r"cannot be used any more: all_reduce \(operation 1 .*deliberate"):
+        group.all_reduce(np.ones(2))
+    group.close()
+
+
+@pytest.mark.mpi
+def test_threads_may_call_at_the_same_time_on_groups_of_their_own(comm: Communicator) -> None:
+    groups = [comm.split(0, comm.rank) for _ in range(3)]
+    results = [np.full(2000, float(comm.rank)) for _ in groups]
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            group = groups[number]
+            assert group is not None
+            group.all_reduce(results[number], "max")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((x == comm.size - 1).all() for x in results)
+    for group in groups:
+        assert group is not None
+        group.close()
+
+
+EXIT = """
+import numpy as np
+from collectives import Communicator
+comm = Communicator()
+x = np.ones(3_000_000)
+for _ in range(10):
+    comm.all_reduce(x, "max", async_op=True)
+if comm.rank == 0:
+    comm.send(x, 1, async_op=True)
+else:
+    comm.recv(x, 0)
+"""
+
+
+def test_what_is_queued_at_the_end_of_the_program_is_carried_out(mpirun: Callable, tmp_path: Path) -> None:
+    """Rank 1 takes rank 0's part in all of it; nothing hangs, nothing is left out."""
+    path = tmp_path / "program.py"
+    path.write_text(EXIT)
+    done = mpirun(2, path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr

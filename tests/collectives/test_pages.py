@@ -1,0 +1,115 @@
+"""Pages that come and go, operations made of several, and the two groups that nodes make."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import ArgumentError, OperationError
+from collectives.pages import Pages
+
+pytestmark = pytest.mark.mpi
+
+SIZE = 1 << 20  # elements; 1 << 22 bytes
+HAS_ADVICE = hasattr(mmap, "MADV_REMOVE")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pages_are_reserved_filled_discarded_and_filled_again(comm, shared: bool) -> None:
+    pages = comm.pages(2 * SIZE * 4, shared=shared)
+    first, second = pages.tensor(0, SIZE, torch.float32), pages.tensor(SIZE * 4, SIZE, torch.float32)
+    assert pages.shared == comm.is_shared(first) == (shared and comm.size > 1)
+    own = torch.full((SIZE,), float(comm.rank + 1)).tensor_split(comm.size)[comm.rank]
+    expected = torch.cat([part.fill_(r + 1.0) for r, part in enumerate(torch.empty(SIZE).tensor_split(comm.size))])
+    writer = not pages.shared or comm.rank == 0
+    for _ in range(2):
+        if writer:
+            pages.reserve(0, 2 * SIZE * 4)
+            second.fill_(7.0)
+        comm.barrier()
+        comm.all_gather(first, own)
+        assert torch.equal(first, expected)
+        comm.barrier()
+        if writer:
+            pages.discard(0, SIZE * 4)
+        comm.barrier()
+        assert first.count_nonzero() == 0 or not HAS_ADVICE
+        assert (second == 7.0).all()
+        comm.barrier()
+
+
+@pytest.mark.skipif(not HAS_ADVICE, reason="the system cannot take pages back")
+def test_discarded_pages_are_free_for_others(comm) -> None:
+    """Counted in the file itself: other programs use the file system, too."""
+    if comm.size == 1:
+        assert comm.pages(10).shared is False
+        return
+    pages = comm.pages(SIZE)
+    used = lambda: os.fstat(pages._file).st_blocks * 512  # noqa: E731
+    assert used() == 0
+    comm.barrier()
+    pages.reserve(0, SIZE)
+    assert used() == SIZE
+    comm.barrier()
+    if comm.rank == 0:
+        pages.discard(0, SIZE // 2 - 1)
+    comm.barrier()
+    assert used() == SIZE // 2
+
+
+def test_too_much_is_refused_before_it_is_touched(comm) -> None:
+    pages = Pages(mmap.mmap(-1, 10), os.open(os.devnull, os.O_RDONLY))  # a file that takes none
+    with pytest.raises(OperationError, match=r"no room for 4096 bytes more"):
+        pages.reserve(0, 4096)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_compound_operation_uses_what_its_first_parts_found(comm, async_op: bool) -> None:
+    """The second part's size depends on the first's result, and nothing that is issued comes between."""
+    found = torch.zeros(comm.size * comm.size, dtype=torch.int64)
+    total = torch.zeros(1, dtype=torch.int64)
+
+    def task() -> None:
+        comm.all_reduce(total.add_(comm.rank + 1))
+        comm.all_gather(found[: comm.size], torch.tensor([int(total)]))
+
+    work = comm.compound("two parts", task, async_op=async_op)
+    x = np.ones(3)
+    comm.all_reduce(x)
+    if work is not None:
+        work.wait()
+    assert (x == comm.size).all()
+    everyone = comm.size * (comm.size + 1) // 2
+    assert found[: comm.size].tolist() == [everyone] * comm.size
+
+
+def test_the_parts_of_a_compound_operation_are_not_asynchronous(comm) -> None:
+    apart = comm.duplicate()  # which is unusable afterwards
+    work = apart.compound("wrong", lambda: apart.barrier(async_op=True), async_op=True)
+    with pytest.raises(OperationError, match=r"wrong .* failed: .*async_op inside a compound") as raised:
+        work.wait()
+    assert isinstance(raised.value.__cause__, ArgumentError)
+
+
+def test_the_groups_of_a_node_and_across_nodes(comm) -> None:
+    within, across = comm.split_by_node()
+    assert (within.size, within.rank) == (comm.local_size, comm.local_rank)
+    assert (across.size, within.nodes) == (comm.nodes, 1)
+    x = np.array([comm.rank])
+    within.all_reduce(x)
+    across.all_reduce(x)
+    assert x[0] == comm.size * (comm.size - 1) // 2
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shared", [True, False])
+def test_of_those_that_share_memory_one_may_claim_it(comm, shared: bool) -> None:
+    pages = comm.pages(10, shared=shared)
+    claims = np.array([pages.claim()], np.int64)
+    assert claims[0] == pages.claim()  # again: still the same one's
+    comm.all_reduce(claims)
+    assert claims[0] == (comm.nodes if shared else comm.size)

@@ -1,0 +1,87 @@
+"""Where the node's memory is too small there is a warning and another way, never a signal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import launch
+
+PROGRAM = """
+import sys, warnings
+import numpy as np
+from collectives import Communicator
+
+warnings.simplefilter("always")
+comm = Communicator()
+for elements in map(int, sys.argv[1:]):
+    arrays = [comm.empty(elements, np.float32) for _ in range(2)]
+    for x in arrays:
+        x[:] = comm.rank + 1  # touches every page
+        comm.barrier()
+        comm.all_reduce(x)
+        assert (x == comm.size * (comm.size + 1) / 2).all()
+    out = comm.shared(elements * comm.size, np.float32)
+    own = out[comm.rank * elements :][:elements]
+    own[:] = comm.rank
+    comm.all_gather(out, own)
+    assert (out == np.repeat(np.arange(comm.size), elements)).all()
+if comm.rank == 0:
+    print("algorithms", *comm.algorithms("all_reduce"))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_memory_is_made_and_leaves_no_file(mpirun: Callable, program: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    done = mpirun(3, program, 10, 100_000, MPIDL_SHM_DIR=str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "symmetric" in done.stdout
+    assert "Warning" not in done.stderr
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="the program unshare is missing")
+def test_a_small_tmpfs_gives_way_to_a_file_with_a_warning(program: Path, tmp_path: Path) -> None:
+    """One of 1 MiB, in a mount namespace of its own, where arrays of 4 MB are asked for."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    mount = f"mount -t tmpfs -o size=1m small {folder}"
+    apart = ["unshare", "--mount", *user, "sh", "-c"]
+    if subprocess.run([*apart, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount a tmpfs, not even in a namespace of its own")
+    mpirun = Path(sys.executable).parent / "mpirun"
+    launcher = str(mpirun) if mpirun.exists() else "mpirun"
+    job = f"exec {launcher} -n 2 {sys.executable} {program} 10 1000000"
+    done = launch.run([*apart, f"{mount} && {job}"], 60, launch.ROOT, launch.environment(MPIDL_SHM_DIR=str(folder)))
+    assert done.returncode == 0, done.stderr
+    assert "symmetric" in done.stdout
+    said = [line for line in done.stderr.splitlines() if "RuntimeWarning" in line]
+    assert said, done.stderr
+    assert all("which is slower" in line and "too small: enlarge it (docker run --shm-size" in line for line in said)
+
+
+def test_no_room_anywhere_gives_way_to_messages_with_a_warning(mpirun: Callable, tmp_path: Path) -> None:
+    """The process may write no file of more than 1 MiB."""
+    path = tmp_path / "program.py"
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+    path.write_text(PROGRAM.replace("comm = Communicator()", textwrap.dedent(limit) + "comm = Communicator()"))
+    done = mpirun(2, path, 10, 1_000_000)
+    assert done.returncode == 0, done.stderr
+    assert "ranks send messages instead" in done.stderr
+    assert "MPIDL_SHM_DIR" in done.stderr

@@ -1,0 +1,251 @@
+"""A rank that does not come is named, with what it is in, and the job ends."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from collectives import ArgumentError
+from collectives.watchdog import limit_of
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+from collectives import Communicator
+comm = Communicator()
+rank, x = comm.rank, np.ones(1000)
+comm.barrier()
+"""
+LONG = 100  # seconds that a late rank sleeps; every job here ends far sooner
+
+
+@pytest.fixture
+def job(mpirun: Callable, tmp_path: Path) -> Callable[..., tuple[int, str, float]]:
+    """`job(body, ranks)` runs a program: its exit status, its output and its seconds."""
+
+    def run(body: str, ranks: int = 3, **env: str) -> tuple[int, str, float]:
+        path = tmp_path / "program.py"
+        path.write_text(HEAD + textwrap.dedent(body))
+        start = time.monotonic()
+        done = mpirun(ranks, path, **env)
+        return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+
+    return run
+
+
+@pytest.mark.thorough("comm.all_reduce(x)")
+@pytest.mark.parametrize("call", ["comm.all_reduce(x)", "comm.all_reduce(x, async_op=True).wait()"])
+def test_a_late_rank_is_named_with_the_operation_and_where_it_is(job: Callable, call: str) -> None:
+    status, text, seconds = job(f"if rank == 1:\n    time.sleep({LONG})  # so late\n{call}", MPIDL_TIMEOUT="1.5")
+    assert status != 0
+    assert seconds < LONG / 2
+    assert text.count("has waited") == 1, text
+    assert "rank 0 of 3 has waited" in text
+    assert "in all_reduce (operation 2 of this communicator)" in text
+    assert "arrived: ranks 0, 2\n" in text
+    assert "not arrived: rank 1, which is after barrier (operation 1)\n" in text
+    assert "rank 1 is late for all_reduce (operation 2); it is at" in text
+    assert "# so late" in text
+
+
+@pytest.mark.thorough
+def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> None:
+    status, text, _ = job(
+        f"""
+        group = Communicator(timeout=1).split(0, -rank)
+        group.barrier()
+        if rank == 2:
+            time.sleep({LONG})
+        group.barrier()
+        """
+    )
+    assert status != 0
+    assert "rank 1 of 3 has waited" in text
+    assert "in barrier (operation 2 of this communicator)" in text
+    assert "not arrived: rank 0, which is after barrier (operation 1)" in text
+
+
+def test_a_message_that_nobody_sends(job: Callable) -> None:
+    status, text, _ = job(
+        f"""
+        if rank == 1:
+            comm.recv(x, 2)
+        comm.barrier() if rank == 0 else time.sleep({LONG})
+        """,
+        MPIDL_TIMEOUT="1.5",
+    )
+    assert status != 0
+    assert "rank 1 of 3 has waited" in text
+    assert "in recv from rank 2" in text
+    assert "not arrived: rank 2, which is after barrier (operation 1)" in text
+
+
+def test_a_rank_that_has_left_is_noticed_long_before_the_limit(job: Callable) -> None:
+    status, text, seconds = job("if rank == 2:\n    sys.exit()\ncomm.all_reduce(x)")
+    assert status != 0
+    assert seconds < LONG / 2
+    assert "not arrived: rank 2, which is at the end of its program, after 1 operations" in text
+
+
+@pytest.mark.thorough
+def test_an_operation_is_watched_while_messages_go_on_beside_it(job: Callable) -> None:
+    status, text, _ = job(
+        f"""
+        if rank == 2:
+            time.sleep({LONG})
+        work = comm.all_reduce(x, async_op=True)
+        while True:
+            (comm.send if rank else comm.recv)(np.ones(1), 1 - rank)
+            time.sleep(0.1)
+        """,
+        MPIDL_TIMEOUT="2",
+    )
+    assert status != 0
+    assert "in all_reduce (operation 2 of this communicator)" in text
+    assert "not arrived: rank 2" in text
+
+
+def test_a_wrong_limit_on_one_rank_is_an_error_on_all(job: Callable) -> None:
+    status, text, _ = job(
+        """
+        try:
+            Communicator(timeout="soon" if rank == 1 else 3)
+        except ValueError as error:
+            print("refused:", error)
+        """
+    )
+    assert status == 0, text
+    assert text.count("got 'soon'; needs a number of seconds") == 3
+
+
+def test_a_killed_rank_ends_the_job_with_a_message(job: Callable) -> None:
+    status, text, seconds = job("if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.all_reduce(x)")
+    assert status != 0
+    assert seconds < LONG / 2
+    assert "KILLED" in text.upper() or "signal 9" in text
+
+
+@pytest.mark.thorough("2", "8")
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_stopped_rank_is_named_at_any_number_of_ranks(job: Callable, ranks: int) -> None:
+    status, text, seconds = job(
+        "if rank == comm.size - 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "comm.reduce_scatter(np.ones(1), np.ones(comm.size))",
+        ranks,
+        MPIDL_TIMEOUT="1.5",
+    )
+    assert status != 0
+    assert seconds < LONG / 2
+    assert text.count("has waited") == 1, text
+    assert "in reduce_scatter (operation 2 of this communicator)" in text
+    assert f"not arrived: rank {ranks - 2}, which is after barrier (operation 1)\n" in text
+
+
+@pytest.mark.thorough("4", "8")
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_that_is_stopped_inside_an_operation_is_named(job: Callable, ranks: int) -> None:
+    """By the others, to whom it has come like all; also where it is the one that would report."""
+    late = ranks // 2 - 1
+    status, text, seconds = job(
+        f"""
+        import threading
+        if rank == {late}:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        x = np.ones(2_000_000, np.float32)
+        while True:
+            comm.all_reduce(x, "max", algorithm="ring")
+        """,
+        ranks,
+        MPIDL_TIMEOUT="3",
+    )
+    assert status != 0
+    assert seconds < LONG / 2
+    assert text.count("has waited") == 1, text
+    assert "in all_reduce (operation " in text
+    assert f"s, as if stopped or gone: rank {late}\n" in text, text
+    assert "one of them hangs" not in text
+
+
+def test_a_job_that_is_stopped_as_a_whole_and_goes_on_is_left_alone(job: Callable, tmp_path: Path) -> None:
+    """As a scheduler does with it; the others wait for rank 0 all the while."""
+    status, text, _ = job(
+        f"""
+        import pathlib, subprocess
+        here = pathlib.Path({str(tmp_path)!r})
+        (here / f"{{os.getpid()}}.pid").touch()
+        comm.barrier()
+        if rank == 0:
+            pids = " ".join(path.stem for path in here.glob("*.pid"))
+            both = f"sleep 0.5; kill -STOP {{pids}}; sleep 5; kill -CONT {{pids}}"
+            subprocess.Popen(["sh", "-c", both], start_new_session=True)
+            time.sleep(1.5)
+        comm.barrier()
+        print("well")
+        """,
+        MPIDL_TIMEOUT="2.5",
+    )
+    assert status == 0, text
+    assert text.count("well") == 3
+
+
+@pytest.mark.thorough
+def test_where_ranks_share_no_memory_each_tells_the_others_where_it_is(job: Callable) -> None:
+    status, text, _ = job(
+        f"""
+        import collectives.symmetric.shared_memory as memory
+        memory._attempt_open = lambda *_: -1
+        comm = Communicator(timeout=2)
+        for _ in range(3):
+            time.sleep(1)
+            comm.barrier()
+        if rank == 1:
+            time.sleep({LONG})
+        comm.all_reduce(x)
+        """
+    )
+    assert status != 0
+    assert text.count("has waited") == 1, text
+    assert "rank 0 of 3 has waited" in text
+    assert "not arrived: rank 1, which is after barrier (operation 3)\n" in text
+    assert "Traceback" not in text
+
+
+def test_a_rank_in_an_endless_loop_is_named_with_the_loop(job: Callable) -> None:
+    status, text, _ = job("if rank == 1:\n    while True: pass  # for ever\ncomm.all_reduce(x)", 2, MPIDL_TIMEOUT="1.5")
+    assert status != 0
+    assert "in all_reduce (operation 2 of this communicator)" in text
+    assert "not arrived: rank 1, which is after barrier (operation 1)\n" in text
+    assert "# for ever" in text
+
+
+@pytest.mark.thorough
+def test_no_limit_and_long_operations_that_move_on_are_left_alone(job: Callable) -> None:
+    """Three seconds in all, in waits that are shorter than the limit."""
+    status, text, _ = job(
+        """
+        for _ in range(6):
+            time.sleep(0.5 * (rank == 1))
+            comm.all_reduce(x, "max")
+        print("well")
+        """,
+        MPIDL_TIMEOUT="2",
+    )
+    assert status == 0, text
+    assert text.count("well") == 3
+
+
+def test_limits_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limit_of(None) == 600
+    assert limit_of(0) == float("inf")
+    monkeypatch.setenv("MPIDL_TIMEOUT", "20")
+    assert limit_of(None) == 20
+    assert limit_of(3) == 3
+    monkeypatch.setenv("MPIDL_TIMEOUT", "soon")
+    with pytest.raises(ArgumentError, match="MPIDL_TIMEOUT: got 'soon'; needs a number of seconds"):
+        limit_of(None)
+    with pytest.raises(ArgumentError, match="timeout: got -1"):
+        limit_of(-1)

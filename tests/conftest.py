@@ -1,0 +1,46 @@
+"""Fixtures of all tests; how tests run under mpirun is in `harness`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness import launch
+from tests.harness.plugin import Harness
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--brief", action="store_true", help="leave out what another case or number of ranks shows too")
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is there
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "limit(seconds): ends the run if the test takes longer")
+    config.addinivalue_line("markers", "ranks(*numbers): leaves the test out at other numbers of ranks")
+    config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
+    config.addinivalue_line("markers", "thorough(*cases): left out with --brief, or these cases of it")
+    config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")
+    config.pluginmanager.register(Harness(config), "mpidl-harness")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "mpirun" in getattr(item, "fixturenames", ()):
+            item.add_marker("job")
+
+
+@pytest.fixture
+def comm() -> Iterator[Any]:
+    """A fresh Communicator over all ranks of the run."""
+    from collectives import Communicator
+
+    made = Communicator()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mpirun() -> Callable[..., Any]:
+    """`mpirun(ranks, *arguments, timeout=60, **environment)`: python under mpirun; see `harness.launch`."""
+    return launch.mpirun

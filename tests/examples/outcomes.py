@@ -1,0 +1,33 @@
+"""Calls a program's main() with many command lines in one MPI job, and tells how each ended on every rank.
+
+    mpirun -n 2 python outcomes.py examples/gpt2_zero3.py '[["--batch", "0"], ...]'
+
+"{rank}" in an argument becomes the rank. Rank 0 prints JSON: for each command line a list over the ranks of
+[status (0: it returned), what was written to standard output, to standard error].
+"""
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import mpidl
+
+program = Path(__file__).resolve().parents[2] / sys.argv[1]
+sys.path.insert(0, str(program.parent))
+main = runpy.run_path(str(program))["main"]
+comm = mpidl.init()
+outcomes = []
+for arguments in json.loads(sys.argv[2]):
+    sys.argv[1:] = [argument.replace("{rank}", str(comm.rank)) for argument in arguments]
+    out, errors, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+    outcomes.append(mpidl.all_gather_object(comm, (status, out.getvalue(), errors.getvalue())))
+if comm.rank == 0:
+    print(json.dumps(outcomes))

@@ -1,0 +1,98 @@
+"""The batch scripts for Slurm, with programs in place of srun and scontrol that note how they are called."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import launch
+
+SCRIPTS = launch.ROOT / "examples" / "slurm"
+# Runs as the ranks would: waits for the signal, if it is to, and ends with the status in the file `ends`.
+SRUN = """#!/bin/bash
+echo "srun $*" >>"$CALLS"
+case "$*" in *mpidl.doctor*) exit 0 ;; esac
+status=$(head -n 1 "$ENDS"); sed -i 1d "$ENDS"
+if [ "$status" = wait ]; then
+    trap 'exit 75' USR1
+    touch "$WAITS"
+    for _ in $(seq 600); do sleep 0.1; done
+fi
+exit "$status"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path):
+    """`slurm(script, ends)` starts a script whose runs end so; its process, and the file of the calls."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    scontrol = '#!/bin/bash\necho "scontrol $*" >>"$CALLS"\n'
+    python = f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", scontrol), ("python", python)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(script: str, *ends: object) -> tuple[subprocess.Popen[bytes], Path]:
+        (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
+        calls = tmp_path / "calls"
+        files = {"CALLS": str(calls), "ENDS": str(tmp_path / "ends"), "WAITS": str(tmp_path / "waits")}
+        job = {"SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8", "RUN": str(tmp_path / "run")}
+        path = os.pathsep.join([str(programs), os.environ["PATH"]])
+        environment = launch.environment(PATH=path, PYTHONPATH=str(launch.ROOT), **files, **job)
+        process = subprocess.Popen(["bash", SCRIPTS / script], env=environment, cwd=launch.ROOT)
+        started.append(process)
+        return process, calls
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("status", "again"), [(75, True), (0, False), (1, False)])
+def test_one_node_goes_back_to_the_queue_if_it_was_asked_to_stop(slurm, status: int, again: bool) -> None:
+    process, calls = slurm("one_node.sh", status)
+    assert process.wait(60) == status
+    said = calls.read_text().splitlines()
+    assert said[0].startswith("srun --mpi=pmi2 --cpu-bind=cores --cpus-per-task=4 python examples/gpt2_zero3.py ")
+    assert said[1:] == ["scontrol requeue 77"] * again
+
+
+@pytest.mark.limit(120)
+def test_several_nodes_go_on_after_a_failure_and_pass_the_signal_on(slurm, tmp_path: Path) -> None:
+    process, calls = slurm("several_nodes.sh", 1, "wait")
+    while not (tmp_path / "waits").exists():
+        assert process.poll() is None, calls.read_text()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)  # as Slurm does with the script alone
+    assert process.wait(60) == 75
+    said = calls.read_text().splitlines()
+    assert said[0] == "srun --mpi=pmi2 --cpus-per-task=4 python -m mpidl.doctor"
+    assert [line.startswith("srun --mpi=pmi2 --ntasks=8 --kill-on-bad-exit=1 ") for line in said[1:3]] == [True, True]
+    assert said[3:] == ["scontrol requeue 77"]
+
+
+@pytest.mark.parametrize("script", ["one_node.sh", "several_nodes.sh"])
+def test_what_the_scripts_ask_the_example_for_it_has(script: str) -> None:
+    """Every option of the example that stands in a script."""
+    text = (SCRIPTS / script).read_text().partition("gpt2_zero3.py")[2]
+    options = {word for word in text.partition("\n\n")[0].split() if word.startswith("--")}
+    source = (launch.ROOT / "examples" / "gpt2_zero3.py").read_text()
+    assert options >= {"--checkpoint-dir", "--save-every"}
+    assert [option for option in options if f'"{option}"' not in source] == []
+
+
+def test_what_the_documentation_says_of_batch_options_the_scripts_do() -> None:
+    documented = set(re.findall(r"#SBATCH (--[\w-]+)", (launch.ROOT / "docs" / "launching.md").read_text()))
+    scripts = [(SCRIPTS / script).read_text() for script in ("one_node.sh", "several_nodes.sh")]
+    assert {"--signal", "--requeue"} <= documented
+    assert [o for o in documented for text in scripts if not re.search(rf"^#SBATCH {o}\b", text, re.MULTILINE)] == []

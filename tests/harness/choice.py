@@ -1,0 +1,53 @@
+"""What `--brief` leaves out, so that the suite is run often: three cases of a test, each on one number of ranks.
+
+    cases of a test     a  b  c  d  e  f  g        a  b  c        a
+    three of them       a        d        g        a  b  c        a
+    on ranks            3        2        4        2  4  2        3        each test begins elsewhere in the round
+    and on 1 rank       1                 1           1           1
+
+Marked `every_size`, all cases of a test run on all of these; on any other number every case does. Marked `thorough`, a
+test, or those of its cases that the mark names, is left out: another one says nearly the same in less time.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from zlib import crc32
+
+import pytest
+
+_CASES = 3
+_ROUND = (2, 3, 2, 4)  # more ranks than cores take longer
+
+
+def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
+    """Of a run on this number of ranks; 0 for a run without MPI. The same in every process."""
+    left: list[pytest.Item] = []
+    for test, cases in groupby(items, _test):
+        chosen: list[pytest.Item] = []
+        for item in cases:
+            (left if _is_thorough(item) else chosen).append(item)
+        if ranks in (1, *_ROUND) and chosen and not chosen[0].get_closest_marker("every_size"):
+            left += _elsewhere(chosen, ranks, crc32(test.encode()))
+    return left
+
+
+def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.Item]:
+    """What does not run on this number of ranks; of cases that run on some numbers alone, what is not chosen."""
+    step = -(-len(cases) // _CASES)
+    turns = {case: begin + number // step for number, case in enumerate(cases) if number % step == 0}
+
+    def is_here(case: pytest.Item) -> bool:
+        turn = turns[case]
+        here = turn % 2 == 1 if ranks == 1 else _ROUND[turn % len(_ROUND)] == ranks
+        return here or case.get_closest_marker("ranks") is not None
+
+    return [case for case in cases if case not in turns or not is_here(case)]
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("thorough")
+    return mark is not None and (not mark.args or item.nodeid.partition("[")[2][:-1] in mark.args)
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]

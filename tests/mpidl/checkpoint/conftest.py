@@ -1,0 +1,22 @@
+"""A directory that all ranks share, and weights that are alike on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpidl
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Whatever the ranks have drawn before: a plain model is the same on all."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def shared(comm, tmp_path: Path) -> Path:
+    """Rank 0's temporary directory, on every rank."""
+    return Path(mpidl.broadcast_object(comm, str(tmp_path)))

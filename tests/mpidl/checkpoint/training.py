@@ -1,0 +1,87 @@
+"""A training that checkpoints can interrupt: engines on the global batches of tests.mpidl.models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from tests.mpidl.models import MODELS, fresh, sequences
+
+ENGINES = ("ddp", "zero1", "zero2", "zero3")
+SETTINGS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
+
+
+class Run:
+    """A model with its engine, optimizer and schedule on some ranks."""
+
+    def __init__(
+        self,
+        engine: str,
+        comm: Communicator,
+        model: nn.Module | None = None,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        settings: dict[str, Any] | None = None,
+        **of_engine: Any,
+    ) -> None:
+        self.engine, self.comm = engine, comm
+        self.model = fresh(MODELS["gpt2"]) if model is None else model
+        self.call: Any = self.model
+        settings = SETTINGS if settings is None else settings
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2]}]
+        groups[1]["lr"] = 3e-4
+        self.optimizer: Any
+        if engine.startswith("zero"):
+            self.optimizer = mpidl.ZeroOptimizer(
+                self.model, optimizer, int(engine[4]), groups, process_group=comm, **of_engine, **settings
+            )
+        else:
+            if engine == "ddp":
+                self.call = mpidl.DistributedDataParallel(self.model, process_group=comm, **of_engine)
+            self.optimizer = optimizer(groups, **settings)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def micro_step(self, step: int, micro: int = 0, of: int = 1) -> float:
+        """Forward and backward of this rank's share of a global batch; the mean loss."""
+        ranks = 1 if self.engine == "plain" else self.comm.size
+        x, y = (part.chunk(ranks)[self.comm.rank % ranks] for part in sequences(step, micro))
+        loss = self.call(x, y) / of
+        loss.backward()
+        total = np.array([loss.item()])
+        self.comm.all_reduce(total, "avg")
+        return float(total[0])
+
+    def finish(self) -> None:
+        """The optimizer's step, and what belongs to it."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+
+    def steps(self, first: int, last: int) -> list[float]:
+        """Trains; the losses of all ranks' samples."""
+        losses = []
+        for step in range(first, last):
+            losses.append(self.micro_step(step))
+            self.finish()
+        return losses
+
+    def save(self, path: Any, step: int, **more: Any) -> Any:
+        """To `path`, with the schedule."""
+        return mpidl.checkpoint.save(
+            path, self.call, self.optimizer, self.schedule, step=step, process_group=self.comm, **more
+        )
+
+    def load(self, path: Any, **more: Any) -> Any:
+        """From `path`, with the schedule."""
+        return mpidl.checkpoint.load(path, self.call, self.optimizer, self.schedule, process_group=self.comm, **more)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The plain state_dict, on rank 0; copies."""
+        if self.engine.startswith("zero"):
+            return self.optimizer.model_state_dict()
+        return {name: value.clone() for name, value in self.model.state_dict().items() if torch.is_tensor(value)}

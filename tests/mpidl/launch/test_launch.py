@@ -1,0 +1,313 @@
+"""The restart wrapper, on commands that are plain processes; one real job stands in tests/mpidl/test_kill.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mpidl.errors import UsageError
+from mpidl.launch import supervise
+from mpidl.launch.__main__ import main, parse
+from mpidl.launch.causes import cause
+from mpidl.launch.command import ranks_of, with_ranks
+from mpidl.launch.supervise import Plan, Supervisor
+from tests.harness import launch
+
+# A "job" that notes its run in the file `count`, saves `step-<run>` where it is told to, and ends as told for this run.
+JOB = """
+import os, sys, time, signal, pathlib
+folder, ends, saves = pathlib.Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
+folder.mkdir(exist_ok=True)
+count = folder / "count"
+run = int(count.read_text()) if count.exists() else 0
+count.write_text(str(run + 1))
+if saves == "yes":
+    (folder / "ckpt").mkdir(exist_ok=True)
+    (folder / "ckpt" / f"step-{run:08d}").mkdir()
+end = ends[min(run, len(ends) - 1)]
+print("run", run, *sys.argv[4:], file=sys.stderr)
+if end == "wait":
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+    (folder / "waits").touch()
+    time.sleep(60)
+if end == "deaf":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(1))  # as Open MPI's mpirun ends
+    (folder / "waits").touch()
+    time.sleep(60)
+if end == "kill":
+    os.kill(os.getpid(), 9)
+sys.exit(int(end))
+"""
+
+
+@pytest.fixture(autouse=True)
+def newest_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories stand for checkpoints."""
+    monkeypatch.setattr(
+        supervise, "newest", lambda folder: (max(folder.glob("step-*"), default=None) if folder.exists() else None, [])
+    )
+
+
+def command(folder: Path, ends: str, saves: str = "no") -> list[str]:
+    return [sys.executable, "-c", JOB, str(folder), ends, saves]
+
+
+def started(tmp_path: Path) -> int:
+    return int((tmp_path / "count").read_text())
+
+
+@pytest.mark.parametrize("ends", ["0", "1,0", "kill,3,0"])
+def test_a_job_is_started_again_until_it_is_done(tmp_path: Path, ends: str) -> None:
+    supervisor = Supervisor(Plan(command(tmp_path, ends), backoff=0))
+    assert supervisor.run() == 0
+    assert started(tmp_path) == len(ends.split(",")) == len(supervisor.runs)
+
+
+@pytest.mark.parametrize(("ends", "status"), [("7", 7), ("kill", 137)])
+def test_restarts_come_to_an_end_with_the_job_s_status(tmp_path: Path, ends: str, status: int) -> None:
+    assert Supervisor(Plan(command(tmp_path, ends), backoff=0, max_restarts=2)).run() == status
+    assert started(tmp_path) == 3
+
+
+def test_without_newer_checkpoints_it_gives_up_earlier(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(command(tmp_path, "1"), tmp_path / "ckpt", backoff=0, max_restarts=9, patience=2)
+    assert Supervisor(plan).run() == 1
+    assert started(tmp_path) == 2
+    assert "giving up: no newer checkpoint in 2 runs in a row" in capfd.readouterr().err
+
+
+def test_progress_is_patience_s_measure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(command(tmp_path, "1,1,1,0", "yes"), tmp_path / "ckpt", backoff=0, max_restarts=9, patience=1)
+    supervisor = Supervisor(plan)
+    assert supervisor.run() == 0
+    assert [run.came_to and Path(run.came_to).name for run in supervisor.runs] == [f"step-{n:08d}" for n in range(4)]
+    said = capfd.readouterr().err
+    assert f"restart 3 of 9 from {tmp_path}/ckpt/step-00000002" in said
+    assert "finished after 3 restarts" in said
+
+
+def test_a_checkpoint_that_was_being_written_is_removed(tmp_path: Path) -> None:
+    for name in ("step-00000007", "step-00000009.tmp", "step-00000008.gone", "other.tmp"):
+        (tmp_path / "ckpt" / name).mkdir(parents=True)
+    Supervisor(Plan(command(tmp_path, "1"), tmp_path / "ckpt", backoff=0, max_restarts=0)).run()
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["other.tmp", "step-00000007"]
+
+
+@pytest.mark.parametrize("status", [75, 2])
+def test_a_stopped_job_and_wrong_use_are_not_started_again(tmp_path: Path, status: int) -> None:
+    assert Supervisor(Plan(command(tmp_path, str(status)), backoff=0)).run() == status
+    assert started(tmp_path) == 1
+
+
+@pytest.mark.parametrize("job", ["wait", "deaf"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_signals_are_passed_on_and_the_job_is_not_started_again(
+    tmp_path: Path, number: signal.Signals, status: int, job: str
+) -> None:
+    """Whether the job heeds them or is ended by them, as before it has made its StopSignal."""
+
+    def send() -> None:
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    threading.Thread(target=send).start()
+    assert Supervisor(Plan(command(tmp_path, job), backoff=0)).run() == status
+    assert started(tmp_path) == 1
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_while_the_job_is_being_started_is_not_lost(tmp_path: Path, monkeypatch) -> None:
+    class Slow(supervise.Job):
+        def __init__(self, command: list[str]) -> None:
+            super().__init__(command)
+            while not (tmp_path / "waits").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(supervise, "Job", Slow)
+    assert Supervisor(Plan(command(tmp_path, "wait"), backoff=0)).run() == 75
+
+
+def test_a_signal_between_two_runs_ends_the_waiting(tmp_path: Path) -> None:
+    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert Supervisor(Plan(command(tmp_path, "1"), backoff=60)).run() == 75
+    assert started(tmp_path) == 1
+
+
+def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path, monkeypatch) -> None:
+    """A process in a session of its own, and a file that the job's allocator would have made."""
+    monkeypatch.setenv("MPIDL_SHM_DIR", str(tmp_path))
+    (tmp_path / "mpidl-0123-4567").touch()
+    stranger = subprocess.Popen(["sleep", "60"], env={**os.environ, "MPIDL_JOB": "0123"}, start_new_session=True)
+    script = f'setsid sleep 60 & echo $! >{tmp_path}/pid; touch "{tmp_path}/mpidl-$MPIDL_JOB-89ab"; sleep 0.3; exit 1'
+    try:
+        supervisor = Supervisor(Plan(["sh", "-c", script], backoff=0, max_restarts=0))
+        assert supervisor.run() == 1
+        left = int((tmp_path / "pid").read_text())
+        assert supervisor.runs[0].left_behind[0] == f"process {left}"
+        with contextlib.suppress(OSError):  # it may be gone already
+            assert not Path(f"/proc/{left}/environ").read_bytes()
+        assert [path.name for path in tmp_path.glob("mpidl-*")] == ["mpidl-0123-4567"]
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_fewer_ranks(tmp_path: Path) -> None:
+    """A shell script that stands for mpirun: its number of ranks is an argument of the job."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text('#!/bin/sh\nshift; ranks=$1; shift\nexec "$@" $ranks\n')
+    mpirun.chmod(0o755)
+
+    def ranks(**how: object) -> list[int | None]:
+        folder = tmp_path / str(how).replace(" ", "")
+        job = [str(mpirun), "-n", "4", *command(folder, "1,1,1,0")]
+        supervisor = Supervisor(Plan(job, folder / "ckpt", backoff=0, max_restarts=9, patience=9, **how))  # type: ignore[arg-type]
+        assert supervisor.run() == 0
+        return [run.ranks for run in supervisor.runs]
+
+    assert ranks() == [4, 4, 4, 4]
+    assert ranks(ranks=[3, 1]) == [4, 3, 1, 1]
+    assert ranks(min_ranks=2) == [4, 3, 2, 2]
+    assert ranks(min_ranks=5) == [4, 4, 4, 4]
+    assert ranks(min_ranks=1, divided=12) == [4, 3, 2, 1]
+    assert ranks(min_ranks=1, divided=4) == [4, 2, 1, 1]
+    assert ranks(min_ranks=3, divided=4) == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "for_two"),
+    [
+        ("mpirun -n 4 python -n 7", 4, "mpirun -n 2 python -n 7"),
+        ("/a/b/mpiexec.hydra -np 16 x", 16, "/a/b/mpiexec.hydra -np 2 x"),
+        ("srun --ntasks=8 --mpi=pmix a", 8, "srun --ntasks=2 --mpi=pmix a"),
+        ("srun -n8 a", 8, "srun -n2 a"),
+        ("mpirun -ppn 3 -n 6 python", 6, "mpirun -ppn 3 -n 2 python"),
+        ("mpirun python x.py -n 3", None, None),
+        ("python x.py -n 3", None, None),
+    ],
+)
+def test_the_number_of_ranks_in_a_command(given: str, ranks: int | None, for_two: str | None) -> None:
+    assert ranks_of(given.split()) == ranks
+    if for_two is None:
+        with pytest.raises(UsageError, match="needs -n"):
+            with_ranks(given.split(), 2)
+    else:
+        assert with_ranks(given.split(), 2) == for_two.split()
+
+
+HYDRA = """
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 3478 RUNNING AT vm
+=   EXIT CODE: 9
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
+"""
+OPEN_MPI = "prterun noticed that process rank 1 with PID 6646 on node vm exited on\nsignal 9 (Killed).\n"
+SRUN = "srun: error: node7: {}\nsrun: error: node8: task 0: Killed\n"
+RAISED = """mpidl: rank 1 of 3 ends the job: Traceback (most recent call last):
+  File "x.py", line 13, in <module>
+    raise KeyError("why")
+KeyError: 'why'
+Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1
+"""
+LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this communicator)
+  arrived: ranks 0, 2
+  not arrived: rank 1, which is after all_reduce (operation 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (9, HYDRA, "status 9: rank 1 on vm was ended by SIGKILL"),
+        (9, HYDRA.replace("3478", "12"), "status 9: process 12 on vm was ended by SIGKILL"),
+        (137, OPEN_MPI, "status 137: rank 1 on vm was ended by SIGKILL"),
+        (1, RAISED, "status 1: rank 1: KeyError: 'why'"),
+        (1, RAISED.replace(" ends", ", in feeder ends"), "status 1: rank 1, in feeder: KeyError: 'why'"),
+        (
+            1,
+            LATE,
+            "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, which is after "
+            "all_reduce (operation 2)",
+        ),
+        (
+            1,
+            LATE.splitlines()[0] + "\n  arrived: ranks 0, 1, 2\n  silent for 2 s, as if stopped or gone: rank 1",
+            "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, silent for 2 s, as if "
+            "stopped or gone",
+        ),
+        (9, HYDRA.replace("PID", "RANK 5 PID"), "status 9: rank 5 on vm was ended by SIGKILL"),
+        (9, "took signal 3\n" + HYDRA + "signal 11", "status 9: rank 1 on vm was ended by SIGKILL"),
+        (
+            10,
+            HYDRA.replace("Killed (signal 9", "User defined signal 1 (signal 10"),
+            "status 10: rank 1 on vm was ended by SIGUSR1",
+        ),
+        (137, SRUN.format("task 1: Killed"), "status 137: rank 1 on node7: ended by SIGKILL"),
+        (139, SRUN.format("task 1: Segmentation fault (core dumped)"), "status 139: rank 1 on node7: ended by SIGSEGV"),
+        (1, SRUN.format("tasks 2,4-5: Out Of Memory"), "status 1: ranks 2,4-5 on node7: Out Of Memory"),
+        (5, SRUN.format("task 1: Exited with exit code 5"), "status 5"),
+        (130, "mpidl: rank 2 of 3 ends the job: interrupted", "status 130: rank 2: interrupted"),
+        (1, "error: /a/b: No space left on device", "status 1: /a/b: No space left on device"),
+        (2, "error: /a: no such file\nmore", "status 2: the command was used wrongly: /a: no such file"),
+        (75, "", "status 75: was asked to stop, and can go on"),
+        (143, "", "status 143: ended by SIGTERM"),
+        (5, "no idea", "status 5"),
+    ],
+)
+def test_causes(status: int, said: str, expected: str) -> None:
+    assert cause(status, said.splitlines(), lambda process, node: {(3478, "vm"): 1}.get((process, node))) == expected
+
+
+def test_memory_that_ran_out_is_named() -> None:
+    assert cause(9, [], lambda process, node: None, killed_for_memory=True).endswith("because memory ran out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no command"),
+        (["--max-restarts", "-1", "--", "x"], "needs at least 0"),
+        (["--ranks-on-restart", "3,0", "--", "x"], "needs at least 1"),
+        (["--min-ranks", "2", "--ranks-on-restart", "3", "--", "x"], "give one of them"),
+        (["--min-ranks", "2", "--", "x"], "needs -n"),
+        (["--ranks-divide", "4", "--", "x"], "needs --min-ranks"),
+        (["--json", "/no/such/file", "--", "true"], "/no/such/file: cannot be written: No such file or directory"),
+        (["--", "/no/such/program"], "/no/such/program: cannot be started"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_options_of_the_command_are_its_own() -> None:
+    options = parse(["--max-restarts", "5", "--", "mpirun", "-n", "2", "--", "x", "--json", "y"])
+    assert options.command == ["mpirun", "-n", "2", "--", "x", "--json", "y"]
+    assert (options.max_restarts, options.json) == (5, None)
+
+
+def test_as_a_command_it_initialises_no_mpi_and_does_not_keep_the_job_from_it(tmp_path: Path) -> None:
+    look = "import os, sys; sys.exit(4 if 'MPI4PY_RC_INITIALIZE' in os.environ else 0)"
+    done = launch.run(
+        [sys.executable, "-m", "mpidl.launch", "--json", str(tmp_path / "x"), "--", sys.executable, "-c", look],
+        60,
+        launch.ROOT,
+        launch.environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "x").read_text())[0]["status"] == 0

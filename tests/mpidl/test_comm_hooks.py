@@ -1,0 +1,99 @@
+"""Communication hooks of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from mpidl import comm_hooks
+
+pytestmark = pytest.mark.mpi
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def gradients(comm, hook: Any = None, state: Any = None, passes: int = 3) -> list[torch.Tensor]:
+    model = net()
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-4)
+    if hook is not None:
+        wrapped.register_comm_hook(state, hook)
+    for _ in range(passes):
+        model.zero_grad()
+        wrapped(torch.randn(5, 4, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_the_plain_mean_as_a_hook_changes_no_bit(comm) -> None:
+    for plain, hooked in zip(gradients(comm), gradients(comm, comm_hooks.allreduce, comm), strict=True):
+        assert torch.equal(plain, hooked)
+
+
+@pytest.mark.parametrize(
+    ("hook", "error"), [(comm_hooks.fp16_compress, 2e-3), (comm_hooks.bf16_compress, 2e-2)], ids=["fp16", "bf16"]
+)
+def test_compressed_means_are_near_and_equal_on_all_ranks(comm, hook: Any, error: float) -> None:
+    for exact, found in zip(gradients(comm), gradients(comm, hook), strict=True):
+        torch.testing.assert_close(found, exact, rtol=error, atol=error * float(exact.abs().max()))
+        assert not torch.equal(found, exact)
+        theirs = found.clone()
+        comm.broadcast(theirs)
+        assert torch.equal(theirs, found)
+
+
+def test_what_a_hook_sees(comm) -> None:
+    seen: list[comm_hooks.GradBucket] = []
+
+    def hook(state: str, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
+        assert state == "state"
+        seen.append(bucket)
+        assert bucket.buffer().dim() == 1
+        assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+        for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert g.shape == p.shape
+        bucket.set_buffer(torch.full_like(bucket.buffer(), 2.0))
+        return comm_hooks.completed(bucket.buffer() * 3)
+
+    found = gradients(comm, hook, "state", passes=1)
+    assert all((g == 6).all() for g in found)
+    assert [b.index() for b in seen] == list(range(len(seen)))
+    assert [b.is_last() for b in seen] == [False] * (len(seen) - 1) + [True]
+    assert len(seen) > 1
+
+
+def test_a_torch_future_is_a_handle(comm) -> None:
+    def hook(_: Any, bucket: comm_hooks.GradBucket) -> Any:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([bucket.buffer() * 0 + 7])
+        return future
+
+    assert all((g == 7).all() for g in gradients(comm, hook))
+
+
+def test_a_hook_that_raises_or_returns_nothing(comm) -> None:
+    def raises(_: Any, bucket: comm_hooks.GradBucket) -> Any:
+        raise ValueError("the hook's own error")
+
+    with pytest.raises(ValueError, match="the hook's own error"):
+        gradients(comm, raises)
+    with pytest.raises(mpidl.TrainingError, match=r"returned None; needs a handle with wait\(\)"):
+        gradients(comm, lambda *_: None)
+
+
+def test_one_hook_and_before_training(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
+    with pytest.raises(mpidl.ConfigurationError, match="needs a callable"):
+        wrapped.register_comm_hook(None, "allreduce")  # type: ignore[arg-type]
+    wrapped.register_comm_hook(None, comm_hooks.allreduce)
+    with pytest.raises(mpidl.ConfigurationError, match="has a hook already"):
+        wrapped.register_comm_hook(None, comm_hooks.allreduce)
+    begun = mpidl.DistributedDataParallel(net(), process_group=comm)
+    begun(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(mpidl.ConfigurationError, match="training has begun"):
+        begun.register_comm_hook(None, comm_hooks.allreduce)

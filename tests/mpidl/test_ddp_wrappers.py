@@ -1,0 +1,168 @@
+"""Several wrappers, copies of them, and what changes around them between passes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from mpidl import comm_hooks
+from tests.mpidl.gradients import Several, check, data, made, mean_gradients
+
+pytestmark = pytest.mark.mpi
+
+
+def whole(m: Any, rank: int) -> torch.Tensor:
+    return m(data(rank), (0, 1, 2)).sum()
+
+
+def test_a_deep_copy_trains_by_itself(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm, bucket_cap_mb=1e-5)
+
+    def loss(m: Any, rank: int) -> torch.Tensor:
+        return m(data(rank), (0, 1, 2)).sum()
+
+    expected = mean_gradients(Several, loss, comm.size)
+    loss(wrapped, comm.rank).backward()
+    twin = copy.deepcopy(wrapped)
+    plain = copy.deepcopy(wrapped.module)  # the module itself knows nothing of the wrapper
+    loss(plain, comm.rank).backward()
+    twin.zero_grad()
+    loss(twin, comm.rank).backward()
+    check(twin.module, expected)
+    check(wrapped.module, expected)
+    assert twin.process_group is comm
+    assert list(twin.state_dict()) == [f"module.{name}" for name in made(Several).state_dict()]
+
+
+def test_a_copy_with_a_hook(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm)
+    wrapped.register_comm_hook(comm, comm_hooks.allreduce)
+    twin = copy.deepcopy(wrapped)
+    whole(twin, comm.rank).backward()
+    check(twin.module, mean_gradients(Several, whole, comm.size))
+
+
+def test_one_rank_alone_can_evaluate_with_a_copy_and_with_the_wrapper(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(lambda: nn.BatchNorm1d(3)), process_group=comm)
+    wrapped(data(comm.rank)).sum().backward()
+    average = torch.optim.swa_utils.AveragedModel(wrapped)
+    average.update_parameters(wrapped)
+    if comm.rank == 0:
+        with torch.no_grad():
+            average(data(0))
+            wrapped(data(0))
+    wrapped(data(comm.rank)).sum().backward()
+
+
+def test_after_a_pass_all_ranks_evaluate_alike(comm) -> None:
+    """Rank 0's running statistics, without a forward pass to fetch them."""
+    model = nn.BatchNorm1d(3)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    wrapped(data(comm.rank)).sum().backward()
+    wrapped.eval()
+    found = wrapped(data(0)).detach()
+    theirs = found.clone()
+    comm.broadcast(theirs)
+    assert torch.equal(theirs, found)
+
+
+def test_a_new_wrapper_takes_over_at_once(comm) -> None:
+    """Whether the garbage collector has been or not, and it has not been on all ranks."""
+    gc.disable()
+    try:
+        model = made(Several)
+        for _ in range(3):
+            wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+            model.zero_grad()
+            whole(wrapped, comm.rank).backward()
+            check(model, mean_gradients(Several, whole, comm.size))
+            assert sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()) == 6
+            del wrapped
+            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+            if comm.rank == 1:
+                gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_two_wrappers_whose_buckets_fill_in_another_order_on_each_rank(comm) -> None:
+    class Skips(Several):
+        def forward(self, x, skip):  # type: ignore[override]
+            return super().forward(x, (1, 2) if skip else (0, 1, 2))
+
+    def loss(first: Any, second: Any, rank: int) -> torch.Tensor:
+        return second(first(data(rank), rank == 0), rank == 1).sum()
+
+    models = [made(Skips) for _ in range(2)]
+    wrapped = [mpidl.DistributedDataParallel(m, process_group=comm, find_unused_parameters=True) for m in models]
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+        loss(*wrapped, comm.rank).backward()
+    expected: list[dict[str, Any]] = [{}, {}]
+    for rank in range(comm.size):
+        plain = [made(Skips) for _ in range(2)]
+        loss(*plain, rank).backward()
+        for found, model in zip(expected, plain, strict=True):
+            for name, p in model.named_parameters():
+                share = torch.zeros_like(p) if p.grad is None else p.grad / comm.size
+                found[name] = found.get(name, 0) + share
+    if comm.size > 2:  # with fewer, some parameters are reached by none
+        for model, gradients in zip(models, expected, strict=True):
+            check(model, gradients)
+
+
+def test_freezing_on_one_rank_is_an_error_on_all(comm) -> None:
+    if comm.size == 1:
+        return
+    model = made(Several)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    if comm.rank == 0:
+        model.layers[1].weight.requires_grad_(False)
+    with pytest.raises(mpidl.ModelMismatch, match=r"layers\.1\.weight.*frozen"):
+        wrapped(data(comm.rank), (0, 1, 2))
+
+
+def test_freezing_and_unfreezing_around_no_sync(comm) -> None:
+    """What a pass under no_sync gave is averaged, though the next pass does not reach it, or it trains no longer."""
+    model = made(Several)
+    model.layers[2].requires_grad_(False)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, find_unused_parameters=True)
+    with wrapped.no_sync():
+        whole(wrapped, comm.rank).backward()
+        model.layers[2].requires_grad_(True)
+        whole(wrapped, comm.rank).backward()
+    model.layers[0].requires_grad_(False)
+    wrapped(data(comm.rank), (1,)).sum().backward()
+    expected: dict[str, torch.Tensor] = {}
+    for rank in range(comm.size):
+        plain = made(Several)
+        plain.layers[2].requires_grad_(False)
+        whole(plain, rank).backward()
+        plain.layers[2].requires_grad_(True)
+        whole(plain, rank).backward()
+        plain.layers[0].requires_grad_(False)
+        plain(data(rank), (1,)).sum().backward()
+        for name, p in plain.named_parameters():
+            expected[name] = expected.get(name, 0) + p.grad / comm.size
+    check(model, expected)
+
+
+def test_outputs_that_are_parameters_gather_no_hooks(comm) -> None:
+    class Gives(Several):
+        def forward(self, x, order):  # type: ignore[override]
+            return super().forward(x, order), self.layers[0].weight
+
+    model = made(Gives)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    for _ in range(3):
+        model.zero_grad()
+        out, weight = wrapped(data(comm.rank), (0, 1, 2))
+        (out.sum() + weight.sum()).backward()
+    assert not model.layers[0].weight._backward_hooks

@@ -1,0 +1,115 @@
+"""The doctor finds what is wrong in facts that are made up, and looks at a real job."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mpidl.doctor.advice import findings
+from mpidl.doctor.facts import started
+
+GIB = 1 << 30
+
+
+def rank(number: int, **changes: Any) -> dict[str, Any]:
+    """Of four ranks with two cores each on one host of eight."""
+    return {
+        "rank": number,
+        "host": "a",
+        "local_rank": number,
+        "local_size": 4,
+        "nodes": 1,
+        "started": 4,
+        "versions": {"python": "3.11", "torch": "2.13", "mpi": "MPICH"},
+        "mpi": {"library": "MPICH", "standard": "4.1", "threads": "multiple", "cuda_aware": None},
+        "cores": list(range(8)),
+        "cores_of_machine": 8,
+        "quota": None,
+        "threads": 2,
+        "shared_memory": {"directory": "/dev/shm", "bytes": 8 * GIB, "free": 8 * GIB},
+        "symmetric": True,
+        "memory": 16 * GIB,
+        "gpus": [],
+        **changes,
+    }
+
+
+FAST = {"copy": 10e9, "all_reduce_on_a_node": 5e9, "all_reduce_over_nodes": None, "links": {}}
+LINK = {"bytes_per_second": 1e9, "latency": 1e-5}
+
+
+def told(facts: list[dict[str, Any]], **speed: Any) -> list[tuple[bool, str]]:
+    return [(finding.problem, finding.what) for finding in findings(facts, {**FAST, **speed})]
+
+
+def test_a_machine_that_is_well_has_no_findings() -> None:
+    assert told([rank(n) for n in range(4)]) == []
+    assert told([rank(n, cores=[2 * n, 2 * n + 1]) for n in range(4)]) == []  # bound to cores of their own
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "what"),
+    [
+        ({"started": 16}, True, "has started 16 processes, but MPI knows of 4"),
+        ({"mpi": {**rank(0)["mpi"], "threads": "single"}}, True, "gives threads the level 'single'"),
+        ({"symmetric": False}, True, "the ranks of a cannot share memory"),
+        ({"shared_memory": {"directory": "/dev/shm", "bytes": GIB, "free": 64 << 20}}, True, "of a has 64 MiB free"),
+        ({"threads": 8}, True, "a: 4 ranks of 8 threads each on 8 cores"),
+        ({"cores": [0, 1], "threads": 1}, True, "a: 4 ranks of 1 thread each on 2 cores"),
+        ({"threads": 1}, False, "a: 4 ranks of 1 thread each on 8 cores: 4 cores are idle"),
+        ({"quota": 4.0}, True, "a: 4 ranks of 2 threads each on 4 cores"),
+        ({"gpus": ["H100"]}, False, "a has 1 of H100"),
+    ],
+)
+def test_what_is_wrong_is_told(changes: dict[str, Any], problem: bool, what: str) -> None:
+    found = told([rank(n, **changes) for n in range(4)])
+    assert any(is_problem == problem and what in text for is_problem, text in found), found
+
+
+def test_ranks_that_are_unlike_are_told() -> None:
+    facts = [rank(n) for n in range(4)]
+    facts[3] |= {"versions": {**facts[3]["versions"], "torch": "2.4"}, "host": "b"}
+    assert (True, "torch is 2.13 on rank 0 and 2.4 on rank 3 (b)") in told(facts)
+
+
+def test_ranks_that_are_bound_to_the_same_core_are_told() -> None:
+    facts = [rank(n, cores=[2 * n, 2 * n + 1]) for n in range(4)]
+    facts[2]["cores"] = [1, 5]
+    assert (True, "a: ranks 0 and 2 are bound to the same core 1") in told(facts)
+    facts = [rank(n, cores=[n], threads=2) for n in range(4)]
+    assert (True, "a: rank 0 has 2 threads on the 1 core that it is bound to") in told(facts)
+
+
+def test_slow_ways_are_told() -> None:
+    facts = [rank(n) for n in range(4)]
+    assert told(facts, all_reduce_on_a_node=1e9)[0][1].startswith("the all-reduce on a node moves 954 MiB/s")
+    slow = {"bytes_per_second": 1e8, "latency": 1e-3}
+    assert told(facts, links={"b": LINK}) == []
+    assert told(facts, links={"b": slow})[0][1].startswith("the link from a to b moves 95.4 MiB/s, with 1000 us")
+    assert told(facts, links={"b": LINK, "c": slow}) == [
+        (True, "the link from a to c moves 95.4 MiB/s, with 1000 us; the best one 954 MiB/s")
+    ]
+
+
+def test_problems_come_before_remarks() -> None:
+    found = told([rank(n, gpus=["H100"], symmetric=False) for n in range(4)])
+    assert [problem for problem, _ in found] == [True, False]
+
+
+def test_what_launchers_say_of_their_number_of_processes() -> None:
+    assert started({}) == 1
+    assert started({"PMI_SIZE": "3"}) == 3
+    assert started({"OMPI_COMM_WORLD_SIZE": "5", "PMIX_SIZE": ""}) == 5
+
+
+def test_it_looks_at_a_job(mpirun) -> None:
+    done = mpirun(2, "-m", "mpidl.doctor", "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == any(finding["problem"] for finding in told["findings"]), done.stderr
+    assert [fact["rank"] for fact in told["ranks"]] == [0, 1]
+    assert all(fact["symmetric"] and fact["mpi"]["threads"] == "multiple" for fact in told["ranks"])
+    assert told["speed"]["copy"] > 0
+    assert told["speed"]["all_reduce_on_a_node"] > 0
+    assert told["speed"]["links"] == {}

@@ -1,0 +1,214 @@
+"""Joining the job, and how it ends when a rank fails. Each case is a job of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+JOIN = "import os, sys, time, mpidl, torch\ncomm = mpidl.init()\n"
+
+
+@pytest.fixture
+def job(mpirun, tmp_path: Path):
+    """`job(ranks, source)` runs a program that has joined the job as `comm`."""
+
+    def run(ranks: int, source: str, **env: str):
+        program = tmp_path / "program.py"
+        program.write_text(JOIN + source)
+        return mpirun(ranks, str(program), **env)
+
+    return run
+
+
+def test_init_sets_what_other_libraries_read_and_is_the_same_twice(job) -> None:
+    done = job(
+        3,
+        "assert mpidl.init() is comm\n"
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')\n"
+        "assert [os.environ[n] for n in names] == [str(comm.rank), str(comm.rank), '3', '3']\n"
+        "sys.stdout.write(f'fine{comm.rank}\\n')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["fine0", "fine1", "fine2"]
+
+
+@pytest.mark.thorough
+def test_cores_are_divided_unless_the_environment_says_otherwise(job) -> None:
+    show = "sys.stdout.write(f'{torch.get_num_threads()} {os.environ[\"OMP_NUM_THREADS\"]}\\n')"
+    cores = len(os.sched_getaffinity(0))
+    done = job(1, show, OMP_NUM_THREADS="")
+    assert done.stdout.split() == [str(cores), str(cores)]
+    done = job(2 * cores, show, OMP_NUM_THREADS="")
+    assert set(done.stdout.split()) == {"1"}
+    assert job(1, show, OMP_NUM_THREADS="1").stdout.split() == ["1", "1"]
+
+
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(job) -> None:
+    done = job(3, "if comm.rank == 1:\n    raise KeyError('the reason')\ncomm.barrier()\ntime.sleep(60)")
+    assert done.returncode != 0
+    assert "rank 1 of 3 ends the job" in done.stderr
+    assert "KeyError: 'the reason'" in done.stderr
+
+
+def test_a_failure_of_an_engine_s_collective_ends_the_job(job) -> None:
+    """A wrong argument on one rank only, while the others already wait for it."""
+    done = job(2, "comm.all_reduce(torch.ones(3) if comm.rank else [1.0])")
+    assert done.returncode != 0
+    assert "needs a numpy array or a torch CPU tensor" in done.stderr
+
+
+def test_a_killed_rank_ends_the_job(job) -> None:
+    done = job(3, f"if comm.rank == 2:\n    os.kill(os.getpid(), {signal.SIGKILL:d})\ncomm.barrier()\ntime.sleep(60)")
+    assert done.returncode != 0
+    assert "signal 9" in done.stdout + done.stderr
+
+
+@pytest.mark.thorough("True")
+@pytest.mark.parametrize("wrong", ["True", "comm.rank == 1"])
+def test_wrong_use_is_one_line_and_status_2_on_every_rank(job, wrong: str) -> None:
+    done = job(
+        3,
+        "def check():\n"
+        f"    if {wrong}:\n"
+        "        raise mpidl.UsageError('no such\\nfile')\n"
+        "    return 5\n"
+        "try:\n"
+        "    mpidl.agree_or_exit(comm, check)\n"
+        "except SystemExit as end:\n"
+        "    print(f'status {end.code}\\n', end='')\n"  # in one piece, so that ranks do not interleave
+        "    raise",
+    )
+    assert done.returncode == 2
+    assert done.stdout.count("status 2") == 3
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert lines == ["error: no such file" + ("" if wrong == "True" else " (on rank 1)")]
+
+
+@pytest.mark.thorough
+def test_what_is_right_everywhere_goes_on(job) -> None:
+    done = job(2, "assert mpidl.agree_or_exit(comm, lambda: comm.rank) == comm.rank")
+    assert done.returncode == 0
+
+
+@pytest.mark.thorough
+def test_operations_in_flight_are_finished_before_the_end(job) -> None:
+    done = job(2, "x = torch.ones(1_000_000)\nfor _ in range(5): comm.all_reduce(x, 'avg', async_op=True)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_without_mpirun_is_a_world_of_one(job, tmp_path: Path) -> None:
+    import sys
+
+    from tests.harness.launch import ROOT, environment, run
+
+    program = tmp_path / "alone.py"
+    program.write_text(JOIN + "x = torch.ones(3)\ncomm.all_reduce(x)\nprint(comm.size, x.sum().item())")
+    done = run([sys.executable, str(program)], 60, ROOT, environment())
+    assert done.stdout.split() == ["1", "3.0"], done.stderr
+
+
+def test_an_error_that_all_ranks_have_is_told_once(job) -> None:
+    done = job(3, "raise KeyError('the reason')")
+    assert done.returncode == 1
+    assert done.stderr.count("ends the job") == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+
+
+@pytest.mark.thorough
+def test_another_error_is_told_beside_the_first(job) -> None:
+    done = job(2, "raise KeyError(f'reason {comm.rank}')")
+    assert done.returncode == 1
+    assert "KeyError: 'reason 0'" in done.stderr
+    assert "KeyError: 'reason 1'" in done.stderr
+
+
+def test_an_exception_in_a_thread_ends_the_job_with_its_traceback(job) -> None:
+    done = job(
+        2,
+        "import threading\n"
+        "if comm.rank:\n"
+        "    threading.Thread(target=lambda: {}['the reason'], name='feeder').start()\n"
+        "comm.barrier() if comm.rank else time.sleep(60)",
+    )
+    assert done.returncode == 1
+    assert "rank 1 of 2, in feeder ends the job" in done.stderr
+    assert "KeyError: 'the reason'" in done.stderr
+
+
+def test_the_status_of_a_rank_that_exits_while_others_wait_is_the_job_s(job) -> None:
+    done = job(2, "if comm.rank:\n    sys.exit(3)\ncomm.barrier()")
+    assert done.returncode == 3, done.stderr
+    assert "rank 1, which is at the end of its program with status 3, after" in done.stderr
+
+
+INTERRUPT = (
+    "import signal, threading\n"
+    "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"  # as the launcher passes it on
+)
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "time.sleep(60)",
+        "time.sleep(60) if comm.rank == 2 else comm.barrier()",
+        "comm.recv(torch.ones(1), (comm.rank + 1) % 3)",
+    ],
+    ids=["in Python", "some waiting in MPI", "all waiting in MPI"],
+)
+def test_an_interrupt_of_all_ranks_ends_them_at_once_with_one_line(job, busy: str) -> None:
+    done = job(3, INTERRUPT + busy)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.count("ends the job: interrupted") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.thorough("interrupt", "interrupt behind")
+@pytest.mark.parametrize("how", ["interrupt", "interrupt behind", "exception behind"])
+def test_a_checkpoint_that_is_being_written_is_removed_and_no_other(job, tmp_path: Path, how: str) -> None:
+    end = "raise KeyError('why')\n" if "exception" in how else "time.sleep(60)\n"
+    done = job(
+        2,
+        "from pathlib import Path\n"
+        "from mpidl.checkpoint import tensorfile\n"
+        "torch.manual_seed(0)\n"
+        f"folder, model = Path({str(tmp_path)!r}) / 'kept', torch.nn.Linear(3, 2)\n"
+        "mpidl.checkpoint.save(folder, model, step=1)\n"
+        "write = tensorfile.write_all\n"
+        "def slow(*arguments):\n"
+        "    (folder / f'writing-{comm.rank}').touch()\n"
+        "    time.sleep(60) if comm.rank else write(*arguments)\n"
+        "tensorfile.write_all = slow\n"
+        + ("" if "exception" in how else INTERRUPT.replace("0.3", "1.5"))
+        + f"mpidl.checkpoint.save(folder, model, step=2, background={'behind' in how})\n"
+        "while len(list(folder.glob('writing-*'))) < 2:\n"
+        "    time.sleep(0.01)\n" + end,
+    )
+    assert done.returncode == (1 if "exception" in how else 130), done.stderr
+    left = sorted(path.name for path in (tmp_path / "kept").iterdir() if not path.name.startswith("writing"))
+    assert left == ["latest", "step-00000001"], done.stderr
+
+
+@pytest.mark.thorough
+def test_a_program_that_catches_an_interrupt_goes_on(job) -> None:
+    done = job(
+        2,
+        INTERRUPT + "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    time.sleep(1.5)\n    comm.barrier()\n"
+        "print('went on\\n', end='')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("went on") == 2
+
+
+def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(job) -> None:
+    done = job(
+        2,
+        "from collectives.leftovers import mapped\n"
+        "comm.barrier()\n"
+        "print(f'named: {any(mapped().values())}\\n', end='')",
+    )
+    assert done.returncode == 0, done.stderr  # MPI_Finalize does not miss it
+    assert done.stdout.count("named: False") == 2

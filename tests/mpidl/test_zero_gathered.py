@@ -1,0 +1,165 @@
+"""What ranks make of whole parameters inside `gathered`: alike, or one of them for all; anything else is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from tests.mpidl.zero_reference import Several, check, engine, every_part, made
+from tests.mpidl.zero_ways import EVERY_WAY, zero
+
+pytestmark = pytest.mark.mpi
+
+
+def head_to(value: float) -> Callable[[nn.Module], Any]:
+    return lambda m: nn.init.constant_(m.head.weight, value)
+
+
+def head_data(m: Any) -> None:
+    m.head.weight.data.fill_(7.0)
+
+
+def replaced(m: Any) -> None:
+    m.head.weight.data = torch.full((2, 3), 7.0)
+
+
+def transposed(m: Any) -> None:
+    m.blocks[0].inner.weight.data = m.blocks[0].inner.weight.data.t()
+
+
+def seventh(m: Any) -> None:
+    m.load_state_dict({name: torch.full_like(value, 7.0) for name, value in m.state_dict().items()})
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": head_to(7.0),
+    "data": head_data,
+    "replaced": replaced,
+    "transposed": transposed,
+    "loaded": seventh,
+}
+
+
+@every_part
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_that_are_alike_are_kept(comm, what: str, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    plain = made(Several)
+    with optimizer.gathered():
+        CHANGES[what](model)
+    CHANGES[what](plain)
+    check(model, optimizer, plain)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@every_part
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_of_one_rank_alone_are_refused_on_every_rank(comm, what: str, way: str) -> None:
+    if comm.size == 1:
+        return
+    model, optimizer = engine(comm, Several, way)
+    named = r"blocks\.0\.inner\.weight" if what in ("transposed", "loaded") else r"head\.weight"
+
+    def change() -> None:
+        with optimizer.gathered():
+            if comm.rank == comm.size - 1:
+                CHANGES[what](model)
+
+    with pytest.raises(mpidl.TrainingError, match=rf"^{named}.*: changed inside gathered, but not alike.*from_rank=0"):
+        change()
+    plain = made(Several)
+    optimizer.load_model_state_dict(plain.state_dict())
+    check(model, optimizer, plain)
+
+
+@every_part
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_of_one_rank_go_to_all_where_asked(comm, what: str, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    plain = made(Several)
+    last = comm.size - 1
+    with optimizer.gathered(from_rank=last):
+        CHANGES[what](model) if comm.rank == last else head_to(-1.0)(model)
+    CHANGES[what](plain)
+    check(model, optimizer, plain)
+
+
+@EVERY_WAY
+def test_masters_and_frozen_parameters_follow_one_rank(comm, way: str) -> None:
+    model = made(Several)
+    model.head.bias.requires_grad_(False)
+    optimizer = zero(model, comm, way, torch.optim.SGD, lr=0.0, precision=mpidl.Precision(torch.bfloat16))
+    with optimizer.gathered(model.head, from_rank=0):
+        if comm.rank == 0:
+            model.head.weight.fill_(3.0)
+            model.head.bias.fill_(5.0)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()  # of masters, at a rate of 0
+    weights = optimizer.model_state_dict()
+    with optimizer.gathered(writable=False):
+        assert (model.head.weight == 3.0).all()
+        assert (model.head.bias == 5.0).all()
+    assert comm.rank or (weights["head.weight"] == 3.0).all()
+
+
+@every_part
+def test_what_does_not_fit_is_not_taken(comm, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+
+    def change() -> None:
+        with optimizer.gathered():
+            model.head.weight.data = torch.ones(7, 3)
+
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: replaced inside gathered by what has another shape"):
+        change()
+    check(model, optimizer, made(Several))
+
+
+@every_part
+def test_an_error_of_the_block_is_raised_and_not_hidden(comm, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+
+    def change() -> None:
+        with optimizer.gathered():
+            model.head.weight.fill_(float(comm.rank))
+            raise KeyError("deliberate")
+
+    with pytest.raises(KeyError, match="deliberate"):
+        change()
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
+    "a number": (lambda m: {"module": 3}, "gathered: got int; needs a module of the model"),
+    "a parameter": (lambda m: {"module": m.head.weight}, "gathered: got a parameter; needs a module"),
+    "a stranger": (lambda m: {"module": nn.Linear(2, 2)}, "the Linear has parameters that are not the model's"),
+    "no rank": (lambda m: {"from_rank": 99}, "from_rank: got 99; needs a rank below"),
+    "True": (lambda m: {"from_rank": True}, "from_rank: got True; needs a rank below"),
+    "nothing to change": (lambda m: {"from_rank": 0, "writable": False}, "from_rank: is for changes"),
+}
+
+
+@every_part
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(comm, what: str, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    make, message = WRONG[what]
+    wrong = comm.rank == comm.size - 1
+    with pytest.raises(mpidl.ConfigurationError, match=re.escape(message)):
+        optimizer.gathered(**(make(model) if wrong else {})).__enter__()
+    check(model, optimizer, made(Several))
+
+
+@every_part
+def test_a_module_of_nothing_is_none_of_the_model(comm, way: str) -> None:
+    """An empty list is no whole model."""
+    model, optimizer = engine(comm, Several, way)
+    with optimizer.gathered(nn.ModuleList()):
+        pass
+    check(model, optimizer, made(Several))

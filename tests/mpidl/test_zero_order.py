@@ -1,0 +1,135 @@
+"""ZeRO whichever units run: on all ranks or some, in any order, several times, in checkpoints, or never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import mpidl
+from tests.mpidl.zero_reference import Several, after_failure, data, engine, every_part, every_way, follow, plainly
+
+pytestmark = pytest.mark.mpi
+
+
+@every_way
+def test_units_called_several_times_or_not_at_all_in_another_order_each_step(comm, way: str) -> None:
+    orders = [(0, 1, 2), (2, 0, 2, 2), (1,), (), (2, 1, 0)]
+    follow(comm, way, Several, lambda m, rank, step: m(data(rank), orders[step]).square().sum(), steps=5)
+
+
+@every_way
+def test_units_called_on_some_ranks_only(comm, way: str) -> None:
+    orders = [(0,), (2, 1), (0, 0), (1,)]
+    follow(comm, way, Several, lambda m, rank, step: m(data(rank), orders[(rank + step) % 4]).square().sum())
+
+
+@every_part
+def test_a_rank_that_reaches_no_parameter_at_all(comm, way: str) -> None:
+    class Sometimes(Several):
+        def forward(self, x, idle):
+            return x * 2 if idle else super().forward(x)
+
+    follow(comm, way, Sometimes, lambda m, rank, step: m(data(rank).requires_grad_(), rank == step).square().sum())
+
+
+@every_part
+def test_several_outputs_of_which_some_are_used(comm, way: str) -> None:
+    @dataclass
+    class Output:
+        first: torch.Tensor
+        others: dict[str, torch.Tensor]
+
+    class Packs(Several):
+        def forward(self, x):
+            first = self.blocks[0](x)
+            return Output(first, {"b": self.blocks[1](first), "c": self.head(self.blocks[2](x))})
+
+    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
+        out = m(data(rank, step))
+        return (out.first * out.others["b"]).sum() if step else out.others["c"].square().sum()
+
+    follow(comm, way, Packs, loss)
+
+
+@every_part
+def test_a_loss_that_does_not_come_from_the_output(comm, way: str) -> None:
+    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
+        fit = plainly(m, rank, step)
+        penalty = sum(p.square().sum() for p in m.parameters())
+        return penalty * (rank + 1) if step == 1 else penalty + fit
+
+    follow(comm, way, Several, loss)
+
+
+@every_part
+def test_several_forward_passes_before_one_backward(comm, way: str) -> None:
+    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
+        a, b = m(data(rank), (0, 1)), m(data(rank + 10), (1, 2))
+        return (a * b).sum() + a.square().sum()
+
+    follow(comm, way, Several, loss)
+
+
+@every_part
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "re-entrant"])
+def test_activation_checkpoints(comm, way: str, reentrant: bool) -> None:
+    class Checkpointed(Several):
+        def forward(self, x):
+            x = self.blocks[0](x)
+            for block in self.blocks[1:]:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    follow(comm, way, Checkpointed, plainly)
+
+
+@every_part
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "re-entrant"])
+def test_the_whole_model_in_a_checkpoint(comm, way: str, reentrant: bool) -> None:
+    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
+        return checkpoint(m, data(rank, step).requires_grad_(), use_reentrant=reentrant).square().sum()
+
+    class Counts(Several):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.ones(()))
+
+        def forward(self, x):
+            return super().forward(x * self.factor)
+
+    follow(comm, way, Counts, loss)
+
+
+@every_part
+def test_a_parameter_shared_by_checkpoints(comm, way: str) -> None:
+    class Shares(Several):
+        def forward(self, x):
+            x = x.requires_grad_()
+            for number in (0, 1, 0, 2):
+                x = checkpoint(self.blocks[number], x, use_reentrant=False)
+            return self.head(x)
+
+    follow(comm, way, Shares, plainly)
+
+
+@every_part
+def test_a_gradient_that_comes_in_parts(comm, way: str) -> None:
+    """From re-entrant checkpoints that share a parameter: added up while its bucket waits, else refused."""
+
+    def loss(m: Any, rank: int, numbers: tuple[int, ...]) -> torch.Tensor:
+        x = data(rank).requires_grad_()
+        for number in numbers:
+            x = checkpoint(m.blocks[number], x, use_reentrant=True)
+        return m.head(x).square().sum()
+
+    # Block 0 is done with before block 2, whose bucket is reduced first.
+    follow(comm, way, Several, lambda m, rank, step: loss(m, rank, (2, 0, 0, 0)))
+    model, optimizer = engine(comm, Several, way)
+    with pytest.raises(mpidl.TrainingError, match=r"blocks\.[0-9].*arrived twice.*use_reentrant=False"):
+        loss(model, comm.rank, (2, 1, 0, 2, 1, 0)).backward()
+    optimizer.zero_grad()
+    after_failure(comm, model, optimizer, Several)

@@ -1,0 +1,125 @@
+"""A plain model as the judge of ZeroOptimizer: it steps on the mean of the gradients of every rank's pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+
+WAYS: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1, "bucket_cap_mb": 1e-5},
+    "2": {"stage": 2, "bucket_cap_mb": 1e-5},
+    "3-node": {"stage": 3},
+    "3-gathered": {"stage": 3, "share_in_node": False},
+}
+SGD = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}
+
+Loss = Callable[[Any, int, int], torch.Tensor]
+Make = Callable[[], nn.Module]
+
+
+def data(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * step + rank + 1))
+
+
+def made(make: Make, rank: int = 0) -> nn.Module:
+    """Equal on all ranks but for weights that only rank 0 has right."""
+    torch.manual_seed(3)
+    model = make()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(float(rank))
+    return model
+
+
+def engine(comm, make: Make, way: str, **settings: Any) -> tuple[nn.Module, mpidl.ZeroOptimizer]:
+    model = made(make, comm.rank)
+    return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD, **settings)
+
+
+class Plain:
+    """The reference: every rank's pass on one plain model, one after the other, then a step on their mean."""
+
+    def __init__(self, make: Make, ranks: int) -> None:
+        self.model, self.ranks = made(make), ranks
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], **SGD)
+
+    def step(self, run: Callable[[nn.Module, int], None]) -> None:
+        for rank in range(self.ranks):
+            run(self.model, rank)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad /= self.ranks
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def check(model: nn.Module, optimizer: mpidl.ZeroOptimizer, expected: nn.Module) -> None:
+    """On every rank."""
+    with optimizer.gathered(writable=False):
+        found = dict(model.named_parameters())
+        for name, p in expected.named_parameters():
+            torch.testing.assert_close(found[name].detach(), p.detach(), rtol=1e-5, atol=1e-6, msg=name)
+            assert found[name].grad is None
+
+
+def follow(comm, way: str, make: Make, loss: Loss, steps: int = 3, **settings: Any) -> mpidl.ZeroOptimizer:
+    """Weights after each of some SGD steps. loss: of a model, a rank and the step."""
+    model, optimizer = engine(comm, make, way, **settings)
+    plain = Plain(make, comm.size)
+    for step in range(steps):
+        plain.step(lambda m, rank, step=step: loss(m, rank, step).backward())  # type: ignore[misc]
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        check(model, optimizer, plain.model)
+    return optimizer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Several(nn.Module):
+    """Units to choose from, and something of the model's own."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(count)])
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        for number in order:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+def plainly(m: Any, rank: int, step: int) -> torch.Tensor:
+    return m(data(rank, step)).square().sum()
+
+
+every_way = pytest.mark.parametrize("way", WAYS)
+# Each way to keep parameters (whole, in shared memory, in shards) and each to keep gradients (whole, in shards).
+# Stage 2 alone brings nothing new: it has the parameters of stage 1 and the gradients of stage 3.
+every_part = pytest.mark.parametrize("way", ["1", "3-node", "3-gathered"])
+
+
+def after_failure(comm, model: nn.Module, optimizer: mpidl.ZeroOptimizer, make: Make) -> None:
+    """The next step is that of a plain model's first one."""
+    plain = Plain(make, comm.size)
+    for step in range(2):
+        plain.step(lambda m, rank, step=step: plainly(m, rank, step).backward())  # type: ignore[misc]
+        plainly(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check(model, optimizer, plain.model)

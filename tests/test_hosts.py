@@ -1,0 +1,104 @@
+"""Several nodes: a small job over two test hosts, as root where namespaces are allowed."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests import hosts
+from tests.harness import launch
+
+JOB = """
+import numpy as np
+from collectives import Communicator
+comm = Communicator()
+assert (comm.size, comm.nodes, comm.local_size) == (4, 2, 2), (comm.size, comm.nodes, comm.local_size)
+for size in (0, 3, 1003, 100_003, 4_000_003):
+    x = np.arange(size, dtype=np.float64) % 7 + comm.rank
+    comm.all_reduce(x, algorithm="hierarchical")
+    assert (x == 4 * (np.arange(size) % 7) + 6).all(), size
+print("rank", comm.rank, "is right")
+"""
+UNEVEN = """
+import numpy as np
+from collectives import Communicator
+comm = Communicator().split(0 if Communicator().rank < 3 else 1)
+x = np.ones(100_003)
+comm.all_reduce(x)
+assert (x == comm.size).all()
+assert comm.size == 1 or (comm.nodes == 2 and "hierarchical" not in comm.algorithms("all_reduce"))
+print("rank", comm.rank, "is right")
+"""
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("job", [JOB, UNEVEN], ids=["two and two ranks", "two ranks and one"])
+def test_ranks_of_two_hosts_reduce_over_shared_memory_and_the_network(job: str) -> None:
+    obstacle = hosts.obstacle()
+    if obstacle:
+        pytest.skip(f"no test hosts: {obstacle}")
+    command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", "-c", job]
+    done = launch.run(command, 50, launch.ROOT, launch.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is right") == 4, done.stdout + done.stderr
+
+
+def test_a_rank_that_fails_gives_its_status() -> None:
+    obstacle = hosts.obstacle()
+    if obstacle:
+        pytest.skip(f"no test hosts: {obstacle}")
+    command = [sys.executable, hosts.__file__, "--ranks-per-host", "1", "--", "python", "-c", "raise SystemExit(3)"]
+    done = launch.run(command, 50, launch.ROOT, launch.environment())
+    assert done.returncode == 3, done.stdout + done.stderr
+
+
+LATE = """
+import os, signal, time
+import numpy as np
+from collectives import Communicator
+comm = Communicator(timeout=2)
+comm.barrier()
+if comm.rank in RANKS:
+    WHAT
+comm.all_reduce(np.ones(1000), algorithm="ring")
+"""
+AFTER = "which is after barrier (operation 1)"
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize(
+    ("ranks", "what", "missing"),
+    [
+        ("[3]", "time.sleep(60)", f"rank 3, {AFTER}"),
+        ("[3]", "os.kill(os.getpid(), signal.SIGSTOP)", f"rank 3, {AFTER}"),
+        ("[2, 3]", "os.kill(os.getpid(), signal.SIGSTOP)", "ranks 2, 3, which has not answered"),
+    ],
+    ids=["sleeps", "is stopped", "is stopped with all of its host"],
+)
+def test_a_late_rank_on_another_host_is_named_with_what_it_is_in(ranks: str, what: str, missing: str) -> None:
+    obstacle = hosts.obstacle()
+    if obstacle:
+        pytest.skip(f"no test hosts: {obstacle}")
+    job = LATE.replace("RANKS", ranks).replace("WHAT", what)
+    command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", "-c", job]
+    done = launch.run(command, 50, launch.ROOT, launch.environment())
+    assert done.returncode != 0
+    assert "rank 0 of 4 has waited" in done.stderr
+    assert f"not arrived: {missing}\n" in done.stderr, done.stderr
+
+
+@pytest.mark.limit(60)
+def test_a_rank_on_another_host_that_is_stopped_inside_an_operation_is_named() -> None:
+    obstacle = hosts.obstacle()
+    if obstacle:
+        pytest.skip(f"no test hosts: {obstacle}")
+    what = "import threading; threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()"
+    many = "while True:\n    comm.all_reduce(np.ones(1_000_000), algorithm='ring')\n"
+    job = LATE.replace("RANKS", "[3]").replace("WHAT", what).rpartition("comm.all_reduce")[0] + many
+    command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", "-c", job]
+    done = launch.run(command, 50, launch.ROOT, launch.environment())
+    assert done.returncode != 0
+    assert " of 4 has waited 2 s in all_reduce (operation " in done.stderr
+    assert re.search(r"silent for \d s, as if stopped or gone: rank 3\n", done.stderr), done.stderr
