@@ -112,7 +112,8 @@ class _Ending:
         """Ends the job at an interrupt that Python does not notice, as its main thread waits in MPI for other ranks.
 
         The byte that the C-level handler writes comes through all the same, and a thread reads it. A program that
-        notices, and catches KeyboardInterrupt, is left alone.
+        notices, and catches KeyboardInterrupt, is left alone, and so is one that has since put a handler of its own in
+        place, for as long as it stands.
         """
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
@@ -131,9 +132,12 @@ class _Ending:
         self._noticed.set()
         raise KeyboardInterrupt
 
+    def _stands(self) -> bool:
+        return signal.getsignal(signal.SIGINT) == self._notice
+
     def _wait(self, reading: int) -> None:
         while received := os.read(reading, 64):
-            if signal.SIGINT in received and not self._noticed.wait(_PATIENCE):
+            if signal.SIGINT in received and self._stands() and not self._noticed.wait(_PATIENCE) and self._stands():
                 self._interrupted()
             self._noticed.clear()
 

@@ -203,6 +203,21 @@ def test_a_program_that_catches_an_interrupt_goes_on(job) -> None:
     assert done.stdout.count("went on") == 2
 
 
+def test_a_handler_that_a_program_puts_in_place_later_is_the_one_that_counts(job) -> None:
+    done = job(
+        1,
+        "import signal\n"
+        "before = signal.signal(signal.SIGINT, lambda *_: print('heard\\n', end=''))\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(0.2)\n"
+        "signal.signal(signal.SIGINT, before)\n"
+        "time.sleep(1.5)\n"
+        "print('went on\\n', end='')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "heard\nwent on\n"
+
+
 def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(job) -> None:
     done = job(
         2,
