@@ -46,8 +46,8 @@ endif
 
 CHOICE := $(if $(FULL),,--brief)
 
-# One thread a rank where cores are shared, and output as it comes where it goes through a pipe.
-IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+# One thread a rank where cores are shared, output as it comes where it goes through a pipe, and modules compiled once.
+IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help run test test-hosts lint bench bench-collectives bench-training clean
 help:

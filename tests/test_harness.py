@@ -114,6 +114,7 @@ def test_a_rank_that_fails_while_others_wait_for_it_ends_the_run_with_its_traceb
     assert "an earlier failure" in text
 
 
+@pytest.mark.thorough("in a blocking MPI call")
 @pytest.mark.parametrize(
     "stuck",
     ["world.recv(source=0, tag=5)", "exec('while True: pass')"],

@@ -33,6 +33,7 @@ print("rank", comm.rank, "is right")
 """
 
 
+@pytest.mark.thorough("two ranks and one")
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("job", [JOB, UNEVEN], ids=["two and two ranks", "two ranks and one"])
 def test_ranks_of_two_hosts_reduce_over_shared_memory_and_the_network(job: str) -> None:
@@ -67,6 +68,7 @@ comm.all_reduce(np.ones(1000), algorithm="ring")
 AFTER = "which is after barrier (operation 1)"
 
 
+@pytest.mark.thorough("sleeps", "is stopped with all of its host")
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
     ("ranks", "what", "missing"),
@@ -89,6 +91,7 @@ def test_a_late_rank_on_another_host_is_named_with_what_it_is_in(ranks: str, wha
     assert f"not arrived: {missing}\n" in done.stderr, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(60)
 def test_a_rank_on_another_host_that_is_stopped_inside_an_operation_is_named() -> None:
     obstacle = hosts.obstacle()
@@ -100,5 +103,5 @@ def test_a_rank_on_another_host_that_is_stopped_inside_an_operation_is_named() -
     command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", "-c", job]
     done = launch.run(command, 50, launch.ROOT, launch.environment())
     assert done.returncode != 0
-    assert " of 4 has waited 2 s in all_reduce (operation " in done.stderr
+    assert re.search(r" of 4 has waited \d s in all_reduce \(operation ", done.stderr), done.stderr
     assert re.search(r"silent for \d s, as if stopped or gone: rank 3\n", done.stderr), done.stderr

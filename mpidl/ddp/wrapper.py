@@ -23,6 +23,7 @@ from collectives import Communicator
 from .. import lanes
 from ..backward import BackwardWatch, inside_backward
 from ..buckets import MIB
+from ..compiling import uncompiled
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..errors import ConfigurationError
 from ..replicate import broadcast_states
@@ -137,7 +138,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     # ---- training ---------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)
+    @uncompiled(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         synchronised = torch.is_grad_enabled() and not self._quiet and not inside_backward()

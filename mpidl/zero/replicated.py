@@ -22,6 +22,7 @@ from collectives import Communicator, Work
 
 from .. import lanes
 from ..buckets import layout_of
+from ..compiling import uncompiled
 from .shards import ParameterShard
 from .touch import Watched, unwatch, watch
 from .traffic import Traffic
@@ -123,7 +124,7 @@ def _before_forward(model: torch.nn.Module, _: Any) -> None:
         _touch(model)
 
 
-@torch.compiler.disable
+@uncompiled
 def _touch(model: torch.nn.Module) -> None:
     for p in model.parameters():
         if isinstance(p, Watched):

@@ -26,6 +26,7 @@ from collectives.positions import listing
 
 from .. import lanes
 from ..backward import BackwardWatch, inside_backward, tensors_with_gradient
+from ..compiling import uncompiled
 from ..errors import TrainingError
 from .gathered_unit import Call, GatheredUnit
 from .gathering import Forecast, Purpose, Round, Rounds, leave
@@ -125,12 +126,12 @@ class ShardedParameters:
         parts += [m for m in model.modules() if any(p in own for p in m.parameters(recurse=False))]
         return [part for part in dict.fromkeys(parts) if part not in units]
 
-    @torch.compiler.disable
+    @uncompiled
     def _before_part(self, *_: Any) -> None:
         self._running += 1
         self._training |= torch.is_grad_enabled()
 
-    @torch.compiler.disable
+    @uncompiled
     def _after_part(self, *_: Any) -> None:
         self._running -= 1
         if not (self._running or torch.is_grad_enabled() or self._watch.active or inside_backward()):

@@ -118,6 +118,7 @@ def test_deepspeed_trains_alike_and_leaves_nothing_behind(mpirun, tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEEPSPEED, reason="DeepSpeed is installed")
 def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
     done = mpirun(2, TRAINING, "--engines=single,deepspeed3")

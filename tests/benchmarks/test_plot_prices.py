@@ -57,6 +57,7 @@ def test_what_cannot_be_followed_is_left_out_and_named(mpirun, tmp_path: Path) -
     assert is_picture(drawn)
 
 
+@pytest.mark.thorough
 def test_wrong_options_are_one_line_and_status_2(mpirun) -> None:
     wrong = {
         "": "needs --output, --prediction, or both",

@@ -54,6 +54,7 @@ def test_what_is_measured_for_other_layouts_stays(tmp_path: Path, monkeypatch: p
     assert Selection("hierarchical", read_tables(2, 2)).choose("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
 
 
+@pytest.mark.thorough
 def test_wrong_options_and_files_are_one_line_on_one_rank(mpirun: Callable, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")

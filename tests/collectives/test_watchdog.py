@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_job_with_a_message(job: Callable) -> None:
     assert "KILLED" in text.upper() or "signal 9" in text
 
 
-@pytest.mark.thorough("2", "8")
+@pytest.mark.thorough("4", "8")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_stopped_rank_is_named_at_any_number_of_ranks(job: Callable, ranks: int) -> None:
     status, text, seconds = job(
@@ -170,6 +170,7 @@ def test_a_rank_that_is_stopped_inside_an_operation_is_named(job: Callable, rank
     assert "one of them hangs" not in text
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_is_left_alone(job: Callable, tmp_path: Path) -> None:
     """As a scheduler does with it; the others wait for rank 0 all the while."""
     status, text, _ = job(
@@ -214,6 +215,7 @@ def test_where_ranks_share_no_memory_each_tells_the_others_where_it_is(job: Call
     assert "Traceback" not in text
 
 
+@pytest.mark.thorough
 def test_a_rank_in_an_endless_loop_is_named_with_the_loop(job: Callable) -> None:
     status, text, _ = job("if rank == 1:\n    while True: pass  # for ever\ncomm.all_reduce(x)", 2, MPIDL_TIMEOUT="1.5")
     assert status != 0

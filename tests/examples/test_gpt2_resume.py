@@ -63,6 +63,7 @@ def saved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespa
     return SimpleNamespace(folder=folder, said=said, results=found)
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 def test_everything_at_once_goes_on_to_the_bit(text: Path, tmp_path: Path) -> None:
     """Checkpointed blocks, offload, delayed updates, validations; the whole run saves nothing."""

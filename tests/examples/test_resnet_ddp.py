@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,8 @@ from mpidl.models.segments import buffers_left_alone
 from tests.harness import launch
 
 pillow = pytest.importorskip("PIL.Image")
-pytest.importorskip("sklearn")
+# Looked for and not imported: that takes more than a second, on every rank that collects tests.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
 
 EXAMPLE = str(launch.ROOT / "examples" / "resnet_ddp.py")
 OUTCOMES = str(Path(__file__).with_name("outcomes.py"))

@@ -451,7 +451,7 @@ def test_sharded_parameters_are_no_activations(comm, share: bool) -> None:
     assert kept[0] == kept[1] > 0
 
 
-@pytest.mark.thorough("1-fp32")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp32"), (2, "bf16")])
 def test_the_categories_add_up_to_what_the_process_grows_by(mpirun, tmp_path: Path, ranks: int, dtype: str) -> None:
     """Within 5 %: pages of a bucket that no gradient touched are counted, but not there yet."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,7 @@ INTERRUPT = (
 )
 
 
+@pytest.mark.thorough("in Python", "some waiting in MPI")
 @pytest.mark.parametrize(
     "busy",
     [
@@ -227,3 +230,9 @@ def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(job) -> Non
     )
     assert done.returncode == 0, done.stderr  # MPI_Finalize does not miss it
     assert done.stdout.count("named: False") == 2
+
+
+def test_the_compiler_waits_until_it_is_needed() -> None:
+    """It would double the time of the import, on every rank."""
+    code = "import sys, mpidl\nsys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

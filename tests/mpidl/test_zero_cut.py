@@ -125,7 +125,7 @@ _GONE = "del model, optimizer\ngc.collect()\n"
 _PAUSE = "if comm.rank == {}:\n    time.sleep(4)\n"
 
 
-@pytest.mark.thorough("alive", "gone", "exit", "close")
+@pytest.mark.thorough("alive", "exit", "late", "close")
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("end", "status"),
@@ -162,6 +162,7 @@ def test_a_rank_that_exits_in_the_middle_ends_the_job_with_its_status(where: str
     assert "rank 1, which is at the end of its program with status 5" in done.stderr
 
 
+@pytest.mark.thorough("forward")
 @pytest.mark.job
 @pytest.mark.parametrize(
     "hook", ["register_forward_pre_hook(fail)", "inner.weight.register_hook(fail)"], ids=["forward", "backward"]

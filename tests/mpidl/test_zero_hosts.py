@@ -46,6 +46,7 @@ def test_a_host_gets_each_unit_once_and_each_gradient_once() -> None:
         assert report["gathered_bytes"] == STEPS * gathers
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 def test_shards_inside_hosts_send_gradients_alone() -> None:
     """Every host has all parameters: only the sum of gradients is sent, and gets back."""
@@ -55,6 +56,7 @@ def test_shards_inside_hosts_send_gradients_alone() -> None:
         assert report["sent"] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.thorough("node")
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("group", ["world", "node"])
 def test_losses_are_those_of_one_process(group: str) -> None:
@@ -62,6 +64,7 @@ def test_losses_are_those_of_one_process(group: str) -> None:
         assert report["losses"] == pytest.approx(report["expected"], rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("group", ["world", "node"])
 def test_a_checkpoint_of_offloaded_state_goes_on_over_hosts(group: str, tmp_path: Path) -> None:
