@@ -50,13 +50,6 @@ sys.exit(int(end))
 
 
 @pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> None:
-    """The jobs' output is passed on past Python's own streams."""
-    if "capsys" not in request.fixturenames:  # one excludes the other
-        request.getfixturevalue("capfd")
-
-
-@pytest.fixture(autouse=True)
 def newest_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories stand for checkpoints."""
     monkeypatch.setattr(
