@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_job_with_a_message(job: Callable) -> None:
     assert "KILLED" in text.upper() or "signal 9" in text
 
 
-@pytest.mark.thorough("4", "8")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_stopped_rank_is_named_at_any_number_of_ranks(job: Callable, ranks: int) -> None:
     status, text, seconds = job(

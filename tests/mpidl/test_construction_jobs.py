@@ -45,6 +45,7 @@ def found() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.job
 @pytest.mark.parametrize("precise", ["fp32", "bf16"])
 def test_a_rank_never_holds_the_whole_model(found: dict, precise: str) -> None:
@@ -53,6 +54,7 @@ def test_a_rank_never_holds_the_whole_model(found: dict, precise: str) -> None:
     assert found["risen"][precise] < share + 24 < 0.7 * found["whole"]
 
 
+@pytest.mark.thorough
 @pytest.mark.job
 def test_an_ordinary_construction_holds_it(found: dict) -> None:
     """The judge of the test above."""
