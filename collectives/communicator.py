@@ -43,7 +43,7 @@ from .partition import Splits
 from .patience import on_all_ranks
 from .progress import Progress, Work
 from .selection import Selection, read_tables
-from .symmetric.shared_memory import ONE_FOR_ALL, SharedMemory, is_one_for_all
+from .symmetric.shared_memory import SharedMemory, is_one_for_all
 from .topology import cores, discover
 from .watchdog import Guard, limit_of, watch
 
@@ -550,9 +550,9 @@ class Communicator:
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _signature(self, array: Any) -> tuple[Any, ...] | None:
-        """The array's signature, and whether it is memory that all ranks of the node have alike."""
+        """The array's signature, another one where it is memory that all ranks of the node have alike."""
         seen = signature(array)
-        return seen if seen is None or not ONE_FOR_ALL else (*seen, is_one_for_all(seen[0]))
+        return seen if seen is None or not is_one_for_all(seen[0]) else (*seen, "one for all")
 
     def _recall(self, key: tuple[Any, ...]) -> Call | None:
         """The call that was prepared for the same arrays and arguments, which need no second check."""

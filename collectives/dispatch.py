@@ -33,7 +33,7 @@ from .selection import COMPOSED
 from .symmetric import Operation, Symmetric
 from .symmetric.meeting import Meetings
 from .symmetric.peer_memory import connect
-from .symmetric.shared_memory import ONE_FOR_ALL, Allocator, SharedMemory
+from .symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
 from .topology import Topology
 
 Array = np.ndarray[Any, Any]
@@ -280,12 +280,12 @@ class Dispatch:
             return None
         memory = self.allocator.allocate(nbytes, shared=shared, reserved=reserved)
         if shared and memory is not None:
-            ONE_FOR_ALL.add(memory)
+            note_one_for_all(memory)
         return memory
 
     def is_shared(self, address: int) -> bool:
         """Whether an array at this address lies in memory of this group that is the same for all ranks of the node."""
-        found = self.allocator.find(address, 1) if ONE_FOR_ALL else None
+        found = self.allocator.find(address, 1) if is_one_for_all(address) else None
         return found is not None and not found[0].stride
 
     # ---- inside -----------------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ _ALWAYS = float("inf")
 # Arrays in symmetric memory gain from less than other arrays do; a limit lies between what is best for both.
 _NODE: dict[str, Table] = {
     "all_reduce": ((128 << 10, "mpi"), (_ALWAYS, "symmetric")),
-    "reduce_scatter": ((64 << 10, "mpi"), (_ALWAYS, "symmetric")),
+    "reduce_scatter": ((32 << 10, "mpi"), (_ALWAYS, "symmetric")),
     "all_gather": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
-    "all_to_all": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
+    "all_to_all": ((512 << 10, "mpi"), (_ALWAYS, "symmetric")),
     "broadcast": ((4 << 20, "mpi"), (_ALWAYS, "symmetric")),
     "reduce": ((64 << 10, "mpi"), (_ALWAYS, "symmetric")),
     "scatter": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),

@@ -59,13 +59,30 @@ class SharedMemory(mmap.mmap):
         return np.frombuffer(self, dtype, size, rank * self.stride + start)
 
 
-# What `Communicator.shared` has made in this process, for any group: all ranks' contributions would be one there.
-ONE_FOR_ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+# Where the memory that `Communicator.shared` and `pages` have made in this process begins and ends, for any group.
+# Replaced as a whole, as memory may be freed while somebody looks.
+_one_for_all: tuple[tuple[int, int], ...] = ()
+
+
+def note_one_for_all(memory: SharedMemory) -> None:
+    """All ranks of the node have this memory alike, so that their contributions to a reduction would be one."""
+    global _one_for_all
+    span = (memory.address, memory.address + len(memory))
+    _one_for_all = (*_one_for_all, span)
+    weakref.finalize(memory, _forget_one_for_all, span).atexit = False
+
+
+def _forget_one_for_all(span: tuple[int, int]) -> None:
+    global _one_for_all
+    _one_for_all = tuple(other for other in _one_for_all if other != span)
 
 
 def is_one_for_all(place: int) -> bool:
     """Whether an array at this address is the same memory on other ranks."""
-    return any(memory.address <= place < memory.address + len(memory) for memory in ONE_FOR_ALL)
+    for start, stop in _one_for_all:  # noqa: SIM110, every operation asks, and a loop is faster
+        if start <= place < stop:
+            return True
+    return False
 
 
 def directories() -> Iterator[str]:
