@@ -257,7 +257,7 @@ def load_checkpoint(comm: Any, options: argparse.Namespace, training: Sequence[A
         try:
             return mpidl.checkpoint.load(found, *training)  # >>> each rank its slices, or the same error on all
         except mpidl.CheckpointError as error:
-            if options.resume != "auto":
+            if options.resume != "auto" or isinstance(error, mpidl.CheckpointMismatch):
                 raise
             failed[found] = error
             if comm.rank == 0:

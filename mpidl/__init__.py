@@ -12,7 +12,15 @@ from . import activations, checkpoint, memory, optim
 from .amp import GradScaler
 from .clip import clip_grad_norm_, clip_grad_value_
 from .ddp import DistributedDataParallel, comm_hooks
-from .errors import CheckpointError, ConfigurationError, ModelMismatch, MpidlError, TrainingError, UsageError
+from .errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigurationError,
+    ModelMismatch,
+    MpidlError,
+    TrainingError,
+    UsageError,
+)
 from .loss import global_mean
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .nonfinite_guard import NonfiniteGuard
@@ -27,6 +35,7 @@ from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 __all__ = [
     "STOPPED",
     "CheckpointError",
+    "CheckpointMismatch",
     "ConfigurationError",
     "DistributedDataParallel",
     "GradScaler",

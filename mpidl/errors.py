@@ -25,3 +25,7 @@ class TrainingError(MpidlError, RuntimeError):
 
 class CheckpointError(MpidlError, RuntimeError):
     """A checkpoint that cannot be written, or is torn, damaged, or of another model. Raised alike on every rank."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model, optimizer or training: a restart finds it no better."""

@@ -20,7 +20,7 @@ from collectives import Communicator
 from collectives.leftovers import remove_names
 
 from .ending import end_job_with_any_rank
-from .errors import CheckpointError, TrainingError, UsageError
+from .errors import CheckpointError, CheckpointMismatch, TrainingError, UsageError
 from .launch.roll import fill_in
 from .objects import all_gather_object
 
@@ -88,8 +88,8 @@ def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
     """What `check()` returns, if it raises UsageError or CheckpointError on no rank. Collective.
 
     Otherwise rank 0 prints the first rank's message as one line, "error: ...", and every rank exits, also those that
-    saw nothing wrong: with status 2 for wrong use, which stays wrong, and 1 for a checkpoint that cannot be read or
-    written, which another start may cure.
+    saw nothing wrong: with status 2 for wrong use, which stays wrong, such as a checkpoint of another model, and 1 for
+    one that cannot be read or written, which another start may cure.
     """
     result: Result | None = None
     message: str | None = None
@@ -98,7 +98,7 @@ def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
         result = check()
     except (UsageError, CheckpointError) as error:
         message = " ".join(str(error).split())
-        status = 2 if isinstance(error, UsageError) else 1
+        status = 2 if isinstance(error, UsageError | CheckpointMismatch) else 1
     outcomes = all_gather_object(comm, (status, message))
     wrong = [rank for rank, (status, _) in enumerate(outcomes) if status]
     if wrong:

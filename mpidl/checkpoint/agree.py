@@ -10,12 +10,14 @@ import numpy as np
 
 from collectives import Communicator
 
-from ..errors import CheckpointError, ConfigurationError, MpidlError, TrainingError
+from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, MpidlError, TrainingError
 from ..objects import all_gather_object, broadcast_object
 
 Result = TypeVar("Result")
 
-_CLASSES: dict[str, type[MpidlError]] = {c.__name__: c for c in (CheckpointError, ConfigurationError, TrainingError)}
+_CLASSES: dict[str, type[MpidlError]] = {
+    known.__name__: known for known in (CheckpointError, CheckpointMismatch, ConfigurationError, TrainingError)
+}
 Failure = tuple[str, str]  # the class's name, and the message
 
 

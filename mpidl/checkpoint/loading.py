@@ -18,7 +18,7 @@ import torch
 from collectives import Communicator
 
 from ..consistency import check_settings_agree
-from ..errors import CheckpointError, ConfigurationError
+from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from . import folder, index, tree
 from . import random_states as randoms
 from .agree import on_rank_0, together
@@ -63,8 +63,9 @@ def load(
     verify: compare the checksums of all that will be read, before anything is changed.
 
     Gradients of the micro-steps since the last step come back with the optimizer. Dtypes are converted. Raises
-    CheckpointError, alike on every rank and naming the file, for what is missing, damaged or of another model, and then
-    has changed nothing; ConfigurationError for arguments that do not fit.
+    CheckpointError, alike on every rank and naming the file, for what is missing or damaged, its subclass
+    CheckpointMismatch for what is of another model, and then has changed nothing; ConfigurationError for arguments that
+    do not fit.
     """
     engine = Engine(model, optimizer, process_group)
     comm = engine.comm
@@ -115,10 +116,12 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
     for name, part in parts.items():
         state_of(name, part)
         if name not in content.about:
-            raise CheckpointError(f"{content.file}: was saved without a {name}")
+            raise CheckpointMismatch(f"{content.file}: was saved without a {name}")
         own_class, saved_class = type(part).__name__, content.about.get(f"{name}_class")
         if saved_class not in (None, own_class):
-            raise CheckpointError(f"{content.file}: holds the state of {saved_class}; the {name} here is {own_class}")
+            raise CheckpointMismatch(
+                f"{content.file}: holds the state of {saved_class}; the {name} here is {own_class}"
+            )
     kept = [content.about[name] for name in (*parts, "extra")]
     small = [*made.small, *tree.names_in([*kept, content.about["model"].get("extra_state")])]
     own = content.about["own"][engine.comm.rank % content.about["ranks"]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointMismatch
 from . import tree
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine, Place
@@ -86,7 +86,7 @@ class Plan:
 
 
 def plan(engine: Engine, index: Index) -> Plan:
-    """Raises CheckpointError, naming what does not fit."""
+    """Raises CheckpointMismatch, naming what does not fit, or CheckpointError for what is damaged."""
     made = Plan(index)
     rank, saved = engine.comm.rank, int(index.about["ranks"])
 
@@ -148,7 +148,7 @@ def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
     problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - engine.extra_states.keys())
     found = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
     if found:
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{index.file}: is of another model ({about['class']}, here {type(engine.model).__name__}); {found}"
         )
 
@@ -156,16 +156,16 @@ def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
 def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
     about = index.about.get("optimizer")
     if about is None:
-        raise CheckpointError(f"{index.file}: was saved without an optimizer")
+        raise CheckpointMismatch(f"{index.file}: was saved without an optimizer")
     if about["class"] != engine.optimizer_class:
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{index.file}: holds the state of {about['class']}; the optimizer here is {engine.optimizer_class}"
         )
     assert engine.optimizer is not None
     own = [[engine.names[p] for p in group["params"]] for group in engine.optimizer.param_groups]
     saved = [group["params"] for group in about["groups"]]
     if [set(names) for names in own] != [set(names) for names in saved]:
-        raise CheckpointError(f"{index.file}: {_groups_differ(saved, own)}")
+        raise CheckpointMismatch(f"{index.file}: {_groups_differ(saved, own)}")
     for group in about["groups"]:
         settings = {key: value for key, value in group["settings"].items() if key not in IMPLEMENTATION}
         made.settings.append(settings)

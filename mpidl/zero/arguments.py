@@ -102,13 +102,14 @@ def _groups(params: Any) -> list[dict[str, Any]]:
 
 
 def parameters_of(group: Any, argument: str) -> list[Any]:
-    """The parameters of a group as a list. argument: what messages call the group."""
+    """The parameters of a group as a list, of (name, parameter) too. argument: what messages call the group."""
     if not isinstance(group, Mapping):
         raise ConfigurationError(f"{argument}: got {type(group).__name__}; needs a dictionary with 'params'")
     if "params" not in group:
         raise ConfigurationError(f"{argument}: has no 'params', only {', '.join(map(repr, group)) or 'nothing'}")
     given = group["params"]
     listed = [given] if isinstance(given, torch.Tensor) else _in_order(given, argument, "parameters in order")
+    listed = [p[1] if isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) else p for p in listed]
     for p in listed:
         if not isinstance(p, torch.Tensor):
             raise ConfigurationError(

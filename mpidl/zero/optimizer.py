@@ -56,8 +56,8 @@ class ZeroOptimizer(StatefulOptimizer):
     optimizer_class: a `torch.optim` class that updates every element by itself (AdamW, SGD, ...), or LARS or LAMB of
         `mpidl.optim`; `kwargs` are its settings.
     stage: 1, 2 or 3.
-    params: as torch has it, parameters, or dictionaries of them with settings of their own; by default one group of all
-        parameters that require gradients. A parameter that trains must be in some group.
+    params: as torch has it, parameters, or pairs with their names (which are not kept), or dictionaries of them with
+        settings of their own; by default one group of all that require gradients. What trains must be in some group.
     process_group: the Communicator; by default the world.
     units: what stage 3 gathers at a time (`zero.units.cut`).
     precision: the dtypes of parameters and of the reduction, in place of the model's own (`zero.Precision`).
@@ -129,6 +129,7 @@ class ZeroOptimizer(StatefulOptimizer):
         self._names = state.StateNames.of(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self._trained = trained
+        self._clipped: list[str] = []  # how, since the last step
         self._watch = BackwardWatch()
         self._watch.concerns = partial(goes_to, trained)
         with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
@@ -286,6 +287,8 @@ class ZeroOptimizer(StatefulOptimizer):
         counts = range(len(self._shards))
         flags = [problem is not None, *(r for number in counts for r in self._gradients.reached(number))]
         settings = arguments.settings_of(self.param_groups, self.defaults)  # not what somebody notes in them
+        if self._clipped:
+            settings["clipping since the last step"], self._clipped = "; ".join(self._clipped), []
         agreed = np.array([*flags, *arguments.fingerprint(settings)], np.uint8)
         self._comm.all_reduce(agreed, "max")
         if agreed[0]:
@@ -301,6 +304,7 @@ class ZeroOptimizer(StatefulOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""
         self._gradients.clear()
+        self._clipped = []
         if self._nonfinite is not None:
             self._nonfinite.clear()
         if not set_to_none:
@@ -315,19 +319,21 @@ class ZeroOptimizer(StatefulOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns it. Collective.
 
-        The arguments are those of mpidl.clip_grad_norm_.
+        The arguments are those of mpidl.clip_grad_norm_; a step refuses what was not clipped alike on all ranks.
         """
         self._parameters.settle()
         self._gradients.widen()
         shards = self._reduced()
         norm = norm_over_shards(shards, norm_type, self._group.shards)
         scale_(shards, max_norm, norm, error_if_nonfinite)
+        self._clipped.append(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Brings every element of the gradients into -clip_value .. clip_value."""
         self._gradients.widen()
         clamp_(self._reduced(), clip_value)
+        self._clipped.append(f"clip_grad_value_({float(clip_value)})")
 
     def unscale_(self, inverse_scale: float) -> bool:
         """Multiplies the gradients, 16-bit ones from here on in fp32; whether one on this rank was not finite.

@@ -129,7 +129,7 @@ def test_on_another_number_of_ranks_and_stage(
         f"--resume {tmp_path}: is no checkpoint, and holds none": (2, ["--resume", tmp_path]),
         "--save-every: needs --checkpoint-dir DIR to save to": (2, ["--save-every", 2]),
         f"{text} is not a directory": (2, ["--checkpoint-dir", text / "x", "--resume", "never"]),
-        "is of another model": (1, ["--checkpoint-dir", saved.folder / "exact", "--embd", 64]),
+        "is of another model": (2, ["--checkpoint-dir", saved.folder / "exact", "--embd", 64]),
         f"{named / damaged.parent.name / damaged.name}: is damaged: bytes": (1, ["--resume", named]),
         "File name too long": (1, ["--checkpoint-dir", tmp_path / ("x" * 300), "--resume", "never", "--steps", 1]),
     }

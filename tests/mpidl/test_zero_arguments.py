@@ -56,9 +56,9 @@ WRONG = {
     "a set in a group": ({"params": sets}, "params: group 0: got set; needs a list of parameters in order"),
     "a set": ({"params": lambda model: set(model.parameters())}, "params: got set; needs a list"),
     "a dictionary": ({"params": lambda model: dict(model.named_parameters())}, "params: got dict; needs a list"),
-    "names too": (
-        {"params": lambda model: model.named_parameters()},
-        "params: holds something of type tuple; needs parameters",
+    "names alone": (
+        {"params": lambda model: [name for name, _ in model.named_parameters()]},
+        "params: holds something of type str; needs parameters",
     ),
     "a tensor and a group": (
         {"params": lambda model: [{"params": [model.weight]}, model.bias]},
@@ -178,11 +178,21 @@ def test_what_is_no_model_or_no_class_is_named_shortly(comm) -> None:
         mpidl.ZeroOptimizer(model, SGD, 3, process_group="x", lr=1.0)
 
 
-@pytest.mark.parametrize("form", [list, tuple, iter])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda model: [*model.parameters()],
+        lambda model: tuple(model.parameters()),
+        lambda model: model.parameters(),
+        lambda model: model.named_parameters(),
+        lambda model: [{"params": model.named_parameters()}],
+    ],
+    ids=["list", "tuple", "iterator", "names", "names in a group"],
+)
 def test_parameters_alone_are_one_group_as_torch_has_it(comm, form) -> None:
     model = linear()
     model.bias.requires_grad_(False)
-    optimizer = build(model, comm, params=form([*model.parameters()]))
+    optimizer = build(model, comm, params=form(model))
     assert [group["params"] for group in optimizer.param_groups] == [[model.weight]]
     assert optimizer.param_groups[0]["lr"] == 1.0
 
@@ -240,6 +250,23 @@ def test_rates_that_come_to_differ_are_refused_at_the_step_and_change_nothing(co
     for group in optimizer.param_groups:
         group["lr"] = rate(1.0)
         group["seconds"] = float(comm.rank)  # a note of somebody's, which is no setting
+    optimizer.zero_grad()
+    check_trains(model, optimizer, expected, comm.rank == 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_that_differs_is_refused_at_the_step_and_changes_nothing(comm, clip: str, stage: int) -> None:
+    model = linear()
+    expected = copy.deepcopy(model)
+    for value in expected.parameters():
+        comm.broadcast(value.data)
+    optimizer = build(model, comm, stage=stage)
+    model(torch.ones(2, 3)).square().sum().backward()
+    getattr(optimizer, clip)(2.0 if comm.rank == 1 else 1.0)
+    if comm.size > 1:
+        with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 has clipping .*1\.0.*, rank 1 has .*2\.0"):
+            optimizer.step()
     optimizer.zero_grad()
     check_trains(model, optimizer, expected, comm.rank == 0)
 

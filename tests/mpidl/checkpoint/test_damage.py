@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,14 @@ def snapshot(run: Run) -> dict[str, Any]:
     return {**held, "groups": str(groups), "schedule": str(run.schedule.state_dict()), "random": torch.get_rng_state()}
 
 
-def assert_refused(run: Run, attempt: Callable[[], Any], *named: str) -> str:
+def assert_refused(
+    run: Run, attempt: Callable[[], Any], *named: str, kind: type[Exception] = mpidl.CheckpointError
+) -> str:
     """The attempt fails alike on every rank, with these words, and changes nothing."""
     before = snapshot(run)
     with pytest.raises(mpidl.CheckpointError) as raised:
         attempt()
+    assert raised.type is kind
     messages = mpidl.all_gather_object(run.comm, str(raised.value))
     assert len(set(messages)) == 1, messages
     for word in named:
@@ -236,6 +240,7 @@ def test_what_belongs_to_another_training_is_refused(comm, shared: Path, engine:
     saved.steps(0, 1)
     saved.save(shared, 1)
     file = str(shared / "step-00000001" / "index.json")
+    refused = partial(assert_refused, kind=mpidl.CheckpointMismatch)
     others = {
         "of another shape: transformer.wte.weight (has (37, 16), needs (37, 8))": GPT2(
             type(SMALL_GPT2)(vocab_size=37, block_size=8, layers=3, heads=2, embd=8)
@@ -245,23 +250,23 @@ def test_what_belongs_to_another_training_is_refused(comm, shared: Path, engine:
     }
     for said, model in others.items():
         run = Run(engine, comm, model)
-        assert_refused(run, lambda run=run: run.load(shared), file, "is of another model", said)
+        refused(run, lambda run=run: run.load(shared), file, "is of another model", said)
     sgd = Run(engine, comm, optimizer=torch.optim.SGD, settings={"lr": 0.1})
-    assert_refused(sgd, lambda: sgd.load(shared), file, "the state of AdamW; the optimizer here is SGD")
+    refused(sgd, lambda: sgd.load(shared), file, "the state of AdamW; the optimizer here is SGD")
     run = Run(engine, comm)
     run.steps(0, 1)
     scaler = mpidl.GradScaler(process_group=comm)
-    assert_refused(run, lambda: run.load(shared, scaler=scaler), file, "was saved without a scaler")
+    refused(run, lambda: run.load(shared, scaler=scaler), file, "was saved without a scaler")
     save(shared / "weights", run.call, process_group=comm)
-    assert_refused(run, lambda: load(shared / "weights", run.call, run.optimizer), "was saved without an optimizer")
+    refused(run, lambda: load(shared / "weights", run.call, run.optimizer), "was saved without an optimizer")
     frozen = fresh(MODELS["gpt2"])
     frozen.transformer["wpe"].weight.requires_grad_(False)
     run = Run(engine, comm, frozen)
-    said = assert_refused(run, lambda: run.load(shared), file, "other parameters were trained")
+    said = refused(run, lambda: run.load(shared), file, "other parameters were trained")
     assert "trained there alone: transformer.wpe.weight" in said
     one_group = fresh(MODELS["gpt2"])
     plain = torch.optim.AdamW(one_group.parameters(), **SETTINGS)
-    with pytest.raises(mpidl.CheckpointError, match="in 2 groups, otherwise than in the 1 here"):
+    with pytest.raises(mpidl.CheckpointMismatch, match="in 2 groups, otherwise than in the 1 here"):
         load(shared, one_group, plain, process_group=comm)
     assert_refused(run, lambda: run.load(shared / "nowhere"), str(shared / "nowhere"), "no such directory")
 
