@@ -37,6 +37,12 @@ def claim(parameter: torch.nn.Parameter, trainer: Trainer) -> None:
     setattr(parameter, _NOTE, trainer)
 
 
+def release(parameter: torch.nn.Parameter) -> None:
+    """From now on it is nobody's."""
+    if hasattr(parameter, _NOTE):
+        delattr(parameter, _NOTE)
+
+
 def trainer_of(parameter: torch.Tensor) -> Trainer | None:
     """Who has claimed a parameter."""
     found = getattr(parameter, _NOTE, None)
@@ -59,8 +65,8 @@ def refuse_trained(what: str, model: torch.nn.Module) -> None:
     if trainer.optimizer is not None:
         raise ConfigurationError(f"{what}: a ZeroOptimizer trains it already, or a part of it: {name}")
     raise ConfigurationError(
-        f"{what}: {name} was laid out by a ZeroOptimizer that is gone, and its hooks are still there; build the model "
-        "anew, and load what that one's model_state_dict() gave"
+        f"{what}: {name} was laid out by a ZeroOptimizer that is gone, and its hooks are still there; call its "
+        "unwrap() before it goes, or build the model anew and load what its model_state_dict() gave"
     )
 
 

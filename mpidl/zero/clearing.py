@@ -20,3 +20,8 @@ def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             optimizer.zero_grad(set_to_none)
 
     model.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def clears_alone(model: torch.nn.Module) -> None:
+    """Gives the model its own `zero_grad` back."""
+    model.__dict__.pop("zero_grad", None)

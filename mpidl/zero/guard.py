@@ -25,7 +25,7 @@ from collectives import Communicator
 
 from ..errors import TrainingError
 from ..objects import all_gather_object
-from ..trained_by import Trainer, claim
+from ..trained_by import Trainer, claim, release
 from .node_shared import NodeSharedParameters
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
@@ -63,9 +63,9 @@ class WeightGuard:
         self._writable: list[set[torch.nn.Parameter]] = []
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
         where = weakref.ref(self)
-        model.register_forward_pre_hook(_before_forward(where), prepend=True)
+        self._handles = [model.register_forward_pre_hook(_before_forward(where), prepend=True)]
         for module in model.modules():
-            module._register_load_state_dict_pre_hook(_before_loading(where), with_module=True)
+            self._handles.append(module._register_load_state_dict_pre_hook(_before_loading(where), with_module=True))
 
     def watch(self, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Takes in the parameters that have come into shards, as they are laid out now."""
@@ -78,6 +78,13 @@ class WeightGuard:
                 self._places[p] = _Place(p.data, addresses, not replicated or slices[p].is_master)
                 self._versions[p] = p._version
                 claim(p, self._trainer)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model, whose parameters are nobody's then."""
+        for handle in self._handles:
+            handle.remove()
+        for p in self._places:
+            release(p)
 
     # ---- what was done to the weights -------------------------------------------------------------------------------
 
@@ -97,6 +104,10 @@ class WeightGuard:
             listed = ", ".join(unfrozen[:5])
             return f"{listed}: unfrozen since construction; add it by add_param_group, or freeze it again"
         return self.damage()
+
+    def inside(self) -> str | None:
+        """Why the model cannot be taken out of the engine now."""
+        return "unwrap: inside `with optimizer.gathered(...):` the parameters are copies" if self._writable else None
 
     def damage(self) -> str | None:
         """What is wrong with the weights of this rank."""

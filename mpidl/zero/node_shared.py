@@ -86,6 +86,9 @@ class NodeSharedParameters:
                 flat.keep_changes()
             self._comm.barrier()
 
+    def remove(self) -> None:
+        """Nothing to do: there are no hooks."""
+
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """This rank's share of the node's copy: its shards."""
         return {"parameters": [shard.values for shard in self.shards]}

@@ -9,11 +9,12 @@ Models", sections 5 and 7.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,17 +26,17 @@ from ..buckets import MIB, assign
 from ..clip import clamp_, norm_over_shards, scale_
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..ddp.arguments import communicator, flag
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TrainingError
 from ..nonfinite import NonfiniteWatch, is_finite
 from ..optim.trust import TrustRatioOptimizer, squared_norms_over
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
 from . import arguments, state
-from .clearing import clears_with
+from .clearing import clears_alone, clears_with
 from .construction.construct import Construction, Weights
 from .construction.modules import InitFn
 from .groups import ShardGroup
-from .guard import WeightGuard, raise_everywhere
+from .guard import WeightGuard, raise_everywhere, refuse_everywhere
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
 from .precision import Conversion, Precision
@@ -47,6 +48,13 @@ from .stateful import StatefulOptimizer
 from .traffic import Traffic
 from .unfreeze import added_group, thawed
 from .units import Unit, UnitRule, cut
+from .unwrapping import make_whole
+
+_COPIES = ("__deepcopy__", "__reduce_ex__")
+_ENGINE = (
+    *("_parameters", "_gradients", "_guard", "_slices", "_shards", "_inner", "_offloaded", "_watch", "_nonfinite"),
+    *("_group", "_model", "_names", "_trained", "_hooks", "_dtypes"),
+)
 
 
 class ZeroOptimizer(StatefulOptimizer):
@@ -136,7 +144,8 @@ class ZeroOptimizer(StatefulOptimizer):
         plan.begin(self._comm)  # the last that refuses anything, and the first that changes the model
         broadcast_states(self._comm, with_values)
         self._watch.attach(model)
-        originals = conversion.carry_out(model)
+        originals, self._hooks = conversion.carry_out(model)
+        self._dtypes = {p: values.dtype for p, values in originals.items()}
         reduce_dtype = conversion.precision.reduce_dtype
         self._bucket_bytes = bucket_cap_mb * MIB
         if reduce_dtype is not None and conversion.precision.param_dtype is not None:
@@ -176,8 +185,8 @@ class ZeroOptimizer(StatefulOptimizer):
         if isinstance(self._inner, TrustRatioOptimizer):
             self._inner.squared_norms = partial(squared_norms_over, self._group.shards)
         if broadcast_buffers and any(True for _ in model.buffers()):
-            model.register_forward_pre_hook(self._broadcast_buffers)
-        for name in ("__deepcopy__", "__reduce_ex__"):
+            self._hooks.append(model.register_forward_pre_hook(self._broadcast_buffers))
+        for name in _COPIES:
             setattr(model, name, _refuse_copy)
         clears_with(model, self)
         self._building = True
@@ -249,6 +258,38 @@ class ZeroOptimizer(StatefulOptimizer):
             self.watch_nonfinite()
         super().add_param_group(group)
         self._inner.add_param_group({**group, "params": [self._slices[p].values for p in group["params"]]})
+
+    def unwrap(self) -> torch.nn.Module:
+        """Makes the model a plain one again and returns it: whole parameters on every rank, and no hooks. Collective.
+
+        To go on with another optimizer, other settings or without any. Parameters get back the dtype that they had
+        before `precision`, with the values of their masters. Gradients are forgotten. Ask for `state_dict` before:
+        this optimizer cannot be used any more. Raises TrainingError on every rank, and changes nothing, inside
+        `gathered` and for weights that were changed other than by a step, `gathered` or loading.
+        """
+        self.flush()
+        refuse_everywhere(self._comm, self._guard.inside() or self._guard.damage())
+        self._parameters.settle()
+        self.zero_grad()
+        for part in (self._guard, self._watch, self._gradients, self._parameters, self._nonfinite, *self._hooks):
+            if part is not None:
+                part.remove()
+        model = self._model
+        for name in _COPIES:
+            delattr(model, name)
+        clears_alone(model)
+        make_whole(self._group, self._parameters.shards, self._slices, self._dtypes)
+        for name in _ENGINE:
+            delattr(self, name)
+        self.state = defaultdict(dict)
+        return model
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _ENGINE:
+                raise TrainingError("this ZeroOptimizer was taken off its model by unwrap(); make a new one")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _names_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
         names = {p: name for name, p in reversed(self._names.parameters.items())}

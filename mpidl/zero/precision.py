@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigurationError
 from .construction.target import placeholder
@@ -113,11 +114,11 @@ class Conversion:
         return {**names, "output_dtype": of.output_dtype, "keep_fp32": sorted(self.kept)}
 
     @torch.no_grad()
-    def carry_out(self, model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def carry_out(self, model: torch.nn.Module) -> tuple[dict[torch.nn.Parameter, torch.Tensor], list[RemovableHandle]]:
         """Makes placeholders of the new dtypes of the parameters, and lets forward passes cast.
 
         Returns the values, of which shards and masters are to be filled; a parameter that keeps its dtype is not among
-        them.
+        them. And the hooks.
         """
         originals = {}
         for p, dtype in self.dtypes.items():
@@ -125,16 +126,16 @@ class Conversion:
                 originals[p] = p.data
                 p.data = placeholder(p.shape, dtype)
                 p.grad = None
-        of = self.precision
+        of, hooks = self.precision, []
         if of.param_dtype is not None:
             if of.cast_forward_inputs:
-                model.register_forward_pre_hook(_cast_inputs(of.param_dtype), with_kwargs=True)
+                hooks.append(model.register_forward_pre_hook(_cast_inputs(of.param_dtype), with_kwargs=True))
             for module in self.kept.values():
-                module.register_forward_pre_hook(_cast_inputs(torch.float32), with_kwargs=True)
-                module.register_forward_hook(_cast_outputs(of.param_dtype))
+                hooks.append(module.register_forward_pre_hook(_cast_inputs(torch.float32), with_kwargs=True))
+                hooks.append(module.register_forward_hook(_cast_outputs(of.param_dtype)))
         if of.output_dtype is not None:
-            model.register_forward_hook(_cast_outputs(of.output_dtype))
-        return originals
+            hooks.append(model.register_forward_hook(_cast_outputs(of.output_dtype)))
+        return originals, hooks
 
 
 def _kept(model: torch.nn.Module, rule: KeepRule) -> dict[str, torch.nn.Module]:

@@ -41,7 +41,7 @@ class ReplicatedParameters:
         weakref.finalize(self, lane.give_back).atexit = False
         self._model, self._comm = model, lane.comm
         self._coming: list[_OnTheWay] = []
-        model.register_forward_pre_hook(_before_forward, prepend=True)
+        self._handle = model.register_forward_pre_hook(_before_forward, prepend=True)
         self.traffic = Traffic()
         self._whole: list[torch.Tensor] = []
         self.shards: list[ParameterShard] = []
@@ -94,6 +94,10 @@ class ReplicatedParameters:
         """The parameters are whole at any time; inside, none is on its way."""
         self.settle()
         yield
+
+    def remove(self) -> None:
+        """Takes the hook off the model."""
+        self._handle.remove()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The flat parameters."""

@@ -336,6 +336,11 @@ class ShardedParameters:
             for flat in unit.flats:
                 getattr(flat, method)()
 
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The shards, and the units that this rank holds whole now; the latter are the node's, where it shares them."""
         shards = [shard.values for shard in self.shards]

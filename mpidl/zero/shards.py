@@ -198,6 +198,10 @@ class GradientShards:
             if not self._keep_whole and gradients.bucket.flat is not None:
                 self._give_back(gradients.bucket)
 
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        self.queue.remove()
+
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The gradients, whole or sharded, and the rotating buffers."""
         shards = [g.shard for g in self._of.values() if g.shard is not None]

@@ -1,0 +1,46 @@
+"""The way back from a sharded model to a plain one: whole parameters of its own on every rank.
+
+shards on ranks 0..3   [ 0 | 1 | 2 | 3 ]   gathered one after the other, so that what a rank holds grows from its
+each parameter         memory of its own   shards to the whole model, and by one more shard's whole on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .groups import ShardGroup
+from .shards import ParameterShard
+from .slices import Slice
+from .touch import unwatch
+
+
+@torch.no_grad()
+def make_whole(
+    over: ShardGroup,
+    shards: Sequence[ParameterShard],
+    slices: Mapping[torch.nn.Parameter, Slice],
+    dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+) -> None:
+    """Gives the parameters of all shards memory of their own, with the values on which training goes on. Collective.
+
+    slices: those that train, with masters where there are any. dtypes: of the parameters that are to have another one
+    than now. No hook may be left on them.
+    """
+    for shard in shards:
+        masters = {p: slices[p].values.detach() for p in shard.parameters if p in slices and slices[p].is_master}
+        dtype = next((master.dtype for master in masters.values()), shard.values.dtype)
+        flat = torch.empty(shard.layout.padded, dtype=dtype, device=shard.values.device)
+        own = shard.layout.shard(flat, over.rank).copy_(shard.values)
+        for p, piece in zip(shard.parameters, shard.layout.pieces(over.rank), strict=True):
+            if p in masters:
+                own[piece.offset : piece.offset + piece.stop - piece.start] = masters[p]
+        over.shards.all_gather(flat, own)
+        shapes = [p.shape for p in shard.parameters]
+        for p, view in zip(shard.parameters, shard.layout.views(flat, shapes), strict=True):
+            with torch._C.DisableTorchFunctionSubclass():
+                unwatch(p)
+                p.data = view.to(dtypes.get(p, p.dtype), copy=True)
+    for p in dtypes.keys() - {p for shard in shards for p in shard.parameters}:  # frozen, whole on every rank
+        p.data = p.data.to(dtypes[p])
