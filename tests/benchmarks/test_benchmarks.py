@@ -125,6 +125,7 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
     assert (done.returncode, done.stderr.count("error: --engines: DeepSpeed is not installed")) == (2, 1)
 
 
+@pytest.mark.thorough("training")
 @pytest.mark.parametrize(
     ("program", "options"),
     [
@@ -134,6 +135,7 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
         ),
         (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0"]),
     ],
+    ids=["collectives", "training"],
 )
 def test_wrong_options_are_one_line_and_status_2(mpirun, program: str, options: list[str]) -> None:
     done = mpirun(2, OUTCOMES, program, json.dumps([option.split() for option in options]))

@@ -109,6 +109,7 @@ def test_an_operation_is_watched_while_messages_go_on_beside_it(job: Callable) -
     assert "not arrived: rank 2" in text
 
 
+@pytest.mark.thorough
 def test_a_wrong_limit_on_one_rank_is_an_error_on_all(job: Callable) -> None:
     status, text, _ = job(
         """

@@ -146,7 +146,7 @@ def test_the_end_of_the_job_does_not_wait_for_a_round_that_is_left(end: str, sta
     assert not any(word in done.stderr for word in ("mpidl", "Traceback", "Error"))
 
 
-@pytest.mark.thorough("forward", "step")
+@pytest.mark.thorough
 @pytest.mark.job
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_a_rank_that_exits_in_the_middle_ends_the_job_with_its_status(where: str) -> None:
