@@ -25,7 +25,7 @@ def test_pages_are_reserved_filled_discarded_and_filled_again(comm, shared: bool
     assert pages.shared == comm.is_shared(first) == (shared and comm.size > 1)
     own = torch.full((SIZE,), float(comm.rank + 1)).tensor_split(comm.size)[comm.rank]
     expected = torch.cat([part.fill_(r + 1.0) for r, part in enumerate(torch.empty(SIZE).tensor_split(comm.size))])
-    writer = not pages.shared or comm.rank == 0
+    writer = not pages.shared or comm.local_rank == 0  # of each node
     for _ in range(2):
         if writer:
             pages.reserve(0, 2 * SIZE * 4)
