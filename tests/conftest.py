@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): ends the run if the test takes longer")
     config.addinivalue_line("markers", "ranks(*numbers): leaves the test out at other numbers of ranks")
+    config.addinivalue_line("markers", "one_node: is about ranks that share memory; left out over several hosts")
     config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
     config.addinivalue_line("markers", "thorough(*cases): left out with --brief, or these cases of it")
     config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")

@@ -9,7 +9,7 @@
 - Tests marked `mpi` run under mpirun with --only-mpi; all others in one plain process.
 - `--brief` leaves out what another case or number of ranks shows as well (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
-  hosts, where there are fewer numbers to choose from, it runs at all of them.
+  hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`.
 """
 
 import gc
@@ -105,8 +105,10 @@ class Harness:
             items[:] = chosen
 
     def _shows_something_here(self, item: pytest.Item) -> bool:
+        if self._agreement is not None and self._agreement.hosts > 1:
+            return item.get_closest_marker("one_node") is None
         mark = item.get_closest_marker("ranks")
-        if mark is None or self._agreement is None or self._agreement.hosts > 1:
+        if mark is None or self._agreement is None:
             return True
         return self._agreement.size in mark.args
 

@@ -61,7 +61,8 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            if way != "3 gathered":  # there, nobody sees weights but those that compute
+            # Where stage 3 gathers, nobody sees weights but those that compute.
+            if way != "3 gathered" and (way[0] != "3" or comm.nodes == 1):
                 for name, p in model.named_parameters():
                     torch.testing.assert_close(p.detach(), expected[step][name], rtol=0, atol=2e-5)
         optimizer.flush()
@@ -83,6 +84,7 @@ def test_memory_and_disk_delay_alike_whatever_happens(comm, way: str, precision:
     assert differences(expected, found) == []
 
 
+@pytest.mark.one_node
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_an_update_runs_beside_the_next_passes_and_writes_no_weight(comm, monkeypatch, to: str, precision: str) -> None:
