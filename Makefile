@@ -69,7 +69,7 @@ test-hosts: $(VENV)/.test
 	    for h in "2 2" "3 1" "3 2"; do set -- $$h; \
 	        echo "== tests on $$1 hosts of $$2 ranks"; \
 	        PYTHONUNBUFFERED=1 $(PY) tests/hosts.py --hosts $$1 --ranks-per-host $$2 -- \
-	            python -m pytest -q --only-mpi tests/collectives tests/mpidl $(ARGS) || exit 1; \
+	            python -m pytest -q --only-mpi $(CHOICE) tests/collectives tests/mpidl $(ARGS) || exit 1; \
 	    done; \
 	else echo "no test hosts: $$why"; fi
 
