@@ -29,13 +29,12 @@ def make_whole(
     than now. No hook may be left on them.
     """
     for shard in shards:
-        masters = {p: slices[p].values.detach() for p in shard.parameters if p in slices and slices[p].is_master}
-        dtype = next((master.dtype for master in masters.values()), shard.values.dtype)
+        masters = [slices[p] for p in shard.parameters if p in slices and slices[p].is_master]
+        dtype = masters[0].values.dtype if masters else shard.values.dtype
         flat = torch.empty(shard.layout.padded, dtype=dtype, device=shard.values.device)
         own = shard.layout.shard(flat, over.rank).copy_(shard.values)
-        for p, piece in zip(shard.parameters, shard.layout.pieces(over.rank), strict=True):
-            if p in masters:
-                own[piece.offset : piece.offset + piece.stop - piece.start] = masters[p]
+        for master in masters:
+            master.of(own).copy_(master.values)
         over.shards.all_gather(flat, own)
         shapes = [p.shape for p in shard.parameters]
         for p, view in zip(shard.parameters, shard.layout.views(flat, shapes), strict=True):
