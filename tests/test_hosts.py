@@ -103,5 +103,5 @@ def test_a_rank_on_another_host_that_is_stopped_inside_an_operation_is_named() -
     command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", "-c", job]
     done = launch.run(command, 50, launch.ROOT, launch.environment())
     assert done.returncode != 0
-    assert re.search(r" of 4 has waited \d s in all_reduce \(operation ", done.stderr), done.stderr
+    assert re.search(r" of 4 has waited [23] s in all_reduce \(operation ", done.stderr), done.stderr
     assert re.search(r"silent for \d s, as if stopped or gone: rank 3\n", done.stderr), done.stderr

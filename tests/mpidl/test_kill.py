@@ -15,10 +15,10 @@ from tests.harness import launch
 @pytest.mark.job
 def test_nothing_is_lost_and_nothing_left_behind_by_killed_ranks() -> None:
     seed = os.environ.get("MPIDL_KILL_SEED", "11")
-    command = [sys.executable, kill.__file__, "--kills", "2", "--ranks", "3", "--seed", seed]
+    command = [sys.executable, kill.__file__, "--kills", "3", "--ranks", "3", "--seed", seed]
     done = launch.run(command, 170, launch.ROOT, launch.environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 kills: the losses are the same" in done.stdout
+    assert "3 kills: the losses are the same" in done.stdout
 
 
 @pytest.mark.thorough

@@ -98,12 +98,11 @@ def test_whole_parameters_without_masters_may_be_changed_alike(comm, way: str) -
         check(model, optimizer, plain.model)
 
 
-@pytest.mark.one_node
 @ALL
 @pytest.mark.parametrize("move", MOVES)
 def test_a_parameter_that_is_moved_is_named_before_it_is_trained_on(comm, way: str, move: str) -> None:
     model, optimizer = engine(comm, Several, way)
-    released = way == "3-gathered" and comm.size > 1
+    released = (way == "3-gathered" and comm.size > 1) or (way == "3-node" and comm.nodes > 1)
     if released and move == "to":
         with pytest.raises(mpidl.TrainingError, match=r"weight: to of a parameter that is sharded"):
             MOVES[move](model)

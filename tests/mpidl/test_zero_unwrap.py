@@ -90,8 +90,7 @@ def test_it_can_be_wrapped_in_anything(comm) -> None:
     assert losses == sorted(losses, reverse=True)  # of the same batch
 
 
-@pytest.mark.one_node
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=pytest.mark.one_node)])
 def test_what_cannot_be_unwrapped_goes_on(comm, engine: str) -> None:
     run, other = (Run(engine, comm, fresh(MODELS["gpt2"])) for _ in range(2))
     run.steps(0, 1)
