@@ -35,6 +35,7 @@ from .symmetric.meeting import Meetings
 from .symmetric.peer_memory import connect
 from .symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
 from .topology import Topology
+from .witness import show, witnessed
 
 Array = np.ndarray[Any, Any]
 
@@ -61,9 +62,12 @@ class Dispatch:
         """Sets up what the ranks of a node share, if they can share memory."""
         node, rank, ranks = self.topology.node, self.topology.local_rank, self.topology.local_size
         first = Positions.nbytes(ranks)
-        memory = self.allocator.allocate(first + Meetings.nbytes(ranks), shared=True)
+        seen = rank == 0 and witnessed()
+        memory = self.allocator.allocate(first + Meetings.nbytes(ranks), shared=True, keep_file=seen)
         if memory is not None:
             self.positions = Positions(memory, rank, ranks)
+            if seen:
+                show(memory, self.comm, self.topology.members)
         if not self.comm.allreduce(int(memory is not None), MPI.MIN):  # on some node they cannot
             return
         assert memory is not None

@@ -66,15 +66,20 @@ class Position:
         """The exit status of a rank at the end of its program; 0 for the others."""
         return self.peer if self.operation == END else 0
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """In words that follow "is" or "was"."""
         if self.message:
-            return f"is in {self.message} {'to' if self.message == 'send' else 'from'} rank {self.peer}"
+            return f"in {self.message} {'to' if self.message == 'send' else 'from'} rank {self.peer}"
         if not self.number:
-            return "has not begun any operation"
+            return "before its first operation"
         if self.operation == END:
             status = f" with status {self.status}" if self.status else ""
-            return f"is at {END}{status}, after {self.number - 1} operations"
-        return f"is {'in' if self.inside else 'after'} {self.operation} (operation {self.number})"
+            return f"at {END}{status}, after {self.number - 1} operations"
+        return f"{'in' if self.inside else 'after'} {self.operation} (operation {self.number})"
+
+    def __str__(self) -> str:
+        return f"is {self.place}"
 
 
 class Positions:

@@ -42,7 +42,7 @@ class SharedMemory(mmap.mmap):
     """One allocation, as this rank maps it; arrays over it keep it alive.
 
     number: of the allocation, the same on all its ranks. stride: bytes from one rank's part to the next rank's; 0 if
-    all share one. file: a descriptor of the file where its pages come and go, else -1.
+    all share one. file: a descriptor of the file, where its pages come and go or others are to see it, else -1.
     """
 
     number: int
@@ -105,17 +105,19 @@ class Allocator:
         self._starts: list[int] = []
         self._live: list[weakref.ref[SharedMemory]] = []
 
-    def allocate(self, nbytes: int, *, shared: bool = False, reserved: bool = True) -> SharedMemory | None:
+    def allocate(
+        self, nbytes: int, *, shared: bool = False, reserved: bool = True, keep_file: bool = False
+    ) -> SharedMemory | None:
         """Room for the largest `nbytes` that a rank asks for, a part for each rank or one for all. Collective.
 
-        reserved: False: no pages yet; whoever uses some reserves them first. None on all ranks where no file system
-        has room for it.
+        reserved: False: no pages yet; whoever uses some reserves them first, by `file`. keep_file: have a `file` in any
+        case. None on all ranks where no file system has room for it.
         """
         self._made += 1
         part = _pages(max(1, self._node.allreduce(nbytes, MPI.MAX)))
         wanted = part if shared else part * self._ranks
         for number, directory in enumerate(directories()):
-            memory = self._map(directory, part, wanted, shared=shared, reserved=reserved)
+            memory = self._map(directory, part, wanted, shared=shared, reserved=reserved, keep_file=keep_file)
             if memory is not None:
                 if number and self._rank == 0:
                     _warn(f"{wanted >> 20} MiB of the node's shared memory are in {directory}, which is slower")
@@ -140,7 +142,9 @@ class Allocator:
         part = memory.stride or len(memory)
         return (memory, start) if start >= 0 and start + nbytes <= part else None
 
-    def _map(self, directory: str, part: int, wanted: int, *, shared: bool, reserved: bool) -> SharedMemory | None:
+    def _map(
+        self, directory: str, part: int, wanted: int, *, shared: bool, reserved: bool, keep_file: bool
+    ) -> SharedMemory | None:
         """Rank 0 makes the file, everyone reserves its own part and maps all; None if any of them cannot."""
         name = "-".join(filter(None, ["mpidl", os.environ.get(JOB), secrets.token_hex(8)]))
         path = Path(directory) / name
@@ -161,7 +165,7 @@ class Allocator:
                     memory = SharedMemory(file, wanted, **_UNTRACKED)
                 if not self._node.allreduce(int(memory is not None), MPI.MIN):
                     memory = None
-            if memory is not None and not reserved:
+            if memory is not None and (keep_file or not reserved):
                 memory.file = os.dup(file)
                 weakref.finalize(memory, os.close, memory.file)
             return memory

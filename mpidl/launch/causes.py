@@ -27,13 +27,19 @@ def status_of(returned: int) -> int:
 
 
 def cause(
-    status: int, lines: Sequence[str], rank_of: Callable[[int, str], int | None], killed_for_memory: bool = False
+    status: int,
+    lines: Sequence[str],
+    rank_of: Callable[[int, str], int | None],
+    last_seen: Callable[[int], str],
+    killed_for_memory: bool = False,
 ) -> str:
     """In words, on one line. lines: the last ones that were written. rank_of: by process id and node.
 
-    killed_for_memory: whether the kernel has killed a process of this control group meanwhile, as memory ran out.
+    last_seen: what a rank that is gone was in, and who waited for it. killed_for_memory: whether the kernel has killed
+    a process of this control group meanwhile, as memory ran out.
     """
-    said = _said_by_a_rank(lines) or _said_by_the_watchdog(lines) or _said_by_the_launcher(lines, rank_of)
+    said = _said_by_a_rank(lines) or _said_by_the_watchdog(lines)
+    said = said or _said_by_the_launcher(lines, rank_of, last_seen)
     if not said:
         said = ": ".join(filter(None, [_meaning(status), _said_by_all(status, lines)]))
     if killed_for_memory:
@@ -66,7 +72,9 @@ def _said_by_the_watchdog(lines: Sequence[str]) -> str:
     return f"waited in vain in {operation} for {'; '.join(late or silent) or 'what hangs in it'}" if operation else ""
 
 
-def _said_by_the_launcher(lines: Sequence[str], rank_of: Callable[[int, str], int | None]) -> str:
+def _said_by_the_launcher(
+    lines: Sequence[str], rank_of: Callable[[int, str], int | None], last_seen: Callable[[int], str]
+) -> str:
     for place, line in enumerate(lines):
         open_mpi, hydra, srun = _OPEN_MPI.search(line), _HYDRA_PID.match(line), _SRUN.match(line)
         if srun and srun[3].startswith("Exited"):  # the others, which srun kills then, are not the cause
@@ -74,18 +82,25 @@ def _said_by_the_launcher(lines: Sequence[str], rank_of: Callable[[int, str], in
         if srun:
             number = _SIGNALS.get(srun[3].removesuffix(" (core dumped)"))
             who = f"rank {srun[2]}" if srun[2].isdigit() else f"ranks {srun[2]}"
-            return f"{who} on {srun[1]}: {f'ended by {_name(number)}' if number else srun[3]}"
+            what = f"{who} on {srun[1]}: {f'ended by {_name(number)}' if number else srun[3]}"
+            return _with(what, last_seen(int(srun[2])) if srun[2].isdigit() else "")
+        rank: int | None
         if open_mpi:
-            who = f"rank {open_mpi[1]} on {open_mpi[2]}"
+            rank, node = int(open_mpi[1]), open_mpi[2]
         elif hydra:
-            rank = hydra[1] or rank_of(int(hydra[2]), hydra[3])
-            who = f"process {hydra[2]} on {hydra[3]}" if rank is None else f"rank {rank} on {hydra[3]}"
+            rank, node = int(hydra[1]) if hydra[1] else rank_of(int(hydra[2]), hydra[3]), hydra[3]
         else:
             continue
+        who = f"process {hydra[2]}" if hydra and rank is None else f"rank {rank}"
         after = "\n".join(lines[place:])
         if ended := (_HYDRA_END if hydra else _OPEN_MPI_END).search(after):
-            return f"{who} was ended by {_name(int(ended[1]))}"
+            what = f"{who} on {node} was ended by {_name(int(ended[1]))}"
+            return _with(what, "" if rank is None else last_seen(rank))
     return ""
+
+
+def _with(what: str, more: str) -> str:
+    return f"{what}: {more}" if more else what
 
 
 def _meaning(status: int) -> str:

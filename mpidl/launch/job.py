@@ -19,7 +19,9 @@ from pathlib import Path
 
 from collectives.leftovers import mapped
 from collectives.symmetric.shared_memory import JOB, directories
+from collectives.witness import Witness
 
+from .last_seen import Group, last_seen
 from .roll import Roll
 from .streams import Stream
 
@@ -40,6 +42,8 @@ class Job:
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
         self._roll = Roll(self.token)
+        self._witness = Witness(self.token)
+        self._groups: Sequence[Group] = []
         # MPICH tells on standard output which process was killed.
         self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]
         try:
@@ -53,6 +57,7 @@ class Job:
             )
         except OSError:
             self._roll.take_away()
+            self._witness.close()
             for stream in self._streams:
                 stream.close()
             raise
@@ -69,8 +74,13 @@ class Job:
         told = self._roll.rank(process, node)
         return self._ranks.get(process) if told is None else told
 
+    def last_seen(self, rank: int) -> str:
+        """Where a rank was, and who waited for it, once the job has ended; empty: not known."""
+        return last_seen(rank, self._groups)
+
     def poll(self) -> int | None:
         """What the command has returned; None while it runs. Takes note of its ranks."""
+        self._witness.look()
         for pid in _processes():
             if pid not in self._seen:
                 self._seen.add(pid)
@@ -118,6 +128,9 @@ class Job:
         while self._processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         self._roll.take_away()
+        self._witness.look()
+        self._groups = self._witness.groups()
+        self._witness.close()
         for directory in directories():
             self._segments.update(map(str, Path(directory).glob(f"mpidl-{self.token}-*")))
         for path in sorted(self._segments):

@@ -133,7 +133,7 @@ class Supervisor:
         run.seconds = time.monotonic() - begin
         run.came_to = self._newest()
         if run.status:
-            run.cause = cause(run.status, job.lines, job.rank, job.killed_for_memory)
+            run.cause = cause(run.status, job.lines, job.rank, job.last_seen, job.killed_for_memory)
         if run.left_behind:
             self._say(f"ended and removed what the job had left: {', '.join(run.left_behind)}")
         self.runs.append(run)

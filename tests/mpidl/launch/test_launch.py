@@ -268,11 +268,19 @@ LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this comm
     ],
 )
 def test_causes(status: int, said: str, expected: str) -> None:
-    assert cause(status, said.splitlines(), lambda process, node: {(3478, "vm"): 1}.get((process, node))) == expected
+    known = {(3478, "vm"): 1}
+    assert cause(status, said.splitlines(), lambda *process: known.get(process), lambda rank: "") == expected
+
+
+@pytest.mark.parametrize("said", [HYDRA, OPEN_MPI, SRUN.format("task 1: Killed")], ids=["hydra", "open mpi", "srun"])
+def test_what_a_rank_that_was_ended_was_in_is_told(said: str) -> None:
+    told = cause(9, said.splitlines(), lambda *process: 1, lambda rank: f"it was {rank}")
+    assert told.endswith("ended by SIGKILL: it was 1")
 
 
 def test_memory_that_ran_out_is_named() -> None:
-    assert cause(9, [], lambda process, node: None, killed_for_memory=True).endswith("because memory ran out")
+    told = cause(9, [], lambda *process: None, lambda rank: "", killed_for_memory=True)
+    assert told.endswith("because memory ran out")
 
 
 @pytest.mark.parametrize(
