@@ -17,7 +17,8 @@ set -u
 
 MPI=${MPI:-pmi2} # pmi2: MPICH, Intel MPI; pmix: Open MPI. `srun --mpi=list` says what there is.
 RUN=${RUN:-runs/gpt2}
-STOPPED=75 # asked to stop, saved, can go on
+STOPPED=75    # asked to stop, saved, can go on
+TOO_EARLY=138 # the signal came before the training listened, and ended it: its last checkpoint is there
 
 mkdir -p "$RUN"
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
@@ -27,7 +28,7 @@ srun --mpi="$MPI" --cpu-bind=cores --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     --checkpoint-dir "$RUN" --save-every 200 --on-nan skip --check-replicas 500
 status=$?
 
-if [ "$status" -eq "$STOPPED" ]; then
+if [ "$status" -eq "$STOPPED" ] || [ "$status" -eq "$TOO_EARLY" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

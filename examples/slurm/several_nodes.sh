@@ -18,21 +18,30 @@ set -u
 
 MPI=${MPI:-pmi2} # pmi2: MPICH, Intel MPI; pmix: Open MPI. `srun --mpi=list` says what there is.
 RUN=${RUN:-runs/gpt2} # on a file system that all nodes share
-STOPPED=75 # asked to stop, saved, can go on
+STOPPED=75    # asked to stop, saved, can go on
+TOO_EARLY=138 # the signal came before the launcher listened, and ended it
 
 mkdir -p "$RUN"
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 
+# Slurm signals this script (B:), the script the launcher, and the launcher, through srun, the ranks.
+asked=
+launcher=
+trap 'asked=yes; [ -z "$launcher" ] || kill -USR1 "$launcher"' USR1 TERM
+
 srun --mpi="$MPI" --cpus-per-task="$SLURM_CPUS_PER_TASK" python -m mpidl.doctor
 
-# Slurm signals this script (B:), the script the launcher, and the launcher, through srun, the ranks.
-python -m mpidl.launch --max-restarts 20 --checkpoint "$RUN" --json "$RUN/launch-$SLURM_JOB_ID.json" -- \
+if [ -n "$asked" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+    exit "$STOPPED"
+fi
+python -m mpidl.launch --max-restarts 20 --checkpoint "$RUN" \
+    --json "$RUN/launch-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.json" -- \
     srun --mpi="$MPI" --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 \
     --cpu-bind=cores --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     python examples/gpt2_zero3.py --model gpt2-xl --data my.txt --steps 100000 \
     --checkpoint-dir "$RUN" --save-every 200 --on-nan skip --check-replicas 500 &
 launcher=$!
-trap 'kill -USR1 "$launcher"' USR1 TERM
 
 # `wait` returns early when a signal comes, and is then to be called again.
 wait "$launcher"
@@ -42,7 +51,7 @@ while kill -0 "$launcher" 2>/dev/null; do
     status=$?
 done
 
-if [ "$status" -eq "$STOPPED" ]; then
+if [ "$status" -eq "$STOPPED" ] || [ "$status" -eq "$TOO_EARLY" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

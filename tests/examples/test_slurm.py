@@ -18,7 +18,7 @@ SCRIPTS = launch.ROOT / "examples" / "slurm"
 # Runs as the ranks would: waits for the signal, if it is to, and ends with the status in the file `ends`.
 SRUN = """#!/bin/bash
 echo "srun $*" >>"$CALLS"
-case "$*" in *mpidl.doctor*) exit 0 ;; esac
+case "$*" in *mpidl.doctor*) [ ! -e "$ENDS.doctor" ] || kill -USR1 $PPID; exit 0 ;; esac
 status=$(head -n 1 "$ENDS"); sed -i 1d "$ENDS"
 if [ "$status" = wait ]; then
     trap 'exit 75' USR1
@@ -58,7 +58,7 @@ def slurm(tmp_path: Path):
         process.wait()
 
 
-@pytest.mark.parametrize(("status", "again"), [(75, True), (0, False), (1, False)])
+@pytest.mark.parametrize(("status", "again"), [(75, True), (138, True), (0, False), (1, False)])
 def test_one_node_goes_back_to_the_queue_if_it_was_asked_to_stop(slurm, status: int, again: bool) -> None:
     process, calls = slurm("one_node.sh", status)
     assert process.wait(60) == status
@@ -79,6 +79,14 @@ def test_several_nodes_go_on_after_a_failure_and_pass_the_signal_on(slurm, tmp_p
     assert said[0] == "srun --mpi=pmi2 --cpus-per-task=4 python -m mpidl.doctor"
     assert [line.startswith("srun --mpi=pmi2 --ntasks=8 --kill-on-bad-exit=1 ") for line in said[1:3]] == [True, True]
     assert said[3:] == ["scontrol requeue 77"]
+
+
+def test_several_nodes_heed_a_signal_before_the_training_is_started(slurm, tmp_path: Path) -> None:
+    (tmp_path / "ends.doctor").touch()  # the signal comes while the doctor looks
+    process, calls = slurm("several_nodes.sh")
+    assert process.wait(60) == 75
+    said = calls.read_text().splitlines()
+    assert [line.split()[0] for line in said] == ["srun", "scontrol"]
 
 
 @pytest.mark.parametrize("script", ["one_node.sh", "several_nodes.sh"])
