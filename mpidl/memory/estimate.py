@@ -37,7 +37,7 @@ STATE_BYTES = {
     **dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta", "rprop"), 8),
     **dict.fromkeys(("amsgrad",), 12),
 }
-_ROTATING = 3  # gradient buckets of stages 2 and 3 at a time: two that are reduced, and one that fills
+_ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one on its way
 _UNITS_AHEAD = 2  # units of stage 3 that are whole: the one that runs and the next; and the model's own
 
 
@@ -245,7 +245,7 @@ def _of_number(number: float, dtype: str, state: _State, cap: float, unit: float
         buckets=min(every, round(_ROTATING * cap)),
         unit=largest,
         own=largest,
-        unit_gradients=min(every, (_ROTATING) * largest),
+        unit_gradients=min(every, _ROTATING * largest),
     )
 
 
@@ -266,10 +266,10 @@ def _of_model(model: torch.nn.Module, dtype: str | None, state: _State, cap: flo
         buffers=_bytes(list(model.buffers())),
         gradients=_bytes(trained),
         optimizer=round(sum(q.numel() * state.of(q.dtype) for q in trained)),
-        buckets=min(len(buckets), _ROTATING) * max(buckets, default=0),
+        buckets=sum(sorted(buckets)[-_ROTATING:]),
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),
         own=_bytes(units[-1]),
-        unit_gradients=min(len(units), _ROTATING) * max(flats),
+        unit_gradients=flats[-1] + sum(sorted(flats[:-1])[1 - _ROTATING :]),
     )
 
 

@@ -47,7 +47,7 @@ from .slices import Slice
 from .stateful import StatefulOptimizer
 from .traffic import Traffic
 from .unfreeze import added_group, thawed
-from .units import Unit, UnitRule, cut
+from .units import Unit, UnitRule, cut, flat_groups
 from .unwrapping import make_whole
 
 _COPIES = ("__deepcopy__", "__reduce_ex__")
@@ -153,12 +153,12 @@ class ZeroOptimizer(StatefulOptimizer):
         if stage == 3:
             self._parameters = self._cut_parameters(chosen, share_in_node, reshard_after_forward)
             buckets = self._parameters.groups
+            rotating, lasting = 2, sum(group[0].requires_grad for group in flat_groups(chosen[-1:]))
         else:
             buckets = assign(reversed(trained), self._bucket_bytes)
             self._parameters = ReplicatedParameters(model, buckets, self._group.shards)
+            rotating, lasting = 3, 0
         names = {p: name for name, p in model.named_parameters()}
-        # Beside whole units of parameters memory is scarcer than a network is idle.
-        rotating = 2 if isinstance(self._parameters, ShardedParameters) else 3
         self._gradients = GradientShards(
             buckets,
             self._group,
@@ -169,6 +169,7 @@ class ZeroOptimizer(StatefulOptimizer):
             wait=self._parameters.wait,
             end_pass=self._parameters.end_pass,
             rotating=rotating,
+            lasting=lasting,
         )
         self._shards, self._slices = [], {}
         self._slice([shard for shard in self._parameters.shards if shard.trains])

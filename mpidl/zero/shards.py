@@ -53,27 +53,49 @@ class _Gradients:
 
 
 class _Storage:
-    """A few flat buffers of symmetric memory a dtype, each as large as the largest of its buckets.
+    """A few flat buffers of symmetric memory for gradients on their way.
+
+        lasting buckets   [ the model's own ]       one for each, as they fill all through a pass
+        the others        [ a block ] [ a block ]   `rotating` a dtype, as large as the largest of them, the next, ...
 
     Symmetric memory is allocated by all ranks together, so at construction: how many buckets are open at a time, and in
-    which order they open, is each rank's own affair. Where more are, as under `no_sync`, they get private memory. free:
-    the buffers that no bucket has.
+    which order they open, is each rank's own affair. free: the buffers that no bucket has.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], comm: Communicator, rotating: int) -> None:
+    def __init__(
+        self, buckets: Sequence[GradientBucket], comm: Communicator, rotating: int, lasting: Sequence[GradientBucket]
+    ) -> None:
         self.free: list[torch.Tensor] = []
+        self._lasting: dict[GradientBucket, int] = {}
+        self._places: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
-            sizes = [bucket.layout.padded for bucket in buckets if bucket.dtype == dtype]
-            size, count = aligned(max(sizes), dtype), min(len(sizes), rotating)
+            of_dtype = [bucket for bucket in buckets if bucket.dtype == dtype]
+            own = [bucket for bucket in of_dtype if bucket in lasting]
+            others = sorted((b.layout.padded for b in of_dtype if b not in lasting), reverse=True)[:rotating]
+            sizes = [aligned(size, dtype) for size in [*(b.layout.padded for b in own), *others]]
+            if not any(sizes):
+                continue
             # One allocation, in which each rank may choose another buffer.
-            self.free += comm.empty(count * size, dtype).split(size) if size else []
-        self._places = {flat.data_ptr(): flat for flat in self.free}
+            flats = comm.empty(sum(sizes), dtype).split(sizes)
+            self._lasting.update(zip(own, (flat.data_ptr() for flat in flats), strict=False))
+            self._places.update((flat.data_ptr(), flat) for flat in flats if flat.numel())
+            self.free += [flat for flat in flats if flat.numel()]
 
-    def take(self, bucket: GradientBucket) -> torch.Tensor:
-        for number, flat in enumerate(self.free):
-            if flat.dtype == bucket.dtype:
-                return self.free.pop(number)
-        return torch.empty(bucket.layout.padded, dtype=bucket.dtype)
+    def take(self, bucket: GradientBucket) -> torch.Tensor | None:
+        """A buffer for the bucket, the smallest that is free and large enough; None if there is none."""
+        kept = set(self._lasting.values())
+        fitting = [
+            flat
+            for flat in self.free
+            if (flat.data_ptr() == self._lasting[bucket] if bucket in self._lasting else flat.data_ptr() not in kept)
+            and flat.dtype == bucket.dtype
+            and flat.numel() >= bucket.layout.padded
+        ]
+        if not fitting:
+            return None
+        chosen = min(fitting, key=torch.Tensor.numel)
+        self.free = [flat for flat in self.free if flat is not chosen]
+        return chosen
 
     def give_back(self, flat: torch.Tensor) -> None:
         if flat.data_ptr() in self._places:
@@ -86,7 +108,8 @@ class GradientShards:
     groups: the parameters of each bucket, in the order in which they are reduced. over: the ranks. keep_whole: stage 1,
     where the buckets stay allocated; else their storage rotates among a few. names: of the parameters. reduce_dtype: of
     the buckets; by default that of their parameters. wait: waits for a reduction. end_pass: called when a pass has been
-    reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce.
+    reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting: how
+    many groups, the last ones, have buffers of their own, as they fill all through a pass.
 
     counted: as of `Traffic`.
 
@@ -104,6 +127,7 @@ class GradientShards:
         wait: Callable[[Work], None] = Work.wait,
         end_pass: Callable[[], None] = lambda: None,
         rotating: int = 3,
+        lasting: int = 0,
     ) -> None:
         self._over, self._comm = over, over.shards
         self._names = names
@@ -118,7 +142,8 @@ class GradientShards:
         self._algorithm = "hierarchical" if across else by_rank(self._comm, "reduce_scatter")
         self._flying: deque[_Gradients] = deque()
         buckets = self._make(groups)
-        self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating)
+        self._lasting = buckets[len(buckets) - lasting :]
+        self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting)
         self.queue = BucketQueue(
             buckets,
             watch,
@@ -135,7 +160,7 @@ class GradientShards:
         """More buckets, reduced after those there are. Collective."""
         self.queue.set_buckets([*self.queue.buckets, *self._make(groups)])
         if not self._keep_whole:  # they may need larger buffers
-            self._storage = _Storage(self.queue.buckets, self._comm, self._rotating)
+            self._storage = _Storage(self.queue.buckets, self._comm, self._rotating, self._lasting)
 
     def _make(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[GradientBucket]:
         buckets = [GradientBucket(group, self._comm.size) for group in groups]
@@ -237,9 +262,11 @@ class GradientShards:
         """Makes sure that the bucket has storage, and that what it reduced before is kept beside it."""
         bucket = gradients.bucket
         if bucket.flat is None:
-            if len(self._flying) >= self._rotating - 1:
+            while (flat := self._storage.take(bucket)) is None and self._flying:
                 self._land()
-            bucket.allocate(self._storage.take(bucket))
+            if flat is None:  # more are open than usual, as under no_sync
+                flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype)
+            bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
             gradients.shard = gradients.shard.clone()
 
