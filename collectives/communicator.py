@@ -37,6 +37,7 @@ from .buffers import Buffer, signature
 from .checks import CheckedDispatch, wanted
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
+from .leftovers import remove_names
 from .messages import Messages
 from .pages import Pages
 from .partition import Splits
@@ -56,7 +57,8 @@ class Communicator:
     """A group of ranks and the operations among them.
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
-    messages of this class meet none of the user's.
+    messages of this class meet none of the user's. Over the world no shared memory of the MPI library is left behind if
+    the job is killed (`collectives.leftovers`).
 
     timeout: seconds that an operation may wait for other ranks before the job is aborted with a report of where each
     rank is; by default the environment's MPIDL_TIMEOUT, or 600; 0: for ever.
@@ -88,6 +90,8 @@ class Communicator:
         self.size: int = self.mpi.Get_size()
         place = discover(self._collective)
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
+        if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
+            remove_names()
         self._progress.naps = place.nodes > 1
         self._progress.crowded = place.local_size > cores()
         self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)

@@ -10,10 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
 
 _MAPPED = re.compile(r" (/dev/shm/mpich_shm_\w+)( \(deleted\))?$", re.MULTILINE)
 
@@ -27,10 +23,8 @@ def mapped(process: int | str = "self") -> dict[str, bool]:
     return {path: not gone for path, gone in _MAPPED.findall(text)}
 
 
-def remove_names(comm: Communicator) -> None:
-    """Removes the names of what this process and the others of its node have mapped. Collective over all ranks."""
-    comm.barrier()  # every rank has come through MPI_Init
-    if comm.local_rank == 0:
-        for path in mapped():
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
+def remove_names() -> None:
+    """Removes the names of what this process has mapped. Once all of its node have come through MPI_Init."""
+    for path in mapped():
+        with contextlib.suppress(OSError):
+            Path(path).unlink()

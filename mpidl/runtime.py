@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 
 from collectives import Communicator
-from collectives.leftovers import remove_names
 
 from .ending import end_job_with_any_rank
 from .errors import CheckpointError, CheckpointMismatch, TrainingError, UsageError
@@ -37,7 +36,6 @@ def init() -> Communicator:
       set.
     - Sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment, for libraries that read them.
     - Tells `mpidl.launch`, if that has started the job, which process is which rank.
-    - Takes care that no shared memory of the MPI library is left behind if the job is killed (`collectives.leftovers`).
     - From here on the job ends when an exception is not caught on any rank, in any thread, and when it is interrupted
       (Ctrl-C); where ranks wait for one that has called `sys.exit(status)`, with that status.
     """
@@ -50,7 +48,6 @@ def init() -> Communicator:
             )
         comm = Communicator()
         end_job_with_any_rank(comm)
-        remove_names(comm)
         os.environ.update(
             RANK=str(comm.rank),
             WORLD_SIZE=str(comm.size),

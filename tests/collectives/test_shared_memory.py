@@ -85,3 +85,15 @@ def test_no_room_anywhere_gives_way_to_messages_with_a_warning(mpirun: Callable,
     assert done.returncode == 0, done.stderr
     assert "ranks send messages instead" in done.stderr
     assert "MPIDL_SHM_DIR" in done.stderr
+
+
+def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(mpirun) -> None:
+    code = (
+        "from collectives import Communicator\n"
+        "from collectives.leftovers import mapped\n"
+        "Communicator().barrier()\n"
+        "print(f'named: {any(mapped().values())}\\n', end='')"
+    )
+    done = mpirun(2, "-c", code)
+    assert done.returncode == 0, done.stderr  # MPI_Finalize does not miss it
+    assert done.stdout.count("named: False") == 2

@@ -221,17 +221,6 @@ def test_a_handler_that_a_program_puts_in_place_later_is_the_one_that_counts(job
     assert done.stdout == "heard\nwent on\n"
 
 
-def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(job) -> None:
-    done = job(
-        2,
-        "from collectives.leftovers import mapped\n"
-        "comm.barrier()\n"
-        "print(f'named: {any(mapped().values())}\\n', end='')",
-    )
-    assert done.returncode == 0, done.stderr  # MPI_Finalize does not miss it
-    assert done.stdout.count("named: False") == 2
-
-
 def test_the_compiler_waits_until_it_is_needed() -> None:
     """It would double the time of the import, on every rank."""
     code = "import sys, mpidl\nsys.exit('torch._dynamo' in sys.modules)"
