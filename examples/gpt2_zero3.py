@@ -96,6 +96,9 @@ def parse(comm: Any) -> argparse.Namespace:
     kept.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and at the end")
     kept.add_argument("--save-every", type=at_least(1), metavar="N", help="steps")
     kept.add_argument(
+        "--keep-last", type=at_least(1), default=2, metavar="N", help="checkpoints, of all that DIR holds"
+    )
+    kept.add_argument(
         "--resume", default="auto", metavar="auto|never|PATH", help="auto: from the newest complete one in DIR"
     )
     safety = parser.add_argument_group("safety")
@@ -226,6 +229,8 @@ def learning_rate(options: argparse.Namespace, step: int) -> float:
 def find_checkpoint(options: argparse.Namespace, said: list[str], without: Collection[Path] = ()) -> Path | None:
     """Where to go on from, if anywhere. said: what was passed over; it grows."""
     if options.resume == "never" or (options.resume == "auto" and not options.checkpoint_dir):
+        if options.checkpoint_dir and (former := mpidl.checkpoint.named(options.checkpoint_dir)):
+            print(f"note: {former[-1]} is of a former run; the {options.keep_last} written last are kept", flush=True)
         return None
     folder = options.checkpoint_dir if options.resume == "auto" else Path(options.resume)
     if options.resume != "auto":
@@ -240,18 +245,18 @@ def find_checkpoint(options: argparse.Namespace, said: list[str], without: Colle
         if why not in said:
             print(f"passed over: {why}", flush=True)
             said.append(why)
+    if not found and mpidl.checkpoint.named(folder):  # to begin anew would in time remove what there is
+        raise mpidl.CheckpointError(f"{folder}: no checkpoint in it can be loaded; --resume never begins anew")
     return found
 
 
 def load_checkpoint(comm: Any, options: argparse.Namespace, training: Sequence[Any]) -> Any:
     """What there was to go on from, if anything; with --resume auto the newest that turns out undamaged."""
     said: list[str] = []
-    failed: dict[Path, mpidl.CheckpointError] = {}
+    failed: list[Path] = []
     while True:
         found = mpidl.agree_or_exit(comm, lambda: None if comm.rank else find_checkpoint(options, said, failed))
         found = mpidl.broadcast_object(comm, found)  # >>> rank 0 chooses
-        if found is None and failed:  # to begin anew would in time remove what there is
-            raise next(iter(failed.values()))
         if found is None:
             return None
         try:
@@ -259,7 +264,7 @@ def load_checkpoint(comm: Any, options: argparse.Namespace, training: Sequence[A
         except mpidl.CheckpointError as error:
             if options.resume != "auto" or isinstance(error, mpidl.CheckpointMismatch):
                 raise
-            failed[found] = error
+            failed.append(found)
             if comm.rank == 0:
                 print(f"passed over: {error}", flush=True)
 
@@ -401,7 +406,7 @@ def main() -> None:
 
     def save(done: int) -> None:
         mpidl.checkpoint.save(  # >>> each rank what it owns
-            options.checkpoint_dir, *training, step=done, extra={"settings": settings}, keep_last=2
+            options.checkpoint_dir, *training, step=done, extra={"settings": settings}, keep_last=options.keep_last
         )
 
     guard = None if options.on_nan == "ignore" else mpidl.NonfiniteGuard(call, optimizer, options.on_nan)

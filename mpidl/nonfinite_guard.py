@@ -9,6 +9,12 @@
         optimizer.zero_grad()
 
 Without it, one bad batch on one rank makes all weights NaN on all ranks, and the job trains on them until its end.
+
+A step that is skipped leaves weights and the optimizer's state as they were. Buffers are what the forward pass has made
+of them: a running statistic that has seen a NaN keeps it.
+
+A GradScaler looks for gradients that are too large by itself, and its overflows are no faults. Beside one give `allows`
+the loss alone, with 0.0 as the norm, after `scaler.unscale_(optimizer)`, and call `scaler.update()` whatever it says.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def check_replicas(
     Collective. what:
         a module, plain or DistributedDataParallel: its parameters. At stage 3 of ZeRO none is replicated.
         an optimizer: a torch one's states and groups; a ZeroOptimizer's groups, as its states are shards.
-        a mapping of names to tensors, arrays or numbers that should be alike: shared results, counters, a loss.
+        a mapping of names to tensors, arrays, numbers or nests of them that should be alike: shared results, a loss.
 
     buffers: also the modules' buffers. DDP makes them alike before each forward pass, not after it.
     gather: also what stage 3 gathers, node by node: takes the memory of the whole model on each node.
@@ -61,12 +61,15 @@ def check_replicas(
                 }
                 sums |= _of_optimizer(thing, names)
             elif isinstance(thing, Mapping):
-                sums |= {str(name): _sum_of(value) for name, value in thing.items()}
+                for name, value in thing.items():
+                    sums |= _sums_of(str(name), value)
             else:
                 raise ConfigurationError(
                     f"check_replicas: argument {number + 1} is a {type(thing).__name__}; needs a module, an optimizer "
                     "or a mapping of names to tensors"
                 )
+    if not what:
+        raise ConfigurationError("check_replicas: got nothing to compare; needs a module, an optimizer or a mapping")
     found = difference(comm, sums)
     if found is not None:
         raise ModelMismatch(f"the ranks' replicas differ: {found}")
@@ -138,24 +141,47 @@ def _of_module(
 def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, bytes]:
     sums: dict[str, bytes] = {}
     for number, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        sums |= {f"group {number}'s {key}": _sum_of(value) for key, value in settings.items()}
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                sums |= _sums_of(f"group {number}'s {key}", value)
     if isinstance(optimizer, ZeroOptimizer):
         return sums
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     for place, p in enumerate(ordered):
         name = names.get(p, f"parameter {place}").removeprefix("module.")
         for key, value in optimizer.state.get(p, {}).items():
-            sums[f"state {key} of {name}"] = _sum_of(value)
+            sums |= _sums_of(f"state {key} of {name}", value)
+    return sums
+
+
+def _sums_of(name: str, value: Any) -> dict[str, bytes]:
+    """Of a value and, if it is a nest, of all that is in it."""
+    if isinstance(value, Mapping):
+        parts = {f"{name}.{key}": part for key, part in value.items()}
+    elif isinstance(value, list | tuple):
+        parts = {f"{name}[{number}]": part for number, part in enumerate(value)}
+    else:
+        return {name: _sum_of(value)}
+    sums = {name: _digest(f"{type(value).__name__} of {len(value)}")}
+    for inner, part in parts.items():
+        sums |= _sums_of(inner, part)
     return sums
 
 
 def _sum_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, torch.Tensor):
-        return checksum(value)
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+        return checksum(value if value.layout == torch.strided else value.to_dense())
+    if isinstance(value, np.ndarray):
+        return _digest(f"{value.shape} {value.tolist()!r}")
+    if isinstance(value, set | frozenset):
+        return _digest(repr(sorted(map(repr, value))))
+    return _digest(repr(value))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def difference(comm: Communicator, sums: Mapping[str, bytes]) -> str | None:

@@ -9,7 +9,7 @@ them in. docs/checkpoint.md describes the format.
 """
 
 from .exporting import export_checkpoint, export_safetensors, import_safetensors
-from .folder import newest
+from .folder import named, newest
 from .loading import Loaded, load
 from .saving import save, wait
 from .verifying import verify
@@ -22,6 +22,7 @@ __all__ = [
     "export_safetensors",
     "import_safetensors",
     "load",
+    "named",
     "newest",
     "save",
     "verify",

@@ -123,6 +123,14 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
     return final
 
 
+def named(folder: Path) -> list[Path]:
+    """The directories with the name of a complete checkpoint, whatever is left of it, in the order of their steps."""
+    found = []
+    with contextlib.suppress(OSError):
+        found = [path for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name)) and not match[2]]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def by_age(folder: Path) -> list[Path]:
     """The directories that have an index, the newest first: in the order in which they were written.
 

@@ -118,7 +118,7 @@ def _check(step: int, micro_step: int, keep_last: int | None, file_bytes: int) -
     for name, value, least in (("step", step, 0), ("micro_step", micro_step, 0), ("file_bytes", file_bytes, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
-    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
         raise ConfigurationError(f"keep_last: got {keep_last!r}; needs at least 1, or None to keep all")
 
 

@@ -11,6 +11,11 @@ _APART = ("-n", "-np", "--np", "-c", "--ntasks", "--n")  # the number is the nex
 _TOGETHER = re.compile(r"(-n|-np|--np=|--ntasks=|--n=)(\d+)")
 
 
+def is_launcher(command: Sequence[str]) -> bool:
+    """Whether this command starts ranks, by its name."""
+    return bool(command) and bool(re.search(r"(mpirun|mpiexec|srun|prterun|hydra)[^/]*$", command[0]))
+
+
 def ranks_of(command: Sequence[str]) -> int | None:
     """How many ranks the launcher is told to start; None if it is not told."""
     place = _place(command)
@@ -27,7 +32,7 @@ def with_ranks(command: Sequence[str], ranks: int) -> list[str]:
 
 def _place(command: Sequence[str]) -> int | None:
     """Where the number is: before the program that the launcher starts, as that has options of its own."""
-    if not command or not re.search(r"(mpirun|mpiexec|srun|prterun|hydra)[^/]*$", command[0]):
+    if not is_launcher(command):
         return None
     for place, argument in enumerate(command[1:], 1):
         if argument in _APART and command[place + 1 : place + 2] and command[place + 1].isdigit():

@@ -8,6 +8,7 @@ carry it in their names: so what is ended and removed is the job's own, and noth
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pty
 import secrets
@@ -21,11 +22,14 @@ from collectives.leftovers import mapped
 from collectives.symmetric.shared_memory import JOB, directories
 from collectives.witness import Witness
 
+from .command import is_launcher
 from .last_seen import Group, last_seen
 from .roll import Roll
 from .streams import Stream
 
 _RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _POLITE = 5.0  # seconds between asking processes to end and ending them
 
 
@@ -54,6 +58,7 @@ class Job:
                 stdout=self._streams[1].entrance,
                 env={**environment, JOB: self.token},
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         except OSError:
             self._roll.take_away()
@@ -99,9 +104,28 @@ class Job:
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the command, which passes it on to the ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        """Sends a signal to the launcher, which passes it on to the ranks.
+
+        That is the command itself, or a process of the job that it has started: a shell would end, and tell nobody.
+        """
+        launchers = {pid: parent for pid, parent in self._parents().items() if _starts_ranks(pid)}
+        first = [pid for pid, parent in launchers.items() if parent not in launchers]
+        if not first or self._process.pid in first:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+            return
+        for pid in first:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _parents(self) -> dict[int, int]:
+        """Of the processes of the job, the command itself among them."""
+        found = {}
+        for pid in self._processes():
+            with contextlib.suppress(OSError):
+                after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                found[pid] = int(after_name[1])
+        return found
 
     @property
     def killed_for_memory(self) -> bool:
@@ -166,6 +190,20 @@ def _environment(pid: int) -> dict[str, str]:
     except OSError:  # gone, or somebody else's
         return {}
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def _starts_ranks(pid: int) -> bool:
+    """Whether a process is a launcher, or an interpreter that runs one."""
+    with contextlib.suppress(OSError):
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return any(is_launcher([argument]) for argument in arguments[:2])
+    return False
+
+
+def _end_with_parent() -> None:
+    """Of a new process: if its parent is killed it gets SIGTERM, as nobody would end or restart the job any more."""
+    with contextlib.suppress(AttributeError):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _killed_for_memory() -> int:

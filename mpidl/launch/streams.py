@@ -57,8 +57,9 @@ class Stream:
         # entrance is closed, so that the command sees it as it would without this process between.
         with contextlib.suppress(OSError):
             while piece := os.read(self._exit, _PIECE):
-                *whole, self._begun = (self._begun + piece).split(b"\n")
+                *whole, begun = (self._begun + piece).split(b"\n")
                 self._lines.extend(line.decode(errors="replace").rstrip("\r") for line in whole)
+                self._begun = begun[begun.rfind(b"\r", 0, -1) + 1 :]  # progress bars write the same line anew
                 while piece:
                     piece = piece[os.write(self._target, piece) :]
         os.close(self._exit)

@@ -101,6 +101,9 @@ def test_a_second_run_goes_on_to_the_bit(saved: SimpleNamespace, name: str) -> N
     assert (saved.folder / "more" / "latest").read_text() == "step-00000006\n"
     for kind in ("whole", "anew"):
         assert "going on" not in saved.said[name, kind]
+    assert "note: " not in saved.said[name, "whole"]
+    note = f"note: {path / 'step-00000006'} is of a former run; the 2 written last are kept\n"
+    assert note in saved.said[name, "anew"]
     assert losses(anew) == losses(whole)
     assert sorted(p.name for p in path.glob("step-*")) == ["step-00000004", "step-00000006"]  # two are kept
 
@@ -121,8 +124,11 @@ def test_on_another_number_of_ranks_and_stage(
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1  # of a parameter or its state; the end is rank 1's random state, not read by rank 0
     damaged.write_bytes(data)
-    named = tmp_path / "named"
+    named, torn_all = tmp_path / "named", tmp_path / "torn all"
     shutil.copytree(copies[1], named)
+    shutil.copytree(copies[1], torn_all)
+    for path in torn_all.glob("step-*/rank00000-000.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
     common = [*TINY, "--data", text, "--zero", stage, "--batch", batch]
     wrong = {
         "--resume nowhere: no such directory": (2, ["--resume", "nowhere"]),
@@ -131,6 +137,10 @@ def test_on_another_number_of_ranks_and_stage(
         f"{text} is not a directory": (2, ["--checkpoint-dir", text / "x", "--resume", "never"]),
         "is of another model": (2, ["--checkpoint-dir", saved.folder / "exact", "--embd", 64]),
         f"{named / damaged.parent.name / damaged.name}: is damaged: bytes": (1, ["--resume", named]),
+        f"{torn_all}: no checkpoint in it can be loaded; --resume never begins anew": (
+            1,
+            ["--checkpoint-dir", torn_all],
+        ),
         "File name too long": (1, ["--checkpoint-dir", tmp_path / ("x" * 300), "--resume", "never", "--steps", 1]),
     }
     results = [tmp_path / f"{copy.name}.json" for copy in copies]

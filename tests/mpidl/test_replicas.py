@@ -93,6 +93,31 @@ def test_shared_results_and_how_many_more_differ(comm, make) -> None:
 
 
 @pytest.mark.mpi
+def test_one_element_deep_in_a_nest_is_found(comm) -> None:
+    def nest(last: bool) -> dict[str, object]:
+        x = torch.zeros(5000)
+        x[2500] = last
+        return {"a": {"b": [3, x]}}
+
+    differs(comm, "a.b[1]", nest(comm.rank == comm.size - 1))
+    differs(comm, "a.b", {"a": {"b": [1] if comm.rank == comm.size - 1 else (1,)}})
+    optimizer = torch.optim.LBFGS(torch.nn.Linear(2000, 2).parameters())
+    x = torch.zeros(4002)
+    x[1000] = comm.rank == comm.size - 1
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["old_dirs"] = [x]
+    differs(comm, "state old_dirs of parameter 0[0]", optimizer)
+
+
+@pytest.mark.mpi
+def test_sets_and_strings_and_sparse_tensors(comm) -> None:
+    names = [f"name {number}" for number in range(50)]
+    alike = {"set": set(names if comm.rank else reversed(names)), "text": np.array(names), "sparse": torch.eye(9)}
+    alike["sparse"] = alike["sparse"].to_sparse()
+    mpidl.check_replicas(alike, process_group=comm)
+    differs(comm, "sparse", {"sparse": (torch.eye(9) * (1 + (comm.rank == comm.size - 1))).to_sparse()})
+
+
+@pytest.mark.mpi
 def test_what_only_some_ranks_have_differs(comm) -> None:
     differs(comm, "extra", {"a": 1} | ({"extra": 2} if comm.rank == comm.size - 1 else {}))
 
@@ -101,6 +126,8 @@ def test_what_only_some_ranks_have_differs(comm) -> None:
 def test_wrong_arguments(comm) -> None:
     with pytest.raises(mpidl.ConfigurationError, match="argument 1 is a list; needs a module"):
         mpidl.check_replicas([], process_group=comm)
+    with pytest.raises(mpidl.ConfigurationError, match="nothing to compare"):
+        mpidl.check_replicas(process_group=comm)
     model, _ = trained(comm, "zero1")
     with pytest.raises(mpidl.ConfigurationError, match="give it too"):
         mpidl.check_replicas(model, process_group=comm)

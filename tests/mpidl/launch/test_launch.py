@@ -165,6 +165,42 @@ def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path,
         stranger.wait()
 
 
+def test_a_signal_reaches_the_launcher_that_a_script_has_started(tmp_path: Path) -> None:
+    """And not the shell, which would end by it and leave the launcher alone."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!{sys.executable}\n" + JOB)
+    mpirun.chmod(0o755)
+    script = f"{mpirun} {tmp_path} wait no; status=$?; echo $status >{tmp_path}/status; exit $status"
+
+    def send() -> None:
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert Supervisor(Plan(["bash", "-c", script], backoff=0)).run() == 75
+    assert (tmp_path / "status").read_text() == "75\n"
+
+
+def test_a_job_is_asked_to_end_if_what_has_started_it_is_killed(tmp_path: Path) -> None:
+    job = (
+        "import os, pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((folder / 'asked').touch(), os._exit(0)))\n"
+        "(folder / 'waits').touch()\n"
+        "time.sleep(60)\n"
+    )
+    wrapper = [sys.executable, "-m", "mpidl.launch", "--", sys.executable, "-c", job, str(tmp_path)]
+    process = subprocess.Popen(wrapper, env=launch.environment(), cwd=launch.ROOT)
+    while not (tmp_path / "waits").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while not (tmp_path / "asked").exists():  # within the test's limit
+        time.sleep(0.05)
+
+
 def test_fewer_ranks(tmp_path: Path) -> None:
     """A shell script that stands for mpirun: its number of ranks is an argument of the job."""
     mpirun = tmp_path / "mpirun"
