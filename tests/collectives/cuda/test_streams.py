@@ -1,0 +1,127 @@
+"""Operations on GPU memory keep to the caller's stream, and hold their arrays as long as they must; on the stand-in."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from collectives import ArgumentError, Communicator, Work
+from tests.collectives.cuda.standin import Gpu, Stream
+
+pytestmark = pytest.mark.mpi
+
+
+def blocked(gpu: Gpu) -> tuple[Stream, threading.Event]:
+    """A stream on which nothing that is queued runs before the event is set."""
+    stream, gate = gpu.stream(), threading.Event()
+    stream.queue(gate.wait)
+    return stream, gate
+
+
+def test_an_operation_comes_after_what_its_caller_s_stream_holds(comm: Communicator, gpu: Gpu) -> None:
+    stream, gate = blocked(gpu)
+    with gpu.using(stream):
+        x = gpu.put(torch.full((1000,), float(comm.rank + 1)))  # not there yet
+        work = comm.all_reduce(x, async_op=True)
+        assert isinstance(work, Work)
+        assert not work.is_completed()
+        gate.set()
+        work.wait()
+        assert (gpu.get(x) == comm.size * (comm.size + 1) / 2).all()
+
+
+def test_what_is_queued_after_an_operation_sees_its_result(comm: Communicator, gpu: Gpu) -> None:
+    """The result is read on the caller's stream without any waiting by the host in between."""
+    for _ in range(20):
+        with gpu.using(gpu.stream()):
+            x, y = gpu.put(torch.ones(300_000)), gpu.put(torch.zeros(300_000))
+            comm.all_reduce(x)
+            gpu.copy(y.address, x.address, 4 * 300_000, gpu.current_stream)
+            assert (gpu.get(y) == comm.size).all()
+
+
+def test_wait_orders_the_stream_that_is_current_then(comm: Communicator, gpu: Gpu) -> None:
+    first, second = gpu.stream(), gpu.stream()
+    with gpu.using(first):
+        x = gpu.put(torch.full((100_000,), 2.0))
+        work = comm.all_reduce(x, async_op=True)
+    assert work is not None
+    with gpu.using(second):
+        work.wait()
+        assert (gpu.get(x) == 2 * comm.size).all()
+
+
+def test_an_array_is_held_until_its_operation_has_ended(comm: Communicator, gpu: Gpu) -> None:
+    """The stand-in ends a program that reaches for memory that was freed."""
+    stream, gate = blocked(gpu)
+    for _ in range(10):
+        with gpu.using(stream):
+            x = gpu.put(torch.ones(50_000))
+            comm.all_reduce(x, async_op=True)
+        del x  # nobody has it any more, and nothing of it has begun
+    gc.collect()
+    gate.set()
+    y = gpu.put(torch.ones(3))
+    comm.all_reduce(y)
+    assert (gpu.get(y) == comm.size).all()
+
+
+def test_an_array_is_given_back_after_its_operation(comm: Communicator, gpu: Gpu) -> None:
+    before = len(gpu._maps)
+    for _ in range(5):
+        x = gpu.put(torch.ones(1000))
+        work = comm.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+    del x, work
+    comm.all_reduce(gpu.put(torch.ones(1)))
+    comm.all_reduce(gpu.put(torch.ones(1)))
+    gpu.synchronize()
+    gc.collect()
+    gpu.synchronize()
+    assert len(gpu._maps) <= before + 4  # what the communicator keeps for itself
+
+
+def test_operations_run_in_the_order_of_issue_whatever_their_streams(comm: Communicator, gpu: Gpu) -> None:
+    x = gpu.put(torch.ones(1000))
+    gpu.current_stream.record().wait()
+    for _ in range(5):
+        with gpu.using(gpu.stream()):
+            work = comm.all_reduce(x, async_op=True)
+            assert work is not None
+            work.wait()
+    comm.all_reduce(x)
+    assert (gpu.get(x) == float(comm.size) ** 6).all()
+
+
+def test_a_graph_that_is_captured_is_refused(comm: Communicator, gpu: Gpu) -> None:
+    stream = gpu.stream()
+    x = gpu.put(torch.ones(5))
+    stream.capturing = True
+    with gpu.using(stream), pytest.raises(ArgumentError, match="while a CUDA graph is captured"):
+        comm.all_reduce(x)
+    comm.all_reduce(x)
+    assert (gpu.get(x) == comm.size).all()
+
+
+def test_copies_to_the_host_and_back_are_no_more_than_needed(
+    comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staged: each element goes to the host once and comes back once; a root's input does not come back."""
+    monkeypatch.setenv("MPIDL_CUDA", "staged")
+    x = gpu.put(torch.ones(1000))
+    comm.all_reduce(x)
+    gpu.copies.clear()
+    comm.all_reduce(x)
+    assert sorted(gpu.copies) == ["to device", "to host"]
+    gpu.copies.clear()
+    comm.broadcast(x)
+    assert gpu.copies == ["to host" if comm.rank == 0 else "to device"]
+    out = gpu.put(torch.zeros(1000 * comm.size))
+    own = out[1000 * comm.rank : 1000 * (comm.rank + 1)]
+    gpu.copies.clear()
+    comm.all_gather(out, own)
+    assert gpu.copies == ["to host"] + ["to device"] * (comm.size - 1)
