@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from .buffers import Buffer, DeviceBuffer, DType
+from .cuda.memory import DeviceMemory
 from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import MismatchError
@@ -126,6 +127,11 @@ class CheckedDispatch(Dispatch):
         """See Dispatch."""
         self._compare(("shared" if shared else "empty") if reserved else "pages", f" of {dtype.name}")
         return super().allocate(nbytes, dtype, shared=shared, reserved=reserved)
+
+    def allocate_on_gpu(self, index: int, nbytes: int, dtype: DType, *, shared: bool) -> DeviceMemory:
+        """See Dispatch."""
+        self._compare("shared" if shared else "empty", f" of {dtype.name} on a GPU")
+        return super().allocate_on_gpu(index, nbytes, dtype, shared=shared)
 
     def _compare(self, operation: str, what: str) -> None:
         self._number += 1

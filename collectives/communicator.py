@@ -38,6 +38,7 @@ from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
 from .buffers import Buffer, DeviceBuffer, signature
 from .checks import CheckedDispatch, wanted
+from .cuda.arrays import gpu_index
 from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
@@ -439,22 +440,23 @@ class Communicator:
         self._duplicates.append(made)
         return made
 
-    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
         """An uninitialised array in symmetric memory: the node's other ranks reach it without a copy of their own.
 
         A torch tensor for a torch dtype, else a numpy array; freed like any other. Collective: every rank makes the
         same calls in the same order, with the same dtype. Where the node cannot share memory it is an ordinary array.
+        device: as torch has it; on a GPU ("cuda", "cuda:1") it is a torch or cupy array.
         """
-        return self._allocate("empty", shape, dtype, shared=False)
+        return self._allocate("empty", shape, dtype, device, shared=False)
 
-    def shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
+    def shared(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
         """An uninitialised array that is the same memory on all ranks of the node; otherwise like `empty`.
 
         For the output of all_gather: each rank writes its part in place, and to gather is only to wait. Where the node
         cannot share memory every rank has an array of its own, and the same all_gather sends messages. Reductions
         refuse such an array, as all ranks' contributions would be one.
         """
-        return self._allocate("shared", shape, dtype, shared=True)
+        return self._allocate("shared", shape, dtype, device, shared=True)
 
     def pages(self, nbytes: int, *, shared: bool = True) -> Pages:
         """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
@@ -646,11 +648,25 @@ class Communicator:
     def _name(self, operation: str, number: int) -> str:
         return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"
 
-    def _allocate(self, operation: str, shape: int | Sequence[int], dtype: Any, *, shared: bool) -> Any:
+    def _allocate(self, operation: str, shape: int | Sequence[int], dtype: Any, device: Any, *, shared: bool) -> Any:
         kind = buffers.describe(dtype)
         elements = arguments.elements(f"{operation}: shape", shape)
+        index = gpu_index(operation, device)
         made: list[Any] = []
         self._calls.clear()  # an array that is freed may have had an address that is now of this memory
+
+        def on_gpu() -> None:
+            assert index is not None
+            with contextlib.suppress(MemoryError):
+                nbytes = elements * kind.itemsize
+                made.append(self._dispatch.allocate_on_gpu(index, nbytes, kind, shared=shared))
+
+        if index is not None:
+            self._issue(operation, on_gpu, async_op=False)
+            if not made:
+                raise OperationError(f"{operation}: a GPU of this group has no room for {elements} of {kind.name}")
+            sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+            return self._dispatch.gpus(index).array(made[0], sizes, dtype)
 
         def task() -> None:
             memory = self._dispatch.allocate(elements * kind.itemsize, kind, shared=shared)

@@ -24,7 +24,8 @@ from .buffers import Buffer, DeviceBuffer, DType
 from .coalesced import PACKED_BYTES, Item, Packed
 from .cuda.device import Event
 from .cuda.group import GpuGroup
-from .cuda.task import Task
+from .cuda.memory import DeviceMemory
+from .cuda.task import Run, Task
 from .executor import Execution, Region, single, whole
 from .hierarchical import Hierarchy
 from .partition import Splits, cut, even_counts
@@ -125,9 +126,14 @@ class Dispatch:
     # ---- GPU memory -------------------------------------------------------------------------------------------
 
     def _prepare_on_gpu(self, operation: str, algorithm: str, arguments: tuple[Any, ...], index: int) -> Task:
+        made: list[Run] = []
+
         def run(begin: Event) -> Event:
             self._before(operation, algorithm, arguments)
-            return self.gpus(index).run(operation, algorithm, arguments, begin)
+            gpus = self.gpus(index)
+            if not made:
+                made.append(gpus.prepare(operation, algorithm, arguments))
+            return gpus.run(made[0], begin)
 
         return self._task(operation, index, run)
 
@@ -346,8 +352,17 @@ class Dispatch:
             note_one_for_all(memory)
         return memory
 
+    def allocate_on_gpu(self, index: int, nbytes: int, dtype: DType, *, shared: bool) -> DeviceMemory:
+        """The same on a GPU; see GpuGroup."""
+        memory = self.gpus(index).allocate(nbytes, shared=shared)
+        if not memory.stride:
+            note_one_for_all(memory)
+        return memory
+
     def is_shared(self, address: int) -> bool:
         """Whether an array at this address lies in memory of this group that is the same for all ranks of the node."""
+        if self._gpus is not None and is_one_for_all(address) and self._gpus.is_shared(address):
+            return True
         found = self.allocator.find(address, 1) if is_one_for_all(address) else None
         return found is not None and not found[0].stride
 

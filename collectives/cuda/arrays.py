@@ -94,3 +94,20 @@ def _index(array: Any, place: int) -> int:
     device = getattr(array, "device", None)
     number = getattr(device, "id", None)
     return int(number) if number is not None else driver.index_of(place)
+
+
+def gpu_index(operation: str, device: Any) -> int | None:
+    """The number of the GPU that a device, as torch has it, is; None for the CPU."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{operation}: got device {device!r}; needs a CPU or CUDA device")
+    if found.type == "cpu":
+        return None
+    if not driver.is_usable():
+        raise ArgumentError(
+            f"{operation}: got device {device!r}; needs cupy (pip install mpidl[cuda12] or mpidl[cuda13])"
+        )
+    return driver.current_index() if found.index is None else found.index

@@ -123,7 +123,7 @@ def all_to_all(splits: Splits, largest: int, room: int) -> Plan:
     chunks = []
     size = max(1, room // 2 // len(splits.leaving))
     for number in range(max(1, -(-largest // size))):
-        leaving, coming = _nth(splits.leaving, number, size), _nth(splits.coming, number, size)
+        leaving, coming = nth(splits.leaving, number, size), nth(splits.coming, number, size)
         gone, come = _starts(leaving), _starts(coming, room // 2)
         gives = tuple(Piece(*part, place) for part, place in zip(leaving, gone, strict=False))
         takes = tuple(Piece(*part, place) for part, place in zip(coming, come, strict=False))
@@ -188,10 +188,10 @@ def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[
 def _cut(counts: Sequence[int], room: int) -> list[list[Range]]:
     """For each chunk the range of every rank's part."""
     size = max(1, room // len(counts))
-    return [_nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]
+    return [nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]
 
 
-def _nth(counts: Sequence[int], number: int, size: int) -> list[Range]:
+def nth(counts: Sequence[int], number: int, size: int) -> list[Range]:
     """The number-th `size` elements of every part, where parts lie one behind the other."""
     return [
         (min(low + number * size, high), min(low + (number + 1) * size, high))

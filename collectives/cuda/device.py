@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..about import cuda_aware
 from ..buffers import DType
 from ..reduction import Reduction
 
@@ -125,6 +126,10 @@ class Device(ABC):
     @abstractmethod
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
         """An array over memory that exists, keeping `owner` alive: a torch tensor for a torch dtype, else cupy's."""
+
+    def is_mpi_aware(self) -> bool:
+        """Whether the MPI library says that it takes memory of this GPU; it may be wrong."""
+        return bool(cuda_aware())
 
     @abstractmethod
     def for_mpi(self, address: int, nbytes: int) -> Any:

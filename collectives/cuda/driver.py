@@ -45,6 +45,13 @@ def index_of(address: int) -> int:
     return int(runtime.pointerGetAttributes(address).device)
 
 
+def current_index() -> int:
+    """The number of the GPU that this thread works on."""
+    from cupy.cuda import runtime
+
+    return int(runtime.getDevice())
+
+
 class CudaEvent(Event):
     """A cudaEvent_t without timing."""
 

@@ -109,12 +109,16 @@ class _Mapping:
 
 
 class Gpu(device.Device):
-    """A stand-in. aware: whether its MPI library reaches device memory: "yes", "no", or it says so and "lies"."""
+    """A stand-in. seed: of the streams' pauses. exports: whether other processes can open its memory.
+
+    aware: whether the MPI library reaches its memory: "yes", "no", or it says so and "lies".
+    """
 
     def __init__(
         self, index: int = 0, *, seed: int | None = None, name: str = "stand-in", exports: bool = True
     ) -> None:
-        self.index, self.seed, self._name, self._exports = index, seed, name, exports
+        self.index, self.seed, self._name, self.exports = index, seed, name, exports
+        self.aware = "no"
         self.errors: list[BaseException] = []
         self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
         self._maps: dict[int, _Mapping] = {}
@@ -235,7 +239,7 @@ class Gpu(device.Device):
         del self._pinned[address]
 
     def export(self, address: int) -> bytes:
-        if not self._exports:
+        if not self.exports:
             raise OSError("the stand-in exports nothing")
         mapping = self._maps[address]
         return json.dumps([f"/proc/{os.getpid()}/fd/{mapping.file}", mapping.nbytes]).encode()
@@ -259,7 +263,13 @@ class Gpu(device.Device):
         made.keeps = owner  # type: ignore[attr-defined]
         return made
 
+    def is_mpi_aware(self) -> bool:
+        return self.aware != "no"
+
     def for_mpi(self, address: int, nbytes: int) -> Any:
+        assert self.is_mpi_aware()
+        if self.aware == "lies":
+            return bytearray(nbytes)
         place = self._reach(address, nbytes, device=True)[0] if nbytes else 0
         return MPI.memory.fromaddress(place, nbytes)
 

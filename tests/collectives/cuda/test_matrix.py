@@ -10,12 +10,13 @@ from tests.collectives.cuda.standin import Gpu
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
-WAYS = ["staged"]
+WAYS = ["staged", "ipc", "aware"]
 KINDS = ["array", "tensor"]
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> str:
+    gpu.aware = "yes"
     monkeypatch.setenv("MPIDL_CUDA", request.param)
     return str(request.param)
 
@@ -106,10 +107,14 @@ def test_all_to_all_with_splits(comm: Communicator, gpu: Gpu, way: str) -> None:
 @pytest.mark.parametrize(
     "operation", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather"]
 )
-def test_arrays_of_many_chunks(comm: Communicator, gpu: Gpu, way: str, operation: str) -> None:
-    """16 MB and a bit, in bf16 and float32: several turns of every slot, and a short last chunk."""
+def test_arrays_of_many_chunks(
+    comm: Communicator, gpu: Gpu, way: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several turns of every slot and buffer, and a short last chunk, in bf16 and float32."""
+    for name in ("staged.SLOT_BYTES", "symmetric.CHUNK_BYTES", "aware.SCRATCH_BYTES"):
+        monkeypatch.setattr(f"collectives.cuda.{name}", 256 << 10)
     for dtype in (torch.float32, torch.bfloat16):
-        size = 4_000_003 if dtype == torch.float32 else 8_000_005
+        size = 400_003 if dtype == torch.float32 else 800_005
         inputs = [values(size, rank).to(dtype) for rank in range(comm.size)]
         mine, counts = inputs[comm.rank], even_counts(size, comm.size)
         parts = [own_part(comm, x, counts) for x in inputs]
