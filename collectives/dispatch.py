@@ -22,6 +22,7 @@ from mpi4py import MPI
 from . import algorithms, library
 from .buffers import Buffer, DeviceBuffer, DType
 from .coalesced import PACKED_BYTES, Item, Packed
+from .cuda import driver
 from .cuda.device import Event
 from .cuda.group import GpuGroup
 from .cuda.memory import DeviceMemory
@@ -149,7 +150,8 @@ class Dispatch:
     def gpus(self, index: int) -> GpuGroup:
         """What the group has set up for its GPUs. Collective at first."""
         if self._gpus is None:
-            self._gpus = GpuGroup(self, index)
+            with driver.open_device(index).current():
+                self._gpus = GpuGroup(self, index)
         return self._gpus
 
     def _before(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> None:

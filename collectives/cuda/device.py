@@ -50,11 +50,6 @@ class Device(ABC):
 
     index: int
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What tells this GPU from all others, in every process."""
-
     @abstractmethod
     def current(self) -> AbstractContextManager[Any]:
         """Inside, this thread works on this GPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -69,7 +70,8 @@ class CudaEvent(Event):
         return bool(self._runtime.eventQuery(self.handle) == 0)  # cudaSuccess
 
     def __del__(self) -> None:
-        self._runtime.eventDestroy(self.handle)  # CUDA keeps what waits for it
+        if not sys.is_finalizing():
+            self._runtime.eventDestroy(self.handle)  # CUDA keeps what waits for it
 
 
 class CudaStream(Stream):
@@ -93,7 +95,7 @@ class CudaStream(Stream):
         return bool(self._runtime.streamIsCapturing(self.handle))
 
     def __del__(self) -> None:
-        if self._owned:
+        if self._owned and not sys.is_finalizing():
             self._runtime.streamDestroy(self.handle)  # returns at once; what is queued still runs
 
 
@@ -106,11 +108,6 @@ class CudaDevice(Device):
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self.index = index
         self._kernels: dict[tuple[DType, str, int, int], Any] = {}
-
-    @property
-    def name(self) -> str:
-        """See Device."""
-        return bytes(self._runtime.getDeviceProperties(self.index)["uuid"]).hex()
 
     def current(self) -> AbstractContextManager[Any]:
         """See Device."""
@@ -195,7 +192,10 @@ class CudaDevice(Device):
 
     def export(self, address: int) -> bytes:
         """See Device."""
-        handle = bytes(self._runtime.ipcGetMemHandle(address))
+        try:
+            handle = bytes(self._runtime.ipcGetMemHandle(address))
+        except self._runtime.CUDARuntimeError as error:
+            raise OSError(f"GPU {self.index} cannot export its memory: {error}") from error
         if len(handle) != _IPC_EXPECTED:
             raise OperationError(f"a CUDA IPC handle of {len(handle)} bytes; needs {_IPC_EXPECTED}")
         return handle

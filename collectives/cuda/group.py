@@ -121,6 +121,10 @@ class GpuGroup:
 
         Raises MemoryError on every rank if one has no room.
         """
+        with self._device.current():
+            return self._allocate(nbytes, shared)
+
+    def _allocate(self, nbytes: int, shared: bool) -> DeviceMemory:
         memory = None
         if self._allocator is not None:
             memory = self._allocator.allocate(nbytes, shared=shared)
@@ -138,7 +142,8 @@ class GpuGroup:
 
     def array(self, memory: DeviceMemory, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array over this rank's part."""
-        return self._device.array(memory.address, shape, dtype, memory)
+        with self._device.current():
+            return self._device.array(memory.address, shape, dtype, memory)
 
     def is_shared(self, place: int) -> bool:
         """Whether an array at this address lies in memory of this group that is the same for all ranks."""
@@ -155,13 +160,14 @@ class GpuGroup:
 
     def close(self) -> None:
         """Waits for what is under way here, and gives back what the driver has given."""
-        for end, _ in self._held:
-            end.wait()
-        self._held.clear()
-        if self._staged is not None:
-            self._staged.close()
-        self._packing = None
-        self._retired.sweep()
+        with self._device.current():
+            for end, _ in self._held:
+                end.wait()
+            self._held.clear()
+            if self._staged is not None:
+                self._staged.close()
+            self._packing = None
+            self._retired.sweep()
 
     def _let_go(self) -> None:
         self._retired.sweep()

@@ -22,7 +22,7 @@ from ..reduction import Reduction
 THREADS = 256
 _BLOCKS = 2048  # enough to fill any GPU; a thread takes the next vector from there
 _VECTOR = 16  # bytes
-OPTIONS = ("--std=c++14", "--fmad=false")
+OPTIONS = ("--fmad=false",)
 
 _C_TYPES = {
     "float64": "double",

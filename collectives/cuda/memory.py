@@ -25,7 +25,7 @@ from ..buffers import unowned
 from ..symmetric.shared_memory import Allocator, SharedMemory
 from .device import Device
 
-_ALIGNMENT = 512  # bytes; every part begins where 16 bytes can be read at once
+_ALIGNMENT = 2 << 20  # bytes; the driver packs smaller ones together, and would export their neighbours with them
 
 
 @dataclass

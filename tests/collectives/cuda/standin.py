@@ -114,10 +114,8 @@ class Gpu(device.Device):
     aware: whether the MPI library reaches its memory: "yes", "no", or it says so and "lies".
     """
 
-    def __init__(
-        self, index: int = 0, *, seed: int | None = None, name: str = "stand-in", exports: bool = True
-    ) -> None:
-        self.index, self.seed, self._name, self.exports = index, seed, name, exports
+    def __init__(self, index: int = 0, *, seed: int | None = None, exports: bool = True) -> None:
+        self.index, self.seed, self.exports = index, seed, exports
         self.aware = "no"
         self.errors: list[BaseException] = []
         self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
@@ -133,18 +131,23 @@ class Gpu(device.Device):
         if self.errors:
             raise RuntimeError(f"the stand-in failed: {self.errors[0]!r}") from self.errors[0]
 
-    @property
-    def name(self) -> str:
-        return self._name
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        before, self._local.current = getattr(self._local, "current", False), True
+        try:
+            yield
+        finally:
+            self._local.current = before
 
-    def current(self) -> Any:
-        return contextlib.nullcontext()
+    def _must_be_current(self) -> None:
+        assert getattr(self._local, "current", False), "this thread works on another GPU"
 
     def stream(self) -> Stream:
         return Stream(self)
 
     def stream_of(self, array: Any) -> Stream:
         assert isinstance(array, (Array, Tensor))
+        self._must_be_current()
         return self.current_stream
 
     @property
@@ -168,6 +171,7 @@ class Gpu(device.Device):
 
     def copy(self, target: int, source: int, nbytes: int, stream: device.Stream) -> None:
         assert isinstance(stream, Stream)
+        self._must_be_current()
         if not nbytes:
             return
         (to, into_device), (from_, from_device) = self._reach(target, nbytes), self._reach(source, nbytes)
@@ -185,6 +189,7 @@ class Gpu(device.Device):
         stream: device.Stream,
     ) -> None:
         assert isinstance(stream, Stream)
+        self._must_be_current()
         if not size or not outputs:
             return
         views = [
@@ -214,6 +219,7 @@ class Gpu(device.Device):
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
+        self._must_be_current()
         file = os.memfd_create("stand-in")
         os.ftruncate(file, max(nbytes, 1))
         return self._map(file, max(nbytes, 1))
@@ -226,12 +232,17 @@ class Gpu(device.Device):
         return mapping.address
 
     def free(self, address: int) -> None:
+        self._must_be_current()
+        self._unmap(address)
+
+    def _unmap(self, address: int) -> None:
         with self._lock:
             mapping = self._maps.pop(address)
             self._starts = sorted(self._maps)
         mapping.close()
 
     def pin(self, address: int, nbytes: int) -> None:
+        self._must_be_current()
         assert address not in self._pinned, "pinned twice"
         self._pinned[address] = nbytes
 
@@ -320,8 +331,9 @@ class Memory:
     """
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
-        self.address = gpu.allocate(nbytes)
-        free = functools.partial(gpu.free, self.address)
+        with gpu.current():
+            self.address = gpu.allocate(nbytes)
+        free = functools.partial(gpu._unmap, self.address)
         weakref.finalize(self, gpu.current_stream.queue, free).atexit = False
 
 

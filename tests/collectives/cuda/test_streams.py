@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from collectives import ArgumentError, Communicator, Work
+from collectives import ArgumentError, Communicator, Work, even_counts
 from tests.collectives.cuda.standin import Gpu, Stream
 
 pytestmark = pytest.mark.mpi
@@ -39,7 +42,8 @@ def test_what_is_queued_after_an_operation_sees_its_result(comm: Communicator, g
         with gpu.using(gpu.stream()):
             x, y = gpu.put(torch.ones(300_000)), gpu.put(torch.zeros(300_000))
             comm.all_reduce(x)
-            gpu.copy(y.address, x.address, 4 * 300_000, gpu.current_stream)
+            with gpu.current():
+                gpu.copy(y.address, x.address, 4 * 300_000, gpu.current_stream)
             assert (gpu.get(y) == comm.size).all()
 
 
@@ -125,3 +129,84 @@ def test_copies_to_the_host_and_back_are_no_more_than_needed(
     gpu.copies.clear()
     comm.all_gather(out, own)
     assert gpu.copies == ["to host"] + ["to device"] * (comm.size - 1)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_messages_go_from_and_to_gpu_memory(comm: Communicator, gpu: Gpu) -> None:
+    """Round the ring, both ways, in the order of streams; also from a GPU to a host."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for tag, size in enumerate((0, 1, 1000, 300_000)):
+        stream, gate = blocked(gpu)
+        with gpu.using(stream):
+            x = gpu.put(torch.full((size,), float(comm.rank)))
+            y = gpu.put(torch.zeros(size))
+        gate.set()
+        with gpu.using(stream):
+            taken = comm.recv(y, before, tag=tag, async_op=True)
+            given = comm.send(x, after, tag=tag, async_op=True)
+            assert taken is not None
+            assert given is not None
+            taken.wait()
+            given.wait()
+            assert (gpu.get(y) == before).all()
+    if comm.rank == 0:
+        comm.send(gpu.put(torch.arange(5.0)), 1)
+    elif comm.rank == 1:
+        z = torch.zeros(5)
+        comm.recv(z, 0)
+        assert torch.equal(z, torch.arange(5.0))
+
+
+@pytest.mark.parametrize("way", ["staged", "ipc", "aware"])
+def test_two_hundred_operations_in_flight_on_random_streams(
+    comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Streams pause where they like, arrays are dropped while they are in use, and every result comes out right."""
+    monkeypatch.setenv("MPIDL_CUDA", way)
+    gpu.aware, gpu.seed = "yes", comm.rank
+    choose, streams = random.Random(7), [gpu.stream() for _ in range(4)]
+    checks: list[Callable[[], None]] = []
+
+    def check(stream: Stream, work: Work | None, x: Any, expected: torch.Tensor, what: str) -> Callable[[], None]:
+        def run() -> None:
+            with gpu.using(stream):
+                if work is not None:
+                    work.wait()
+                assert torch.equal(gpu.get(x), expected), what
+
+        return run
+
+    ranks, rank = comm.size, comm.rank
+    for number in range(200):
+        stream, size = choose.choice(streams), choose.randrange(1, 3000)
+        kind, async_op = (
+            choose.choice(["sum", "max", "broadcast", "gather", "scatter", "dropped"]),
+            choose.random() < 0.8,
+        )
+        waits_elsewhere = choose.choice(streams)
+        with gpu.using(stream):
+            x = gpu.put(torch.full((size,), float(rank + number)))
+            if kind in ("sum", "max"):
+                total = ranks * number + sum(range(ranks)) if kind == "sum" else number + ranks - 1
+                work, expected, seen = comm.all_reduce(x, kind, async_op=async_op), torch.full((size,), float(total)), x
+            elif kind == "broadcast":
+                root = choose.randrange(ranks)
+                work = comm.broadcast(x, root, async_op=async_op)
+                expected, seen = torch.full((size,), float(root + number)), x
+            elif kind == "gather":
+                seen = gpu.put(torch.zeros(size * ranks))
+                work = comm.all_gather(seen, x, [size] * ranks, async_op=async_op)
+                expected = (torch.arange(ranks) + float(number)).repeat_interleave(size)
+            elif kind == "scatter":
+                parts = even_counts(size, ranks)
+                seen = gpu.put(torch.zeros(parts[rank]))
+                work = comm.reduce_scatter(seen, x, async_op=async_op)
+                expected = torch.full((parts[rank],), float(ranks * number + sum(range(ranks))))
+            else:
+                comm.all_reduce(x, async_op=True)
+                continue
+            checks.append(check(waits_elsewhere if work else stream, work, seen, expected, f"{number} {kind}"))
+        if choose.random() < 0.2:
+            checks.pop(choose.randrange(len(checks)))()
+    for run in checks:
+        run()

@@ -127,7 +127,8 @@ def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, gpu: Gpu
     """However far apart they drop it; and the others still reach what a rank that was faster has dropped."""
     gc.collect()
     comm.all_reduce(gpu.put(torch.ones(1)))
-    retired(gpu).sweep()
+    with gpu.current():
+        retired(gpu).sweep()
 
     def allocations() -> int:
         gpu.synchronize()
