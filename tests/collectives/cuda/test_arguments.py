@@ -16,8 +16,8 @@ from tests.collectives.cuda.standin import Gpu
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("kind", ["array", "tensor"])
-def test_an_array_is_seen_where_it_is(gpu: Gpu, name: str, kind: str) -> None:
-    x = gpu.put(torch.zeros(2, 3, dtype=getattr(torch, name)), kind)
+def test_an_array_is_seen_where_it_is(standin: Gpu, name: str, kind: str) -> None:
+    x = standin.put(torch.zeros(2, 3, dtype=getattr(torch, name)), kind)
     place = x.data_ptr() if kind == "tensor" else x.address
     data = inspect(x, "x", writable=True)
     assert isinstance(data, DeviceBuffer)
@@ -27,18 +27,18 @@ def test_an_array_is_seen_where_it_is(gpu: Gpu, name: str, kind: str) -> None:
     assert data.unowned().address == place
 
 
-def test_a_signature_tells_arrays_apart(gpu: Gpu) -> None:
-    x, y = (gpu.put(torch.zeros(4)) for _ in range(2))
+def test_a_signature_tells_arrays_apart(standin: Gpu) -> None:
+    x, y = (standin.put(torch.zeros(4)) for _ in range(2))
     assert signature(x) == signature(x) != signature(y)
     assert signature(x[:2]) != signature(x)
-    t = gpu.put(torch.zeros(4), "tensor")
+    t = standin.put(torch.zeros(4), "tensor")
     assert signature(t) == signature(t[:4])
     assert signature(t) != signature(t[:2])
-    assert signature(gpu.put(torch.zeros(0))) is None
+    assert signature(standin.put(torch.zeros(0))) is None
 
 
-def refused(gpu: Gpu, change: str) -> Any:
-    x = gpu.put(torch.zeros(3, 4))
+def refused(standin: Gpu, change: str) -> Any:
+    x = standin.put(torch.zeros(3, 4))
     if change == "strides":
         x.strides = (4, 12)
     elif change == "read-only":
@@ -57,26 +57,26 @@ def refused(gpu: Gpu, change: str) -> Any:
         ("S4", ArgumentTypeError, "needs one of float64"),
     ],
 )
-def test_what_cannot_be_used_is_refused(gpu: Gpu, change: str, kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_used_is_refused(standin: Gpu, change: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        inspect(refused(gpu, change), "x", writable=True)
+        inspect(refused(standin, change), "x", writable=True)
 
 
-def test_strides_of_an_array_in_one_piece_are_fine(gpu: Gpu) -> None:
-    x = gpu.put(torch.zeros(3, 4))
+def test_strides_of_an_array_in_one_piece_are_fine(standin: Gpu) -> None:
+    x = standin.put(torch.zeros(3, 4))
     x.strides = (16, 4)
     assert inspect(x, "x", writable=True).size == 12
 
 
-def test_without_cupy_it_says_what_to_install(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cupy_it_says_what_to_install(standin: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "is_usable", lambda: False)
     with pytest.raises(ArgumentTypeError, match=r"x: got an array on GPU 0; needs cupy to reach it \(pip install"):
-        inspect(gpu.put(torch.zeros(3)), "x", writable=True)
+        inspect(standin.put(torch.zeros(3)), "x", writable=True)
 
 
 @pytest.mark.mpi
-def test_arrays_of_one_operation_are_in_one_place(comm: Communicator, gpu: Gpu) -> None:
-    x = gpu.put(torch.zeros(4 * comm.size))
+def test_arrays_of_one_operation_are_in_one_place(comm: Communicator, standin: Gpu) -> None:
+    x = standin.put(torch.zeros(4 * comm.size))
     with pytest.raises(ArgumentTypeError, match="got out on the host and x on GPU 0; needs both in one place"):
         comm.reduce_scatter(np.zeros(4, np.float32), x)
     with pytest.raises(ArgumentTypeError, match="a list of arrays on GPU 0, the host"):
@@ -85,11 +85,11 @@ def test_arrays_of_one_operation_are_in_one_place(comm: Communicator, gpu: Gpu) 
 
 
 @pytest.mark.mpi
-def test_one_gpu_a_communicator(comm: Communicator, gpu: Gpu) -> None:
-    x = gpu.put(torch.zeros(4))
+def test_one_gpu_a_communicator(comm: Communicator, standin: Gpu) -> None:
+    x = standin.put(torch.zeros(4))
     comm.all_reduce(x)
     x.device.id = 1
     with pytest.raises(ArgumentError, match="got an array on GPU 1; needs one on GPU 0"):
         comm.broadcast(x)
     with pytest.raises(ArgumentError, match="got algorithm 'star'"):
-        comm.all_reduce(gpu.put(torch.zeros(4)), algorithm="star")
+        comm.all_reduce(standin.put(torch.zeros(4)), algorithm="star")

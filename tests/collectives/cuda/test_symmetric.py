@@ -15,12 +15,15 @@ from tests.collectives.cuda.standin import Gpu
 from tests.collectives.reference import DTYPES, assert_equal, reduced, sizes, values
 
 pytestmark = pytest.mark.mpi
-GPU = "cuda:0"
+
+
+def on(gpu: Gpu) -> str:
+    return f"cuda:{gpu.index}"
 
 
 def placed(comm: Communicator, gpu: Gpu, values: torch.Tensor) -> Any:
     """A tensor in symmetric memory with these values."""
-    x = comm.empty(tuple(values.shape), values.dtype, device=GPU)
+    x = comm.empty(tuple(values.shape), values.dtype, device=on(gpu))
     gpu.fill(x, values)
     return x
 
@@ -64,18 +67,18 @@ def test_every_operation_on_symmetric_memory(comm: Communicator, gpu: Gpu, dtype
         assert_equal(gpu.get(x), whole[own], f"scatter {size}")
 
 
-def test_symmetric_memory_is_reduced_without_a_copy(comm: Communicator, gpu: Gpu) -> None:
-    x = placed(comm, gpu, torch.ones(1000))
+def test_symmetric_memory_is_reduced_without_a_copy(comm: Communicator, standin: Gpu) -> None:
+    x = placed(comm, standin, torch.ones(1000))
     comm.all_reduce(x)
-    gpu.copies.clear()
+    standin.copies.clear()
     comm.all_reduce(x)
-    assert gpu.copies == []
-    assert (gpu.get(x) == comm.size**2).all()
-    y = gpu.put(torch.ones(1000))
+    assert standin.copies == []
+    assert (standin.get(x) == comm.size**2).all()
+    y = standin.put(torch.ones(1000))
     comm.all_reduce(y)
-    gpu.copies.clear()
+    standin.copies.clear()
     comm.all_reduce(y)
-    assert set(gpu.copies) <= {"inside"}
+    assert set(standin.copies) <= {"inside"}
 
 
 def test_bits_do_not_depend_on_the_memory_or_the_cut(
@@ -101,55 +104,55 @@ def test_bits_do_not_depend_on_the_memory_or_the_cut(
 
 
 def test_some_ranks_arrays_lie_in_symmetric_memory_and_some_do_not(comm: Communicator, gpu: Gpu) -> None:
-    memory = comm.empty(100, torch.float32, device=GPU)
+    memory = comm.empty(100, torch.float32, device=on(gpu))
     for x in (memory[comm.rank : comm.rank + 50], memory[20:70] if comm.rank % 2 else gpu.put(torch.zeros(50))):
         gpu.fill(x, torch.full((50,), float(comm.rank)))
         comm.all_reduce(x)
         assert (gpu.get(x) == sum(range(comm.size))).all()
 
 
-def test_shared_memory_is_one_for_all_ranks(comm: Communicator, gpu: Gpu) -> None:
-    x = comm.shared(7 * comm.size, torch.bfloat16, device=GPU)
+def test_shared_memory_is_one_for_all_ranks(comm: Communicator, standin: Gpu) -> None:
+    x = comm.shared(7 * comm.size, torch.bfloat16, device=on(standin))
     own = x[7 * comm.rank : 7 * (comm.rank + 1)]
-    gpu.fill(own, torch.full((7,), float(comm.rank), dtype=torch.bfloat16))
-    gpu.copies.clear()
+    standin.fill(own, torch.full((7,), float(comm.rank), dtype=torch.bfloat16))
+    standin.copies.clear()
     comm.all_gather(x, own)
-    assert gpu.copies == []
-    assert torch.equal(gpu.get(x), torch.arange(comm.size).repeat_interleave(7).to(torch.bfloat16))
+    assert standin.copies == []
+    assert torch.equal(standin.get(x), torch.arange(comm.size).repeat_interleave(7).to(torch.bfloat16))
     assert comm.is_shared(x)
-    assert not comm.is_shared(gpu.put(torch.ones(2)))
+    assert not comm.is_shared(standin.put(torch.ones(2)))
     if comm.size > 1:
         with pytest.raises(ArgumentError, match="one for all ranks"):
             comm.all_reduce(x)
 
 
-def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, gpu: Gpu) -> None:
+def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, standin: Gpu) -> None:
     """However far apart they drop it; and the others still reach what a rank that was faster has dropped."""
     gc.collect()
-    comm.all_reduce(gpu.put(torch.ones(1)))
-    with gpu.current():
-        retired(gpu).sweep()
+    comm.all_reduce(standin.put(torch.ones(1)))
+    with standin.current():
+        retired(standin).sweep()
 
     def allocations() -> int:
-        gpu.synchronize()
-        return len(gpu._maps)
+        standin.synchronize()
+        return len(standin._maps)
 
-    x = gpu.put(torch.ones(5))
+    x = standin.put(torch.ones(5))
     comm.all_reduce(x)
     before = allocations()
     for _ in range(3):
-        y = comm.empty(1000, torch.float32, device=GPU)
-        gpu.fill(y, torch.ones(1000))
+        y = comm.empty(1000, torch.float32, device=on(standin))
+        standin.fill(y, torch.ones(1000))
         comm.all_reduce(y)
-        z = comm.shared(1000, np.float32, device=GPU)
+        z = comm.shared(1000, np.float32, device=on(standin))
         if comm.rank % 2:
             del y, z
             comm.all_reduce(x)  # sweeps; rank 0 has them still
         else:
             comm.all_reduce(x)
-            assert (gpu.get(y) == comm.size).all()
-            gpu.fill(z, torch.ones(1000))
-            gpu.synchronize()
+            assert (standin.get(y) == comm.size).all()
+            standin.fill(z, torch.ones(1000))
+            standin.synchronize()
             del y, z
         gc.collect()
         for _ in range(3):
@@ -161,7 +164,7 @@ def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, gpu: Gpu
 def test_arrays_outlive_their_communicator(comm: Communicator, gpu: Gpu) -> None:
     group = comm.split(0)
     assert group is not None
-    x = group.empty(10, torch.float32, device=GPU)
+    x = group.empty(10, torch.float32, device=on(gpu))
     gpu.fill(x, torch.ones(10))
     group.all_reduce(x)
     group.close()
@@ -171,11 +174,11 @@ def test_arrays_outlive_their_communicator(comm: Communicator, gpu: Gpu) -> None
 
 
 def test_a_gpu_without_room_is_an_error_on_all_ranks(
-    comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = gpu.put(torch.ones(4))
+    x = standin.put(torch.ones(4))
     comm.all_reduce(x)
-    allocate = gpu.allocate
+    allocate = standin.allocate
 
     def full(nbytes: int) -> int:
         if comm.rank == comm.size - 1:
@@ -183,11 +186,11 @@ def test_a_gpu_without_room_is_an_error_on_all_ranks(
         return allocate(nbytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "allocate", full)
+        patch.setattr(standin, "allocate", full)
         with pytest.raises(OperationError, match="empty: a GPU of this group has no room for 7 of float32"):
-            comm.empty(7, torch.float32, device=GPU)
+            comm.empty(7, torch.float32, device=on(standin))
     comm.all_reduce(x)
-    assert (gpu.get(x) == comm.size**2).all()
+    assert (standin.get(x) == comm.size**2).all()
 
 
 def test_devices_that_are_none_are_refused(comm: Communicator, gpu: Gpu) -> None:

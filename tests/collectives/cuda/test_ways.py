@@ -50,71 +50,71 @@ def test_an_unknown_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted()
 
 
-def taken(comm: Communicator, gpu: Gpu) -> str:
+def taken(comm: Communicator, standin: Gpu) -> str:
     """The way of an all_reduce that comes out right."""
-    x = gpu.put(torch.full((1000,), float(comm.rank)))
+    x = standin.put(torch.full((1000,), float(comm.rank)))
     comm.all_reduce(x)
-    assert (gpu.get(x) == sum(range(comm.size))).all()
+    assert (standin.get(x) == sum(range(comm.size))).all()
     return comm._dispatch.gpus(0).ways.all
 
 
 @pytest.mark.mpi
-def test_ranks_of_one_host_take_ipc(comm: Communicator, gpu: Gpu) -> None:
-    assert taken(comm, gpu) == "ipc"
+def test_ranks_of_one_host_take_ipc(comm: Communicator, standin: Gpu) -> None:
+    assert taken(comm, standin) == "ipc"
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("aware", ["no", "yes", "lies"])
-def test_where_a_rank_exports_nothing_the_library_is_tried(comm: Communicator, gpu: Gpu, aware: str) -> None:
+def test_where_a_rank_exports_nothing_the_library_is_tried(comm: Communicator, standin: Gpu, aware: str) -> None:
     """A library that says that it takes device memory and does not move it is not believed."""
-    gpu.aware = aware
-    gpu.exports = comm.rank > 0
-    assert taken(comm, gpu) == ("aware" if aware == "yes" else "staged")
+    standin.aware = aware
+    standin.exports = comm.rank > 0
+    assert taken(comm, standin) == ("aware" if aware == "yes" else "staged")
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
-def test_one_rank_whose_library_does_not_say_so_is_enough(comm: Communicator, gpu: Gpu) -> None:
-    gpu.exports = False
-    gpu.aware = "yes" if comm.rank else "no"
-    assert taken(comm, gpu) == "staged"
+def test_one_rank_whose_library_does_not_say_so_is_enough(comm: Communicator, standin: Gpu) -> None:
+    standin.exports = False
+    standin.aware = "yes" if comm.rank else "no"
+    assert taken(comm, standin) == "staged"
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
 def test_what_is_asked_for_and_does_not_work_is_the_same_error_on_all_ranks(
-    comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPIDL_CUDA", "aware")
     with pytest.raises(ArgumentError) as caught:
-        comm.all_reduce(gpu.put(torch.ones(3)))
+        comm.all_reduce(standin.put(torch.ones(3)))
     texts = comm.mpi.allgather(str(caught.value))
     assert set(texts) == {"MPIDL_CUDA=aware: does not work between ranks 0 and 0"}
 
 
 @pytest.mark.mpi
-def test_an_algorithm_that_is_named_is_the_host_s(comm: Communicator, gpu: Gpu) -> None:
+def test_an_algorithm_that_is_named_is_the_host_s(comm: Communicator, standin: Gpu) -> None:
     for algorithm in comm.algorithms("all_reduce"):
-        x = gpu.put(torch.full((1000,), 3.0))
+        x = standin.put(torch.full((1000,), 3.0))
         comm.all_reduce(x, algorithm=algorithm)
-        assert (gpu.get(x) == 3 * comm.size).all(), algorithm
+        assert (standin.get(x) == 3 * comm.size).all(), algorithm
     for algorithm in comm.algorithms("all_to_all"):
-        x, out = gpu.put(torch.full((4 * comm.size,), float(comm.rank))), gpu.put(torch.zeros(4 * comm.size))
+        x, out = standin.put(torch.full((4 * comm.size,), float(comm.rank))), standin.put(torch.zeros(4 * comm.size))
         comm.all_to_all(out, x, algorithm=algorithm)
-        assert torch.equal(gpu.get(out), torch.arange(comm.size).repeat_interleave(4).float()), algorithm
+        assert torch.equal(standin.get(out), torch.arange(comm.size).repeat_interleave(4).float()), algorithm
 
 
 @pytest.mark.mpi
-def test_debugging_compares_gpu_operations_too(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_compares_gpu_operations_too(standin: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from collectives import MismatchError
 
     monkeypatch.setenv("MPIDL_DEBUG", "1")
     comm = Communicator()
-    x = gpu.put(torch.ones(4))
+    x = standin.put(torch.ones(4))
     comm.all_reduce(x)
-    comm.all_gather(gpu.put(torch.ones(4 * comm.size)), x)
-    assert (gpu.get(x) == comm.size).all()
+    comm.all_gather(standin.put(torch.ones(4 * comm.size)), x)
+    assert (standin.get(x) == comm.size).all()
     if comm.size > 1:
         with pytest.raises(MismatchError, match="all_reduce of 4 float32 on a GPU with sum by auto"):
             comm.all_reduce(x if comm.rank else torch.ones(4))
