@@ -146,8 +146,10 @@ def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, standin:
         comm.all_reduce(y)
         z = comm.shared(1000, np.float32, device=on(standin))
         if comm.rank % 2:
+            mine = y.data_ptr()
             del y, z
-            comm.all_reduce(x)  # sweeps; rank 0 has them still
+            comm.all_reduce(x)  # sweeps
+            assert mine in standin._maps, "rank 0 has it open still"
         else:
             comm.all_reduce(x)
             assert (standin.get(y) == comm.size).all()
