@@ -93,6 +93,7 @@ def test_a_graph_that_is_captured_is_refused(comm: Communicator, cuda: RealGpu) 
     assert (x == comm.size**2).all()
 
 
+@pytest.mark.one_node
 @pytest.mark.mpi
 def test_ranks_of_one_host_take_ipc(comm: Communicator, cuda: RealGpu) -> None:
     comm.all_reduce(torch.ones(3, device="cuda"))

@@ -10,7 +10,7 @@ from tests.collectives.cuda.standin import Gpu
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
-WAYS = ["staged", "ipc", "aware"]
+WAYS = ["staged", pytest.param("ipc", marks=pytest.mark.one_node), "aware"]
 KINDS = ["array", "tensor"]
 
 

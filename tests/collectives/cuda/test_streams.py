@@ -157,7 +157,7 @@ def test_messages_go_from_and_to_gpu_memory(comm: Communicator, standin: Gpu) ->
         assert torch.equal(z, torch.arange(5.0))
 
 
-@pytest.mark.parametrize("way", ["staged", "ipc", "aware"])
+@pytest.mark.parametrize("way", ["staged", pytest.param("ipc", marks=pytest.mark.one_node), "aware"])
 def test_two_hundred_operations_in_flight_on_random_streams(
     comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:

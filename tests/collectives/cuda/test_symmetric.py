@@ -67,6 +67,7 @@ def test_every_operation_on_symmetric_memory(comm: Communicator, gpu: Gpu, dtype
         assert_equal(gpu.get(x), whole[own], f"scatter {size}")
 
 
+@pytest.mark.one_node
 def test_symmetric_memory_is_reduced_without_a_copy(comm: Communicator, standin: Gpu) -> None:
     x = placed(comm, standin, torch.ones(1000))
     comm.all_reduce(x)
@@ -81,6 +82,7 @@ def test_symmetric_memory_is_reduced_without_a_copy(comm: Communicator, standin:
     assert set(standin.copies) <= {"inside"}
 
 
+@pytest.mark.one_node
 def test_bits_do_not_depend_on_the_memory_or_the_cut(
     comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,7 @@ def test_some_ranks_arrays_lie_in_symmetric_memory_and_some_do_not(comm: Communi
         assert (gpu.get(x) == sum(range(comm.size))).all()
 
 
+@pytest.mark.one_node
 def test_shared_memory_is_one_for_all_ranks(comm: Communicator, standin: Gpu) -> None:
     x = comm.shared(7 * comm.size, torch.bfloat16, device=on(standin))
     own = x[7 * comm.rank : 7 * (comm.rank + 1)]

@@ -58,6 +58,7 @@ def taken(comm: Communicator, standin: Gpu) -> str:
     return comm._dispatch.gpus(0).ways.all
 
 
+@pytest.mark.one_node
 @pytest.mark.mpi
 def test_ranks_of_one_host_take_ipc(comm: Communicator, standin: Gpu) -> None:
     assert taken(comm, standin) == "ipc"
