@@ -5,25 +5,16 @@ python tests/gpus.py
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-def missing() -> str:
-    """Why not; empty if nothing is missing."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA GPU"
-    try:
-        import cupy
-    except ImportError:
-        return "cupy is not installed (pip install mpidl[cuda12] or mpidl[cuda13])"
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"cupy sees no GPU: {error}"
-    return ""
-
+from collectives.cuda.driver import missing
 
 if __name__ == "__main__":
-    why = missing()
+    why = missing() if torch.cuda.is_available() else "torch sees no CUDA GPU"
     print(why)
     raise SystemExit(bool(why))

@@ -62,10 +62,9 @@ def inspect(array: Any, name: str, *, writable: bool) -> DeviceBuffer:
 
 
 def _buffer(place: int, size: int, dtype: DType, array: Any, index: int, name: str) -> DeviceBuffer:
-    if not driver.is_usable():
-        raise ArgumentTypeError(
-            f"{name}: got an array on GPU {index}; needs cupy to reach it (pip install mpidl[cuda12] or mpidl[cuda13])"
-        )
+    why = driver.missing()
+    if why:
+        raise ArgumentTypeError(f"{name}: got an array on GPU {index}, which is out of reach: {why}")
     return DeviceBuffer(unowned(place, size, dtype.storage), dtype, array, index)
 
 
@@ -106,8 +105,7 @@ def gpu_index(operation: str, device: Any) -> int | None:
         raise ArgumentError(f"{operation}: got device {device!r}; needs a CPU or CUDA device")
     if found.type == "cpu":
         return None
-    if not driver.is_usable():
-        raise ArgumentError(
-            f"{operation}: got device {device!r}; needs cupy (pip install mpidl[cuda12] or mpidl[cuda13])"
-        )
+    why = driver.missing()
+    if why:
+        raise ArgumentError(f"{operation}: got device {device!r}, and no GPU can be used here: {why}")
     return driver.current_index() if found.index is None else found.index

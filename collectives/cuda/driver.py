@@ -24,13 +24,16 @@ _IPC_EXPECTED = 64  # bytes of a CUDA IPC handle
 
 
 @lru_cache
-def is_usable() -> bool:
-    """Whether cupy is there."""
+def missing() -> str:
+    """Why no GPU can be used here; empty if one can."""
     try:
-        import cupy  # noqa: F401
+        from cupy.cuda import runtime
     except ImportError:
-        return False
-    return True
+        return "cupy is not installed (pip install mpidl[cuda12] or mpidl[cuda13])"
+    try:
+        return "" if runtime.getDeviceCount() else "cupy sees no GPU"
+    except runtime.CUDARuntimeError as error:
+        return f"cupy sees no GPU: {error}"
 
 
 @lru_cache
@@ -91,8 +94,11 @@ class CudaStream(Stream):
 
     @property
     def is_capturing(self) -> bool:
-        """See Stream."""
-        return bool(self._runtime.streamIsCapturing(self.handle))
+        """See Stream. The default stream refuses to tell while another one is captured."""
+        try:
+            return bool(self._runtime.streamIsCapturing(self.handle))
+        except self._runtime.CUDARuntimeError:
+            return True
 
     def __del__(self) -> None:
         if self._owned and not sys.is_finalizing():
@@ -213,8 +219,9 @@ class CudaDevice(Device):
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
         """See Device."""
-        kind = describe(dtype)
-        nbytes = max(1, math.prod(shape) * kind.itemsize)
+        kind, nbytes = describe(dtype), math.prod(shape) * describe(dtype).itemsize
+        if not nbytes and isinstance(dtype, torch.dtype):
+            return torch.empty(shape, dtype=dtype, device=torch.device("cuda", self.index))
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
         bits = np.dtype(f"i{kind.itemsize}") if kind.name == "bfloat16" else kind.storage
         if not isinstance(dtype, torch.dtype):

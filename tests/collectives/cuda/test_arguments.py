@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from collectives import ArgumentError, ArgumentTypeError, Communicator
 from collectives.buffers import DTYPES, DeviceBuffer, inspect, signature
 from collectives.cuda import driver
 from tests.collectives.cuda.standin import Gpu
+from tests.harness import launch
+
+MISSING = driver.missing.__wrapped__
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -69,8 +73,9 @@ def test_strides_of_an_array_in_one_piece_are_fine(standin: Gpu) -> None:
 
 
 def test_without_cupy_it_says_what_to_install(standin: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "is_usable", lambda: False)
-    with pytest.raises(ArgumentTypeError, match=r"x: got an array on GPU 0; needs cupy to reach it \(pip install"):
+    monkeypatch.setattr(driver, "missing", MISSING)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(ArgumentTypeError, match=r"x: got an array on GPU 0, .*: cupy is not installed \(pip install"):
         inspect(standin.put(torch.zeros(3)), "x", writable=True)
 
 
@@ -93,3 +98,26 @@ def test_one_gpu_a_communicator(comm: Communicator, standin: Gpu) -> None:
         comm.broadcast(x)
     with pytest.raises(ArgumentError, match="got algorithm 'star'"):
         comm.all_reduce(standin.put(torch.zeros(4)), algorithm="star")
+
+
+@pytest.mark.mpi
+def test_asking_for_a_gpu_where_there_is_none_says_so_in_one_line(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "missing", lambda: "cupy sees no GPU")
+    with pytest.raises(ArgumentError) as refused:
+        comm.empty(3, torch.float32, device="cuda")
+    assert str(refused.value) == "empty: got device 'cuda', and no GPU can be used here: cupy sees no GPU"
+    x = comm.empty(3, torch.float32)  # and the ranks go on
+    x.fill_(1)
+    comm.all_reduce(x)
+    assert (x == comm.size).all()
+
+
+def test_nothing_of_a_gpu_is_imported_for_arrays_of_the_host() -> None:
+    code = (
+        "import sys, numpy, torch; from collectives import Communicator; c = Communicator(); "
+        "c.all_reduce(numpy.ones(3)); c.all_reduce([torch.ones(3)]); assert 'cupy' not in sys.modules"
+    )
+    done = launch.run([sys.executable, "-c", code], 60, launch.ROOT, launch.environment())
+    assert done.returncode == 0, done.stderr
