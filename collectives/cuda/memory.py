@@ -126,7 +126,7 @@ class DeviceAllocator(Allocator):
         super().__init__(node)
         self._host, self._device, self._retired = host, device, retired
 
-    def allocate(self, nbytes: int, *, shared: bool = False, reserved: bool = True) -> Any:
+    def allocate(self, nbytes: int, *, shared: bool = False, reserved: bool = True, keep_file: bool = False) -> Any:
         """As of Allocator; None on all ranks where a GPU has no room or cannot open another's memory. Collective."""
         self._made += 1
         self._retired.sweep()
