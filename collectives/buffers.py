@@ -1,6 +1,7 @@
 """An array of any kind -> a flat, typed, contiguous view of its memory, without a copy.
 
-numpy knows no bfloat16, so a bf16 tensor's flat view holds its bits as uint16; `DType` remembers what they mean.
+numpy knows no bfloat16, so a bf16 tensor's flat view holds its bits as uint16; `DType` remembers what they mean. Arrays
+on a GPU are recognised in `cuda.arrays`; here is only the Buffer that they become.
 """
 
 from __future__ import annotations
@@ -101,6 +102,29 @@ class Buffer:
         return torch.from_numpy(bits).view(self.dtype.torch)
 
 
+@dataclass(slots=True, eq=False)
+class DeviceBuffer(Buffer):
+    """The memory of an array on a GPU. Sizes and addresses of `flat` are right; what is there, the host cannot touch.
+
+    device: the GPU's number in this process.
+    """
+
+    device: int = 0
+
+    def unowned(self) -> DeviceBuffer:
+        """The same without keeping the memory alive."""
+        return DeviceBuffer(unowned(self.address, self.size, self.flat.dtype), self.dtype, None, self.device)
+
+    def part(self, start: int, stop: int) -> DeviceBuffer:
+        """The elements start <= i < stop."""
+        return DeviceBuffer(self.flat[start:stop], self.dtype, self.owner, self.device)
+
+
+def home(data: Buffer) -> str:
+    """Where its memory is, for errors and comparisons."""
+    return f"GPU {data.device}" if isinstance(data, DeviceBuffer) else "the host"
+
+
 def address(flat: np.ndarray[Any, Any]) -> int:
     """Where an array's first byte lies."""
     return MPI.Get_address(flat) if flat.size else flat.ctypes.data  # numpy's own way takes ten times as long
@@ -135,11 +159,11 @@ def signature(array: Any) -> tuple[Any, ...] | None:
             return None
         place = array.data_ptr()
         return (place, array.numel(), array.dtype) if place else None
-    return None
+    return _gpu_arrays().signature(array)
 
 
 def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
-    """The Buffer of a numpy array or torch CPU tensor.
+    """The Buffer of a numpy or cupy array or a torch tensor; a DeviceBuffer if it is on a GPU.
 
     name: the argument's name in errors. writable: refuse memory that must not be written.
     Raises ArgumentTypeError for what is no array or has no numeric elements, ArgumentError for an array whose
@@ -147,10 +171,12 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
     """
     if isinstance(array, np.ndarray):
         return _inspect_numpy(array, name, writable)
-    if isinstance(array, torch.Tensor):
+    if isinstance(array, torch.Tensor) and not array.is_cuda:
         return _inspect_torch(array, name)
+    if _gpu_arrays().is_one(array):
+        return _gpu_arrays().inspect(array, name, writable=writable)
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    raise ArgumentTypeError(f"{name}: got {kind}; needs a numpy array or a torch CPU tensor")
+    raise ArgumentTypeError(f"{name}: got {kind}; needs a numpy or cupy array or a torch tensor")
 
 
 def _inspect_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer:
@@ -170,8 +196,18 @@ def _inspect_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Bu
 def _inspect_torch(tensor: torch.Tensor, name: str) -> Buffer:
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise ArgumentTypeError(
-            f"{name}: got a {tensor.layout} tensor on {tensor.device}; needs a dense (strided) tensor on the CPU"
+            f"{name}: got a {tensor.layout} tensor on {tensor.device}; needs a dense (strided) tensor on the CPU "
+            "or a CUDA GPU"
         )
+    dtype = check_tensor(tensor, name)
+    if not tensor.numel():  # torch gives it the address 0, and MPI libraries give small addresses a meaning
+        return Buffer(np.empty(0, dtype.storage), dtype, tensor)
+    # Not tensor.numpy(): that would forbid for ever to free the tensor's memory in place (`resize_`).
+    return Buffer(unowned(tensor.data_ptr(), tensor.numel(), dtype.storage), dtype, tensor)
+
+
+def check_tensor(tensor: torch.Tensor, name: str) -> DType:
+    """A dense tensor's element type, if its elements are numbers that lie in one piece; see `inspect`."""
     dtype = _BY_TORCH.get(tensor.dtype)
     if dtype is None:
         raise ArgumentTypeError(f"{name}: got dtype {tensor.dtype}; needs one of {_NAMES}")
@@ -180,13 +216,17 @@ def _inspect_torch(tensor: torch.Tensor, name: str) -> Buffer:
             f"{name}: got a non-contiguous tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
             "needs a contiguous one (tensor.contiguous() copies it into one)"
         )
-    if not tensor.numel():  # torch gives it the address 0, and MPI libraries give small addresses a meaning
-        return Buffer(np.empty(0, dtype.storage), dtype, tensor)
     needed = (tensor.storage_offset() + tensor.numel()) * dtype.itemsize
-    if tensor.untyped_storage().nbytes() < needed:
+    if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
         raise ArgumentError(f"{name}: got a tensor whose storage was freed or made smaller; needs one with its memory")
-    # Not tensor.numpy(): that would forbid for ever to free the tensor's memory in place (`resize_`).
-    return Buffer(unowned(tensor.data_ptr(), tensor.numel(), dtype.storage), dtype, tensor)
+    return dtype
+
+
+def _gpu_arrays() -> Any:
+    """The module that knows them; loaded when an array is none of the host's."""
+    from .cuda import arrays
+
+    return arrays
 
 
 def describe(dtype: Any) -> DType:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from .buffers import Buffer, DType
+from .buffers import Buffer, DeviceBuffer, DType
+from .cuda.memory import DeviceMemory
+from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import MismatchError
 from .partition import Splits
@@ -48,9 +50,20 @@ class CheckedDispatch(Dispatch):
         super().__init__(comm, place)
         self._number = 0
 
-    def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Callable[[], None]:
+    def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Callable[[], None] | Task:
         """See Dispatch."""
+        if any(isinstance(given, DeviceBuffer) for given in arguments):
+            return super().prepare(operation, algorithm, *arguments)
         return partial(getattr(self, operation), algorithm, *arguments)
+
+    def _before(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> None:
+        """See Dispatch; what the host does of it is compared once more, part by part."""
+        data = next(given for given in arguments if isinstance(given, DeviceBuffer))
+        elements = f"{data.size} " if operation in ("all_reduce", "reduce", "broadcast") else ""
+        others = [given.name if isinstance(given, Reduction) else given for given in arguments]
+        alike = [str(given) for given in others if isinstance(given, (str, int, list))]
+        told = f" with {', '.join(alike)}" if alike else ""
+        self._compare(operation, f" of {elements}{data.dtype.name} on a GPU{told} by {algorithm}")
 
     def all_reduce(self, algorithm: str, x: Buffer, op: Reduction) -> None:
         """See Dispatch."""
@@ -114,6 +127,11 @@ class CheckedDispatch(Dispatch):
         """See Dispatch."""
         self._compare(("shared" if shared else "empty") if reserved else "pages", f" of {dtype.name}")
         return super().allocate(nbytes, dtype, shared=shared, reserved=reserved)
+
+    def allocate_on_gpu(self, index: int, nbytes: int, dtype: DType, *, shared: bool) -> DeviceMemory:
+        """See Dispatch."""
+        self._compare("shared" if shared else "empty", f" of {dtype.name} on a GPU")
+        return super().allocate_on_gpu(index, nbytes, dtype, shared=shared)
 
     def _compare(self, operation: str, what: str) -> None:
         self._number += 1

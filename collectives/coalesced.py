@@ -10,15 +10,15 @@ packed, and goes by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import arguments, buffers
-from .buffers import Buffer
-from .errors import ArgumentError
+from .buffers import Buffer, DeviceBuffer, home
+from .errors import ArgumentError, ArgumentTypeError
 from .partition import even_counts
 
 PACKED_BYTES = 4 << 20  # a batch
@@ -67,6 +67,17 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
     return items
 
 
+def device(operation: str, items: Sequence[Item]) -> int | None:
+    """The number of the GPU that all arrays are on; None where all are on the host, or there are none."""
+    there = [item.whole for item in items if isinstance(item.whole, DeviceBuffer)]
+    if not there:
+        return None
+    if len(there) < len(items) or any(data.device != there[0].device for data in there):
+        found = sorted({home(item.whole) for item in items})
+        raise ArgumentTypeError(f"{operation}: got a list of arrays on {', '.join(found)}; needs all in one place")
+    return there[0].device
+
+
 def batches(items: Sequence[Item]) -> Iterator[list[Item]]:
     """Items that go together; the same on every rank. One with a single item is not worth packing."""
     open_batches: dict[str, list[Item]] = {}
@@ -89,10 +100,14 @@ def batches(items: Sequence[Item]) -> Iterator[list[Item]]:
 class Packed:
     """A batch, packed into `memory` (uint8).
 
-    whole, counts: the packed elements, and how many are in each part. rank: whose part `own` is.
+    whole, counts: the packed elements, and how many are in each part. rank: whose part `own` is. copy(target, source):
+    copies flat views.
     """
 
-    def __init__(self, items: Sequence[Item], memory: np.ndarray, rank: int) -> None:
+    def __init__(
+        self, items: Sequence[Item], memory: np.ndarray, rank: int, copy: Callable[..., Any] = np.copyto
+    ) -> None:
+        self._copy = copy
         dtype = items[0].whole.dtype
         elements = sum(item.whole.size for item in items)
         self.whole = Buffer(memory[: elements * dtype.itemsize].view(dtype.storage), dtype)
@@ -118,21 +133,21 @@ class Packed:
     def pack(self) -> None:
         """Copies all arrays in."""
         for there, here, item in self._pairs:
-            self.whole.flat[there] = item.whole.flat[here]
+            self._copy(self.whole.flat[there], item.whole.flat[here])
 
     def unpack(self) -> None:
         """Copies all arrays out."""
         for there, here, item in self._pairs:
-            item.whole.flat[here] = self.whole.flat[there]
+            self._copy(item.whole.flat[here], self.whole.flat[there])
 
     def pack_own(self) -> None:
         """Copies this rank's parts in."""
         for there, _, item in self._own:
             assert item.own is not None
-            self.whole.flat[there] = item.own.flat
+            self._copy(self.whole.flat[there], item.own.flat)
 
     def unpack_own(self) -> None:
         """Copies this rank's parts out."""
         for there, _, item in self._own:
             assert item.own is not None
-            item.own.flat[:] = self.whole.flat[there]
+            self._copy(item.own.flat, self.whole.flat[there])

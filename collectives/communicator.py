@@ -2,16 +2,20 @@
 
     from collectives import Communicator
     comm = Communicator()                  # all ranks that mpirun started
-    comm.all_reduce(x, op="avg")           # in place; x: a numpy array or torch tensor, contiguous, of any shape
+    comm.all_reduce(x, op="avg")           # in place; x: a numpy, cupy or torch array, contiguous, of any shape
 
 Arrays are seen as flat runs of elements in C order; shapes need not agree, element counts and dtypes must. Where a
 list of arrays is taken, the operation runs on all of them as one (`coalesced`). What every
 rank must do alike: call the same operations in the same order, with the same dtype, op, root, algorithm, and sizes
 that fit each other. Each call checks what this rank can see before anything is sent.
 
+Arrays may be on a GPU (`cuda`), then on all ranks. The operation comes after what the caller's current stream holds,
+and what is queued there later sees its result.
+
 Every operation takes
     algorithm   "auto" (default), "mpi" for the MPI library's own, or another of `Communicator.algorithms`
-    async_op    True: return a Work at once; the arrays must not be touched until it is complete
+    async_op    True: return a Work at once; the arrays must not be touched until it is complete (on a GPU: by
+                nothing that is queued before `Work.wait`)
 and raises ArgumentTypeError or ArgumentError for what it cannot work with.
 """
 
@@ -23,7 +27,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -33,8 +36,10 @@ from mpi4py import MPI
 from . import arguments, buffers, coalesced, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
-from .buffers import Buffer, signature
+from .buffers import Buffer, DeviceBuffer, signature
 from .checks import CheckedDispatch, wanted
+from .cuda.arrays import gpu_index
+from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
 from .leftovers import remove_names
@@ -43,13 +48,15 @@ from .pages import Pages
 from .partition import Splits
 from .patience import on_all_ranks
 from .progress import Progress, Work
+from .reduction import Reduction
 from .selection import Selection, read_tables
 from .symmetric.shared_memory import SharedMemory, is_one_for_all
 from .topology import cores, discover
 from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
-Call = Callable[[], None]
+Plain = Callable[[], None]
+Call = Plain | Task
 Made = TypeVar("Made")
 
 
@@ -100,7 +107,7 @@ class Communicator:
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
         tables = self._collective.bcast(tables)
         self._selection = Selection(self._dispatch.composed, tables)
-        self._choose = self._selection.choose
+        self._choose = self._dispatch.choose = self._selection.choose
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
             seen = list(place.members) if self._positions.shared else [self.rank]
@@ -140,7 +147,7 @@ class Communicator:
             data = buffers.inspect(x, "all_reduce: x", writable=True)
             self._refuse_shared("all_reduce: x", data)
             reduced = reduction.check(op, data.dtype)
-            chosen = self._choose("all_reduce", algorithm, data.dtype, data.nbytes, reduced)
+            chosen = self._chosen("all_reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "all_reduce", chosen, data, reduced)
         return self._issue("all_reduce", call, async_op, x)
 
@@ -173,7 +180,7 @@ class Communicator:
             arguments.same_dtype("reduce_scatter", target, data)
             arguments.own_part("reduce_scatter: out", target, parts, self.rank)
             arguments.apart("reduce_scatter", target, data, parts, self.rank)
-            chosen = self._choose("reduce_scatter", algorithm, data.dtype, data.nbytes, reduced)
+            chosen = self._chosen("reduce_scatter", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
         return self._issue("reduce_scatter", call, async_op, (out, x))
 
@@ -190,7 +197,7 @@ class Communicator:
             data = buffers.inspect(x, "reduce: x", writable=self.rank == root)
             self._refuse_shared("reduce: x", data)
             reduced = reduction.check(op, data.dtype)
-            chosen = self._choose("reduce", algorithm, data.dtype, data.nbytes, reduced)
+            chosen = self._chosen("reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce", chosen, data, root, reduced)
         return self._issue("reduce", call, async_op, x)
 
@@ -224,7 +231,7 @@ class Communicator:
             arguments.apart("all_gather", data, target, parts, self.rank)
             if algorithm == "auto" and self._dispatch.is_shared(target.address):
                 algorithm = self._dispatch.composed or "auto"
-            chosen = self._choose("all_gather", algorithm, data.dtype, target.nbytes)
+            chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
             call = self._prepare(key, "all_gather", chosen, target, data, parts)
         return self._issue("all_gather", call, async_op, (out, x))
 
@@ -264,7 +271,7 @@ class Communicator:
             coming = arguments.parts("all_to_all: out, output_splits", output_splits, target.size, self.size)
             arguments.apart("all_to_all", target, data)
             self._refuse_shared("all_to_all: out", target)
-            chosen = self._choose("all_to_all", algorithm, data.dtype, data.nbytes, even=even)
+            chosen = self._chosen("all_to_all", algorithm, data, data.nbytes, even=even)
             arguments.even_only("all_to_all", chosen, even=even)
             splits = Splits(leaving, coming, alike=even and data.size % self.size == 0)
             call = self._prepare(key, "all_to_all", chosen, target, data, splits)
@@ -279,7 +286,7 @@ class Communicator:
         call = self._recall(key)
         if call is None:
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
-            chosen = self._choose("broadcast", algorithm, data.dtype, data.nbytes)
+            chosen = self._chosen("broadcast", algorithm, data, data.nbytes)
             call = self._prepare(key, "broadcast", chosen, data, root)
         return self._issue("broadcast", call, async_op, x)
 
@@ -315,7 +322,7 @@ class Communicator:
             if target is not None:
                 arguments.same_dtype("gather", target, data)
                 arguments.apart("gather", data, target, parts, self.rank)
-            chosen = self._choose("gather", algorithm, data.dtype, sum(parts) * data.dtype.itemsize)
+            chosen = self._chosen("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
             call = self._prepare(key, "gather", chosen, target, data, root, parts)
         return self._issue("gather", call, async_op, (out, x))
 
@@ -351,7 +358,7 @@ class Communicator:
             if data is not None:
                 arguments.same_dtype("scatter", target, data)
                 arguments.apart("scatter", target, data, parts, self.rank)
-            chosen = self._choose("scatter", algorithm, target.dtype, sum(parts) * target.dtype.itemsize)
+            chosen = self._chosen("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
             call = self._prepare(key, "scatter", chosen, target, data, root, parts)
         return self._issue("scatter", call, async_op, (out, x))
 
@@ -375,7 +382,7 @@ class Communicator:
         """Returns once every rank has called it."""
         return self._issue("barrier", self._dispatch.barrier, async_op)
 
-    def compound(self, name: str, task: Call, *, async_op: bool = False) -> Work | None:
+    def compound(self, name: str, task: Plain, *, async_op: bool = False) -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
 
         So that what comes later may depend on what came first, and nothing comes in between. name: for errors. task:
@@ -433,22 +440,23 @@ class Communicator:
         self._duplicates.append(made)
         return made
 
-    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
         """An uninitialised array in symmetric memory: the node's other ranks reach it without a copy of their own.
 
         A torch tensor for a torch dtype, else a numpy array; freed like any other. Collective: every rank makes the
         same calls in the same order, with the same dtype. Where the node cannot share memory it is an ordinary array.
+        device: as torch has it; on a GPU ("cuda", "cuda:1") it is a torch or cupy array.
         """
-        return self._allocate("empty", shape, dtype, shared=False)
+        return self._allocate("empty", shape, dtype, device, shared=False)
 
-    def shared(self, shape: int | Sequence[int], dtype: Any) -> Any:
+    def shared(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
         """An uninitialised array that is the same memory on all ranks of the node; otherwise like `empty`.
 
         For the output of all_gather: each rank writes its part in place, and to gather is only to wait. Where the node
         cannot share memory every rank has an array of its own, and the same all_gather sends messages. Reductions
         refuse such an array, as all ranks' contributions would be one.
         """
-        return self._allocate("shared", shape, dtype, shared=True)
+        return self._allocate("shared", shape, dtype, device, shared=True)
 
     def pages(self, nbytes: int, *, shared: bool = True) -> Pages:
         """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
@@ -484,7 +492,7 @@ class Communicator:
         if on:
             self._positions.leave()
 
-    def before_end(self, task: Call | None) -> None:
+    def before_end(self, task: Plain | None) -> None:
         """Has `task` run before this rank waits for what is queued here for the last time: alike on every rank.
 
         That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such
@@ -507,6 +515,7 @@ class Communicator:
         self._progress.close()
         if self._guard is not None:
             self._guard.close()
+        self._dispatch.close()
         self._dispatch.topology.free()
         for comm in (self._collective, self._apart, self._owned):
             if comm is not None and comm != MPI.COMM_NULL:
@@ -537,21 +546,25 @@ class Communicator:
         if operation in ("all_reduce", "reduce", "reduce_scatter"):
             for number, item in enumerate(items):
                 self._refuse_shared(coalesced.name(operation, number), item.whole)
-        steps: list[Callable[[], None]] = []
+        steps: list[tuple[Any, ...]] = []
         for batch in coalesced.batches(items):
-            dtype = batch[0].whole.dtype
-            reduced = None if op is None else reduction.check(op, dtype)
+            data = batch[0].whole
+            reduced = None if op is None else reduction.check(op, data.dtype)
             nbytes = sum(item.whole.nbytes for item in batch)
-            chosen = self._choose(operation, algorithm, dtype, nbytes, reduced)
-            steps.append(partial(self._dispatch.batch, operation, chosen, batch, root, reduced, written))
-
-        def task() -> None:
-            for step in steps:
-                step()
-
-        return self._issue(operation, task, async_op)
+            chosen = self._chosen(operation, algorithm, data, nbytes, reduced)
+            steps.append((operation, chosen, batch, root, reduced, written))
+        call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
+        return self._issue(operation, call, async_op, (wholes, owns))
 
     # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _chosen(
+        self, operation: str, algorithm: str, data: Buffer, nbytes: int, op: Reduction | None = None, even: bool = True
+    ) -> str:
+        """The algorithm; on a GPU "auto" stays what it is, as the way decides first."""
+        if algorithm == "auto" and isinstance(data, DeviceBuffer):
+            return algorithm
+        return self._choose(operation, algorithm, data.dtype, nbytes, op, even)
 
     def _signature(self, array: Any) -> tuple[Any, ...] | None:
         """The array's signature, another one where it is memory that all ranks of the node have alike."""
@@ -588,6 +601,9 @@ class Communicator:
     ) -> Work | None:
         """Runs the operation now if nothing is before it, else queues it, with the arrays that it must keep alive."""
         self._refuse_if_unusable(operation)
+        if isinstance(task, Task):
+            started = task.start(arrays, hold=async_op)
+            return started.finish(self._issue(operation, started.run, async_op, arrays, name))
         if self._compound_in == threading.get_ident():
             if async_op:
                 raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
@@ -611,7 +627,7 @@ class Communicator:
         if self._unusable:
             raise OperationError(f"{operation}: this communicator cannot be used any more: {self._unusable}")
 
-    def _run(self, operation: str, number: int, task: Call, queued: bool = False) -> None:
+    def _run(self, operation: str, number: int, task: Plain, queued: bool = False) -> None:
         self._positions.enter(number, operation)
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
@@ -632,11 +648,25 @@ class Communicator:
     def _name(self, operation: str, number: int) -> str:
         return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"
 
-    def _allocate(self, operation: str, shape: int | Sequence[int], dtype: Any, *, shared: bool) -> Any:
+    def _allocate(self, operation: str, shape: int | Sequence[int], dtype: Any, device: Any, *, shared: bool) -> Any:
         kind = buffers.describe(dtype)
         elements = arguments.elements(f"{operation}: shape", shape)
+        index = gpu_index(operation, device)
         made: list[Any] = []
         self._calls.clear()  # an array that is freed may have had an address that is now of this memory
+
+        def on_gpu() -> None:
+            assert index is not None
+            with contextlib.suppress(MemoryError):
+                nbytes = elements * kind.itemsize
+                made.append(self._dispatch.allocate_on_gpu(index, nbytes, kind, shared=shared))
+
+        if index is not None:
+            self._issue(operation, on_gpu, async_op=False)
+            if not made:
+                raise OperationError(f"{operation}: a GPU of this group has no room for {elements} of {kind.name}")
+            sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+            return self._dispatch.gpus(index).array(made[0], sizes, dtype)
 
         def task() -> None:
             memory = self._dispatch.allocate(elements * kind.itemsize, kind, shared=shared)

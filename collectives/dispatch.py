@@ -6,6 +6,7 @@
                      between them
     else             a schedule over messages              executor
 
+Operations on GPU memory go to `cuda`, which comes back here for what the host does of them.
 Methods run in the order of issue, one at a time, in the caller's thread or the progress thread.
 """
 
@@ -19,8 +20,13 @@ import numpy as np
 from mpi4py import MPI
 
 from . import algorithms, library
-from .buffers import Buffer, DType
+from .buffers import Buffer, DeviceBuffer, DType
 from .coalesced import PACKED_BYTES, Item, Packed
+from .cuda import driver
+from .cuda.device import Event
+from .cuda.group import GpuGroup
+from .cuda.memory import DeviceMemory
+from .cuda.task import Run, Task
 from .executor import Execution, Region, single, whole
 from .hierarchical import Hierarchy
 from .partition import Splits, cut, even_counts
@@ -29,7 +35,7 @@ from .positions import Positions
 from .reduction import Reduction
 from .schedule import Place, Schedule
 from .scratch import Scratch
-from .selection import COMPOSED
+from .selection import COMPOSED, Selection
 from .symmetric import Operation, Symmetric
 from .symmetric.meeting import Meetings
 from .symmetric.peer_memory import connect
@@ -44,6 +50,8 @@ class Dispatch:
     """The algorithms of one group, with the memory and the communicators that they need.
 
     comm: of the group's ranks, for nothing else. place: from `topology.discover`. Collective.
+
+    choose: of its `Selection`, for the parts of an operation on GPU memory.
     """
 
     def __init__(self, comm: MPI.Intracomm, place: Topology) -> None:
@@ -56,6 +64,8 @@ class Dispatch:
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
         self._symmetric: Symmetric | None = None
         self._hierarchy: Hierarchy | None = None
+        self._gpus: GpuGroup | None = None
+        self.choose: Callable[..., str] = Selection(None, {}).choose
         self._share()
 
     def _share(self) -> None:
@@ -98,8 +108,14 @@ class Dispatch:
         assert self._hierarchy is not None
         return self._hierarchy
 
-    def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Callable[[], None]:
-        """The operation as a call that can be made again and again on the same arrays; arguments: as below."""
+    def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Callable[[], None] | Task:
+        """The operation as a call that can be made again and again on the same arrays; arguments: as below.
+
+        On GPU memory it is a Task.
+        """
+        index = next((a.device for a in arguments if isinstance(a, DeviceBuffer)), None)
+        if index is not None:
+            return self._prepare_on_gpu(operation, algorithm, arguments, index)
         if algorithm == "symmetric":
             prepared: Operation = getattr(self.symmetric, operation)(*arguments)
             return prepared.run
@@ -107,6 +123,44 @@ class Dispatch:
             call: Callable[[], None] = getattr(library, operation)(self.comm, *arguments)
             return call
         return partial(getattr(self, operation), algorithm, *arguments)
+
+    # ---- GPU memory -------------------------------------------------------------------------------------------
+
+    def _prepare_on_gpu(self, operation: str, algorithm: str, arguments: tuple[Any, ...], index: int) -> Task:
+        made: list[Run] = []
+
+        def run(begin: Event) -> Event:
+            self._before(operation, algorithm, arguments)
+            gpus = self.gpus(index)
+            if not made:
+                made.append(gpus.prepare(operation, algorithm, arguments))
+            return gpus.run(made[0], begin)
+
+        return self._task(operation, index, run)
+
+    def _task(self, operation: str, index: int, run: Callable[[Event], Event]) -> Task:
+        if self._gpus is not None:
+            self._gpus.check(operation, index)
+
+        def hold(end: Event, arrays: Any) -> None:
+            self.gpus(index).hold(end, arrays)
+
+        return Task(operation, run, hold, index)
+
+    def gpus(self, index: int) -> GpuGroup:
+        """What the group has set up for its GPUs. Collective at first."""
+        if self._gpus is None:
+            with driver.open_device(index).current():
+                self._gpus = GpuGroup(self, index)
+        return self._gpus
+
+    def _before(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> None:
+        """Before an operation on GPU memory."""
+
+    def close(self) -> None:
+        """Gives back what the GPUs' drivers have given."""
+        if self._gpus is not None:
+            self._gpus.close()
 
     # ---- reductions -------------------------------------------------------------------------------------------
 
@@ -212,6 +266,19 @@ class Dispatch:
 
     # ---- lists of arrays --------------------------------------------------------------------------------------
 
+    def prepare_batches(
+        self, operation: str, batches: Sequence[tuple[Any, ...]], index: int | None
+    ) -> Callable[[], None] | Task:
+        """All batches of a list as one operation; each: the arguments of `batch`. index: of the GPU they are on."""
+        if index is not None:
+            return self._task(operation, index, lambda begin: self.gpus(index).run_batches(batches, begin))
+
+        def run() -> None:
+            for given in batches:
+                self.batch(*given)
+
+        return run
+
     def batch(
         self, operation: str, algorithm: str, items: Sequence[Item], root: int, op: Reduction | None, written: bool
     ) -> None:
@@ -287,8 +354,17 @@ class Dispatch:
             note_one_for_all(memory)
         return memory
 
+    def allocate_on_gpu(self, index: int, nbytes: int, dtype: DType, *, shared: bool) -> DeviceMemory:
+        """The same on a GPU; see GpuGroup."""
+        memory = self.gpus(index).allocate(nbytes, shared=shared)
+        if not memory.stride:
+            note_one_for_all(memory)
+        return memory
+
     def is_shared(self, address: int) -> bool:
         """Whether an array at this address lies in memory of this group that is the same for all ranks of the node."""
+        if self._gpus is not None and is_one_for_all(address) and self._gpus.is_shared(address):
+            return True
         found = self.allocator.find(address, 1) if is_one_for_all(address) else None
         return found is not None and not found[0].stride
 

@@ -97,15 +97,19 @@ def scatter(comm: MPI.Comm, out: Buffer, x: Buffer | None, root: int, counts: Se
     )
 
 
+def datatype(dtype: DType) -> MPI.Datatype:
+    """MPI's; for those that it has none for, of integers."""
+    return MPI.Datatype.fromcode("H" if dtype.widened else dtype.storage.char)
+
+
 def _operator(op: Reduction, dtype: DType) -> MPI.Op:
     return (_LOGICAL if dtype.kind == "b" else _OPERATORS)[op.name]
 
 
 def _elements(data: Buffer) -> list[Any]:
-    """All elements; those that MPI has no type for as integers."""
-    code = "H" if data.dtype.widened else data.dtype.storage.char
+    """All elements."""
     memory = MPI.memory.fromaddress(data.address, data.nbytes) if data.size else data.flat
-    return [memory, MPI.Datatype.fromcode(code)]
+    return [memory, datatype(data.dtype)]
 
 
 def _parts(data: Buffer, counts: Sequence[int]) -> list[Any]:

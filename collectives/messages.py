@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from . import buffers
 from .arguments import integer, peer
-from .buffers import Buffer
+from .buffers import Buffer, DeviceBuffer
+from .cuda.messages import HostSide
 from .errors import ArgumentError
 from .positions import Positions
 from .progress import RequestWork, Work
@@ -28,6 +29,7 @@ class Messages:
         self._messages = comm
         self._positions = positions
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._host_sides: dict[int, HostSide] = {}
         self._under_way: list[RequestWork] = []  # also those whose handle was dropped: MPI still uses their memory
 
     def send(self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -37,8 +39,11 @@ class Messages:
         """
         data = buffers.inspect(x, "send: x", writable=False)
         dest, tag = peer("send: dest", dest, self.rank, self.size), integer("send: tag", tag, 0, _LARGEST_TAG)
+        done: Callable[[], None] = _nothing
+        if isinstance(data, DeviceBuffer):
+            data, done = self._host_side(data).outgoing(x, data)
         requests = [self._messages.Isend([s, MPI.BYTE], dest, tag) for s in _cut(data)]
-        return self._message("send", dest, requests, data, lambda: None, async_op)
+        return self._message("send", dest, requests, data, done, async_op)
 
     def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Fills x with the next message of the same tag from rank `source`.
@@ -47,6 +52,9 @@ class Messages:
         """
         data = buffers.inspect(x, "recv: x", writable=True)
         source, tag = peer("recv: source", source, self.rank, self.size), integer("recv: tag", tag, 0, _LARGEST_TAG)
+        done: Callable[[], None] = _nothing
+        if isinstance(data, DeviceBuffer):
+            data, done = self._host_side(data).incoming(x, data)
         pieces = _cut(data)
         statuses = [MPI.Status() for _ in pieces]
         requests = [self._messages.Irecv([s, MPI.BYTE], source, tag) for s in pieces]
@@ -55,8 +63,14 @@ class Messages:
             came = sum(status.Get_count(MPI.BYTE) for status in statuses)
             if came != data.nbytes:
                 raise ArgumentError(f"recv: x has {data.nbytes} bytes, and a message of {came} bytes came")
+            done()
 
         return self._message("recv", source, requests, data, check, async_op, statuses)
+
+    def _host_side(self, data: DeviceBuffer) -> HostSide:
+        if data.device not in self._host_sides:
+            self._host_sides[data.device] = HostSide(data.device)
+        return self._host_sides[data.device]
 
     def _message(
         self,
@@ -77,6 +91,10 @@ class Messages:
             return work
         work.wait()
         return None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _cut(data: Buffer) -> list[np.ndarray[Any, Any]]:

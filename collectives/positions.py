@@ -12,8 +12,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from .symmetric.shared_memory import SharedMemory
+if TYPE_CHECKING:
+    from .symmetric.shared_memory import SharedMemory
 
 OPERATIONS = (
     "nothing",
@@ -106,7 +108,7 @@ class Positions:
     @property
     def shared(self) -> bool:
         """Whether the node's ranks see each other's."""
-        return isinstance(self._memory, SharedMemory)
+        return not isinstance(self._memory, bytearray)
 
     def beat(self) -> None:
         """This rank's process runs."""

@@ -125,7 +125,7 @@ def parse(comm: Any) -> argparse.Namespace:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
         if options.device == "cuda":
             missing = "" if torch.cuda.is_available() else "; torch sees no GPU here"
-            raise UsageError(f"--device cuda: the collectives serve CPU memory only in this version{missing}")
+            raise UsageError(f"--device cuda: DDP and ZeRO train in CPU memory only in this version{missing}")
         if options.offload_activations and not options.checkpoint_activations:
             raise UsageError("--offload-activations is for --checkpoint-activations")
         if options.init_from and (options.layers or options.heads or options.embd):

@@ -11,6 +11,7 @@ from tests.harness.plugin import Harness
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--brief", action="store_true", help="leave out what another case or number of ranks shows too")
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, and no others")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_node: is about ranks that share memory; left out over several hosts")
     config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
     config.addinivalue_line("markers", "thorough(*cases): left out with --brief, or these cases of it")
+    config.addinivalue_line("markers", "gpu: needs a GPU; runs with --gpu alone")
     config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")
     config.pluginmanager.register(Harness(config), "mpidl-harness")
 

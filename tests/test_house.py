@@ -14,7 +14,7 @@ FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.
 # A module, and the files or folders that may use it. In benchmarks mpi4py and torch.distributed are peers.
 ALLOWED = {
     "mpi4py": ("collectives/", "benchmarks/", "tests/"),
-    "cupy": ("collectives/cuda.py", "tests/"),
+    "cupy": ("collectives/cuda/", "tests/"),
     "torch.distributed": ("benchmarks/",),
     "mpidl": ("mpidl/", "examples/", "benchmarks/", "tests/"),
     "peers": ("benchmarks/",),

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..buffers import Buffer, unowned
+from ..buffers import Buffer, address, unowned
 from ..reduction import Call, Reduction
-from ..scratch import Scratch
+from .engine import Engine
 from .meeting import Entry, Meeting, Meetings
-from .operation import Ranges
+from .operation import Program, Ranges
 from .peer_memory import PeerMemory
 from .shared_memory import Allocator, SharedMemory
 from .staging import Staging
@@ -23,16 +23,22 @@ Array = np.ndarray[Any, Any]
 class Group:
     """One group of ranks that share memory, as seen by one of them.
 
-    peers: access to the ranks' private memory, on all of them or on none.
+    peers: access to the ranks' private memory, on all of them or on none. engine: copies and reduces.
     """
 
-    def __init__(self, meetings: Meetings, allocator: Allocator, peers: PeerMemory | None = None) -> None:
+    def __init__(
+        self,
+        meetings: Meetings,
+        allocator: Allocator,
+        peers: PeerMemory | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         self.meetings = meetings
-        self.staging = Staging(meetings, allocator)
+        self.engine = engine or Engine()
+        self.staging = Staging(meetings, allocator, self.engine.chunk_bytes)
         self.rank, self.ranks = meetings.rank, meetings.ranks
         self._allocator = allocator
         self._peers = peers
-        self._blocks = Scratch()
 
     def place(self, data: Buffer | None) -> tuple[SharedMemory, int] | None:
         """The symmetric memory that an array lies in, and where in this rank's part of it."""
@@ -53,6 +59,10 @@ class Group:
             unowned(memory.address + memory.offset(peer) + start, size, data.dtype.storage)
             for peer, (memory, start, size) in enumerate(meeting.arrays(data, outputs))
         ]
+
+    def _copied(self, source: Array, target: Array) -> Program:
+        """The copy, if the two are not one memory."""
+        return [(self.engine.copy, (target, source))] if address(source) != address(target) else []
 
     def _others(self, ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:
         """The other ranks with something in their range, from the next one on: not all go to the same one first."""

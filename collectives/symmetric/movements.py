@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..buffers import Buffer, address
+from ..buffers import Buffer
 from ..partition import Splits
 from ..reduction import Call
 from .group import Group, entry_of, starts_of
 from .meeting import Entry, Meeting
 from .operation import Movement, Operation, Program, Ranges
-from .staging import CHUNK_BYTES, Stages
+from .staging import Stages
 
 Array = np.ndarray[Any, Any]
 _NOTHING = (0, 0)
@@ -62,7 +62,7 @@ class Movements(Group):
 
         def own() -> Program:
             (low, high), (start, stop) = movement.leaving[me], movement.coming[me]
-            return _copied(x.flat[low:high], out.flat[start:stop]) if x and out and stop > start else []
+            return self._copied(x.flat[low:high], out.flat[start:stop]) if x and out and stop > start else []
 
         def program(meeting: Meeting) -> Program | None:
             largest = meeting.largest()
@@ -77,7 +77,7 @@ class Movements(Group):
                 for peer, (low, high) in self._others(movement.coming):
                     assert out is not None
                     start = meeting.leaving(peer, me)
-                    calls += _copied(sources[peer][start : start + high - low], out.flat[low:high])
+                    calls += self._copied(sources[peer][start : start + high - low], out.flat[low:high])
                 return [*calls, self._barrier]
             if meeting.push:
                 calls = own()
@@ -86,7 +86,7 @@ class Movements(Group):
                 for peer, (low, high) in self._others(movement.leaving):
                     assert x is not None
                     start = meeting.coming(peer, me)
-                    calls += _copied(x.flat[low:high], targets[peer][start : start + high - low])
+                    calls += self._copied(x.flat[low:high], targets[peer][start : start + high - low])
                 return [*calls, self._barrier]
             if self.is_direct:
                 calls, places = own(), meeting.addresses(outputs=False)
@@ -102,36 +102,30 @@ class Movements(Group):
 
         return Operation(self, entry, x, out, stages, program, movement)
 
-    @staticmethod
-    def _share(data: Buffer, movement: Movement) -> int:
+    def _share(self, data: Buffer, movement: Movement) -> int:
         """Elements of a chunk that one rank gets."""
-        return max(1, CHUNK_BYTES // data.dtype.itemsize // movement.fan)
+        return max(1, self.staging.chunk_bytes // data.dtype.itemsize // movement.fan)
 
     def _staged_movement(self, some: Buffer, out: Buffer | None, x: Buffer | None, movement: Movement) -> Stages:
         size = self._share(some, movement)
         slots = [0] * self.ranks if movement.fan == 1 else [peer * size for peer in range(self.ranks)]
         leaving = {slots[peer]: movement.leaving[peer] for peer, _ in self._others(movement.leaving)}
-        coming = self._others(movement.coming)
+        coming, copy = self._others(movement.coming), self.engine.copy
 
         def copy_in(chunk: int, scratch: list[Array]) -> None:
             for slot, (start, stop) in leaving.items():
                 assert x is not None
                 part = x.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
-                scratch[self.rank][slot : slot + part.size] = part
+                copy(scratch[self.rank][slot : slot + part.size], part)
 
         def copy_out(chunk: int, scratch: list[Array]) -> None:
             for peer, (start, stop) in coming:
                 assert out is not None
                 part = out.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
                 slot = slots[self.rank]
-                part[:] = scratch[peer][slot : slot + part.size]
+                copy(part, scratch[peer][slot : slot + part.size])
 
         return Stages(1, [copy_in, copy_out])
-
-
-def _copied(source: Array, target: Array) -> Program:
-    """The copy, if the two are not one memory."""
-    return [(np.copyto, (target, source))] if address(source) != address(target) else []
 
 
 def _ranges(counts: Sequence[int]) -> Ranges:

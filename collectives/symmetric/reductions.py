@@ -14,7 +14,7 @@ from ..reduction import Reduction
 from .group import Group, entry_of, starts_of
 from .meeting import Entry, Meeting
 from .operation import Operation, Program, Ranges
-from .staging import CHUNK_BYTES, Stages
+from .staging import Stages
 
 Array = np.ndarray[Any, Any]
 
@@ -33,10 +33,11 @@ class Reductions(Group):
         return self._reduce_slices(entry_of("reduce", x, op, root, x.size), x, op, (root,))
 
     def _reduce_slices(self, entry: Entry, x: Buffer, op: Reduction, takers: Sequence[int]) -> Operation:
-        size = CHUNK_BYTES // x.dtype.itemsize
+        size = self.staging.chunk_bytes // x.dtype.itemsize
         me, takes = self.rank, self.rank in takers
         first, last = starts_of(even_counts(x.size, self.ranks))[me : me + 2]
         factors = [op.factor] * self.ranks
+        copy, combine = self.engine.copy, self.engine.combine
 
         def slices(chunk: int) -> tuple[Array, list[slice]]:
             part = x.flat[chunk * size : (chunk + 1) * size]
@@ -46,27 +47,27 @@ class Reductions(Group):
             part, mine = slices(chunk)
             for peer, piece in enumerate(mine):
                 if peer != me:
-                    scratch[me][piece] = part[piece]
+                    copy(scratch[me][piece], part[piece])
 
         def work(chunk: int, scratch: list[Array]) -> None:
             part, mine = slices(chunk)
             inputs = [s[mine[me]] for s in scratch]
             inputs[me] = part[mine[me]]
             outputs = [scratch[me][mine[me]]] if any(taker != me for taker in takers) else []
-            op.combine([*inputs], [inputs[me], *outputs] if takes else outputs, x.dtype, factors, self._blocks)
+            combine(op, [*inputs], [inputs[me], *outputs] if takes else outputs, x.dtype, factors)
 
         def copy_out(chunk: int, scratch: list[Array]) -> None:
             if takes:
                 part, mine = slices(chunk)
                 for peer, piece in enumerate(mine):
                     if peer != me:
-                        part[piece] = scratch[peer][piece]
+                        copy(part[piece], scratch[peer][piece])
 
         def program(meeting: Meeting) -> Program | None:
             factors[:] = meeting.factors
             if meeting.pull:
                 whole = [a[first:last] for a in self._arrays(meeting, x)]
-                calls = op.calls(whole, [whole[taker] for taker in takers], x.dtype, factors, self._blocks)
+                calls = self.engine.calls(op, whole, [whole[taker] for taker in takers], x.dtype, factors)
                 return [*calls, self._barrier]
             if self.is_direct:
                 return self._reduce_direct(
@@ -80,26 +81,27 @@ class Reductions(Group):
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Operation:
         """Each rank reduces its part of all inputs."""
         starts, me = starts_of(counts), self.rank
-        size = max(1, CHUNK_BYTES // x.dtype.itemsize // self.ranks)
+        size = max(1, self.staging.chunk_bytes // x.dtype.itemsize // self.ranks)
         factors = [op.factor] * self.ranks
+        copy, combine = self.engine.copy, self.engine.combine
 
         def copy_in(chunk: int, scratch: list[Array]) -> None:
             for peer, (low, high) in enumerate(_pieces(starts, chunk, size)):
                 if peer != me:
-                    scratch[me][peer * size : peer * size + high - low] = x.flat[low:high]
+                    copy(scratch[me][peer * size : peer * size + high - low], x.flat[low:high])
 
         def work(chunk: int, scratch: list[Array]) -> None:
             low, high = _pieces(starts, chunk, size)[me]
             inputs = [s[me * size : me * size + high - low] for s in scratch]
             inputs[me] = x.flat[low:high]
             target = out.flat[low - starts[me] : high - starts[me]]
-            op.combine(inputs, [target], x.dtype, factors, self._blocks)
+            combine(op, inputs, [target], x.dtype, factors)
 
         def program(meeting: Meeting) -> Program | None:
             factors[:] = meeting.factors
             if meeting.pull:
                 mine = [a[starts[me] : starts[me + 1]] for a in self._arrays(meeting, x)]
-                return [*op.calls(mine, [out.flat], x.dtype, factors, self._blocks), self._barrier]
+                return [*self.engine.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
             if self.is_direct:
                 return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
             return None
@@ -115,9 +117,8 @@ class Reductions(Group):
         itemsize, me, factors = x.dtype.itemsize, self.rank, meeting.factors
         places = meeting.addresses(outputs=False)
         size = max(_DIRECT_BLOCK // self.ranks, _DIRECT_BLOCK // 8) // itemsize
-        blocks = [
-            self._blocks.take(f"rank {rank}", size * itemsize).view(x.dtype.storage) for rank in range(self.ranks + 1)
-        ]
+        take, storage = self.engine.blocks.take, x.dtype.storage
+        blocks = [take(f"rank {rank}", size * itemsize).view(storage) for rank in range(self.ranks + 1)]
         first, last = part
         program: Program = []
         for low in range(first, last, size):
@@ -127,7 +128,7 @@ class Reductions(Group):
                 if peer != me:
                     program.append(self._peers.read(peer, places[peer] + low * itemsize, block))
             result = blocks[-1][: high - low] if out is None else out.flat[low - first : high - first]
-            program += op.calls(inputs, [result], x.dtype, factors, self._blocks)
+            program += self.engine.calls(op, inputs, [result], x.dtype, factors)
             for taker in takers:
                 if taker != me:
                     program.append(self._peers.write(taker, places[taker] + low * itemsize, result))

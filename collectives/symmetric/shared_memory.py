@@ -64,8 +64,11 @@ class SharedMemory(mmap.mmap):
 _one_for_all: tuple[tuple[int, int], ...] = ()
 
 
-def note_one_for_all(memory: SharedMemory) -> None:
-    """All ranks of the node have this memory alike, so that their contributions to a reduction would be one."""
+def note_one_for_all(memory: Any) -> None:
+    """All ranks of the node have this memory alike, so that their contributions to a reduction would be one.
+
+    memory: a SharedMemory, or one on a GPU.
+    """
     global _one_for_all
     span = (memory.address, memory.address + len(memory))
     _one_for_all = (*_one_for_all, span)

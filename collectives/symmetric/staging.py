@@ -27,7 +27,6 @@ from .shared_memory import Allocator, SharedMemory
 
 Array = np.ndarray[Any, Any]
 
-CHUNK_BYTES = 512 << 10  # of scratch, a rank and buffer
 _BUFFERS = 3
 
 
@@ -40,10 +39,14 @@ class Stages:
 
 
 class Staging:
-    """The scratch of one group, and its pipeline. All methods but `fill` are collective."""
+    """The scratch of one group, and its pipeline. All methods but `fill` are collective.
 
-    def __init__(self, meetings: Meetings, allocator: Allocator) -> None:
+    chunk_bytes: of scratch, a rank and buffer.
+    """
+
+    def __init__(self, meetings: Meetings, allocator: Allocator, chunk_bytes: int) -> None:
         self._meetings = meetings
+        self.chunk_bytes = chunk_bytes
         self._allocator = allocator
         self._memory: SharedMemory | None = None
         self._views: dict[str, list[list[Array]]] = {}
@@ -78,12 +81,12 @@ class Staging:
         """Every rank's memory for one chunk, and that again for chunks under way at the same time."""
         made = self._views.get(dtype.storage.char)
         if made is None:
-            memory = self._memory = self._memory or self._allocator.allocate(_BUFFERS * CHUNK_BYTES)
+            memory = self._memory = self._memory or self._allocator.allocate(_BUFFERS * self.chunk_bytes)
             if memory is None:
                 raise OperationError("the node has run out of shared memory")
-            size = CHUNK_BYTES // dtype.itemsize
+            nbytes, ranks = self.chunk_bytes, range(self._meetings.ranks)
             made = self._views[dtype.storage.char] = [
-                [memory.view(rank, turn * CHUNK_BYTES, size, dtype.storage) for rank in range(self._meetings.ranks)]
+                [memory.view(rank, turn * nbytes, nbytes // dtype.itemsize, dtype.storage) for rank in ranks]
                 for turn in range(_BUFFERS)
             ]
         return made

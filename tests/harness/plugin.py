@@ -7,6 +7,7 @@
 - A test that some rank does not finish within the limit is ended and named (`@pytest.mark.limit(seconds)`,
   MPIDL_TEST_LIMIT).
 - Tests marked `mpi` run under mpirun with --only-mpi; all others in one plain process.
+- Tests marked `gpu` run with --gpu, which leaves out all others; without it they are counted as not run.
 - `--brief` leaves out what another case or number of ranks shows as well (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
   hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`.
@@ -71,6 +72,8 @@ class Harness:
     def __init__(self, config: pytest.Config) -> None:
         self._everything = config.getoption("--with-mpi")
         self._brief = config.getoption("--brief")
+        self._on_gpu = config.getoption("--gpu")
+        self._need_a_gpu = 0
         self._under_mpi = config.getoption("--only-mpi") or self._everything
         # pytest captures neither here nor through this descriptor.
         self._stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
@@ -89,20 +92,27 @@ class Harness:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leaves out, without a word of skipping, what is not for this kind of run."""
-        if self._everything:
-            return
         chosen: list[pytest.Item] = []
         left: list[pytest.Item] = []
         for item in items:
-            fits = (item.get_closest_marker("mpi") is not None) == self._under_mpi
-            (chosen if fits and self._shows_something_here(item) else left).append(item)
-        if self._brief:
+            fits = self._everything or (
+                (item.get_closest_marker("mpi") is not None) == self._under_mpi and self._shows_something_here(item)
+            )
+            needs_a_gpu = item.get_closest_marker("gpu") is not None
+            self._need_a_gpu += fits and needs_a_gpu
+            (chosen if fits and needs_a_gpu == self._on_gpu else left).append(item)
+        if self._brief and not self._everything:
             spared = set(left_out(chosen, self._agreement.size if self._agreement else 0))
             chosen = [item for item in chosen if item not in spared]
             left += spared
         if left:
             config.hook.pytest_deselected(items=left)
             items[:] = chosen
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Says what was left out for want of a GPU."""
+        if self._need_a_gpu and not self._on_gpu:
+            terminalreporter.write_line(f"not run, as they need a GPU: {self._need_a_gpu} tests (make test-gpu)")
 
     def _shows_something_here(self, item: pytest.Item) -> bool:
         if self._agreement is not None and self._agreement.hosts > 1:

@@ -1,0 +1,13 @@
+"""Collectives on arrays in GPU memory: cupy arrays and torch CUDA tensors.
+
+    arrays      a GPU array -> a DeviceBuffer, without a copy
+    task        an operation from its issue to its end, in the order of the caller's stream
+    group       what the ranks of one group set up for their GPUs, and the way that an operation takes
+    ways        which way serves a pair of ranks: ipc, aware, staged
+    staged      through pinned host memory, in chunks (`chunks`), with the collectives of the host in between
+    symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives
+    aware       device addresses to an MPI library that takes them
+    device      all that is asked of a GPU's driver; `driver` is CUDA through cupy, `kernels` what runs there
+
+Nothing here imports cupy before an array on a GPU shows up.
+"""

@@ -1,0 +1,383 @@
+"""A GPU made of a host's threads and files, on which the logic of `collectives.cuda` runs as on a real one.
+
+    memory     a memfd that is mapped twice: its "device address" is a mapping that may be neither read nor written, so
+               that a host that touches it dies; copies and reductions go through the other
+    streams    a thread each, that works off its queue in order and beside everything else
+    export     the memfd's path below /proc, which other processes open and map likewise
+
+Only copies from and to pinned host memory are taken. With a seed, streams pause at random between two pieces of work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import mmap
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from collectives.buffers import DType, describe, unowned
+from collectives.cuda import device
+from collectives.reduction import Reduction
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Event(device.Event):
+    def __init__(self, gpu: Gpu) -> None:
+        self._passed, self._gpu = threading.Event(), gpu
+
+    def wait(self) -> None:
+        self._passed.wait()
+        self._gpu.raise_errors()
+
+    def is_done(self) -> bool:
+        self._gpu.raise_errors()
+        return self._passed.is_set()
+
+
+class Stream(device.Stream):
+    numbers = itertools.count(1)
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.number = next(self.numbers)
+        self.capturing = False
+        self._gpu = gpu
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pauses = None if gpu.seed is None else random.Random(gpu.seed + self.number)
+        threading.Thread(target=_work_off, args=(self._queue, gpu.errors, pauses), daemon=True).start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def queue(self, work: Any) -> None:
+        self._queue.put(work)
+
+    def record(self) -> Event:
+        event = Event(self._gpu)
+        self.queue(event._passed.set)
+        return event
+
+    def wait(self, event: device.Event) -> None:
+        assert isinstance(event, Event)
+        self.queue(event._passed.wait)
+
+    @property
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+def _work_off(works: queue.SimpleQueue[Any], errors: list[BaseException], pauses: random.Random | None) -> None:
+    while (work := works.get()) is not None:
+        if pauses is not None and pauses.random() < 0.3:
+            time.sleep(pauses.random() * 1e-3)
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        del work
+
+
+class _Mapping:
+    """One piece of device memory in this process. address: where it may not be touched. inside: where it may."""
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self.file, self.nbytes = file, nbytes
+        self.inside = mmap.mmap(file, nbytes)
+        found = _libc.mmap(None, nbytes, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0, mmap.MAP_SHARED, file, 0)
+        assert found not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
+        self.address: int = found
+
+    def close(self) -> None:
+        _libc.munmap(self.address, self.nbytes)
+        os.close(self.file)
+
+
+class Gpu(device.Device):
+    """A stand-in. seed: of the streams' pauses. exports: whether other processes can open its memory.
+
+    aware: whether the MPI library reaches its memory: "yes", "no", or it says so and "lies".
+    """
+
+    def __init__(self, index: int = 0, *, seed: int | None = None, exports: bool = True) -> None:
+        self.index, self.seed, self.exports = index, seed, exports
+        self.aware = "no"
+        self.errors: list[BaseException] = []
+        self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
+        self._maps: dict[int, _Mapping] = {}
+        self._starts: list[int] = []
+        self._pinned: dict[int, int] = {}
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._default = Stream(self)
+
+    def raise_errors(self) -> None:
+        """As on a GPU, an error of something queued shows later, and stays."""
+        if self.errors:
+            raise RuntimeError(f"the stand-in failed: {self.errors[0]!r}") from self.errors[0]
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        before, self._local.current = getattr(self._local, "current", False), True
+        try:
+            yield
+        finally:
+            self._local.current = before
+
+    def _must_be_current(self) -> None:
+        assert getattr(self._local, "current", False), "this thread works on another GPU"
+
+    def stream(self) -> Stream:
+        return Stream(self)
+
+    def stream_of(self, array: Any) -> Stream:
+        assert isinstance(array, (Array, Tensor))
+        self._must_be_current()
+        return self.current_stream
+
+    @property
+    def current_stream(self) -> Stream:
+        found: Stream = getattr(self._local, "stream", self._default)
+        return found
+
+    @contextlib.contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Inside, it is this thread's current stream."""
+        before, self._local.stream = self.current_stream, stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def synchronize(self) -> None:
+        self._default.record().wait()
+
+    # ---- work on a stream -------------------------------------------------------------------------------------
+
+    def copy(self, target: int, source: int, nbytes: int, stream: device.Stream) -> None:
+        assert isinstance(stream, Stream)
+        self._must_be_current()
+        if not nbytes:
+            return
+        (to, into_device), (from_, from_device) = self._reach(target, nbytes), self._reach(source, nbytes)
+        self.copies.append({(1, 1): "inside", (1, 0): "to device", (0, 1): "to host"}[into_device, from_device])
+        stream.queue(lambda: ctypes.memmove(to, from_, nbytes))
+
+    def combine(
+        self,
+        op: Reduction,
+        dtype: DType,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        size: int,
+        factors: Sequence[float],
+        stream: device.Stream,
+    ) -> None:
+        assert isinstance(stream, Stream)
+        self._must_be_current()
+        if not size or not outputs:
+            return
+        views = [
+            [
+                unowned(self._reach(place, size * dtype.itemsize, device=True)[0], size, dtype.storage)
+                for place in places
+            ]
+            for places in (inputs, outputs)
+        ]
+        stream.queue(lambda: op.combine(views[0], views[1], dtype, factors))
+
+    def _reach(self, place: int, nbytes: int, device: bool = False) -> tuple[int, bool]:
+        """Where the bytes can be touched, and whether they are device memory."""
+        with self._lock:
+            found = bisect_right(self._starts, place) - 1
+            if found >= 0:
+                mapping = self._maps[self._starts[found]]
+                offset = place - mapping.address
+                if offset < mapping.nbytes:
+                    assert offset + nbytes <= mapping.nbytes, "past the end of device memory"
+                    return np.frombuffer(mapping.inside, np.uint8).ctypes.data + offset, True
+            pinned = any(start <= place and place + nbytes <= start + size for start, size in self._pinned.items())
+        assert pinned, "host memory that is not pinned"
+        assert not device, "a kernel on host memory"
+        return place, False
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        self._must_be_current()
+        file = os.memfd_create("stand-in")
+        os.ftruncate(file, max(nbytes, 1))
+        return self._map(file, max(nbytes, 1))
+
+    def _map(self, file: int, nbytes: int) -> int:
+        mapping = _Mapping(file, nbytes)
+        with self._lock:
+            self._maps[mapping.address] = mapping
+            self._starts = sorted(self._maps)
+        return mapping.address
+
+    def free(self, address: int) -> None:
+        self._must_be_current()
+        self._unmap(address)
+
+    def _unmap(self, address: int) -> None:
+        with self._lock:
+            mapping = self._maps.pop(address)
+            self._starts = sorted(self._maps)
+        mapping.close()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._must_be_current()
+        assert address not in self._pinned, "pinned twice"
+        self._pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self._pinned[address]
+
+    def export(self, address: int) -> bytes:
+        if not self.exports:
+            raise OSError("the stand-in exports nothing")
+        mapping = self._maps[address]
+        return json.dumps([f"/proc/{os.getpid()}/fd/{mapping.file}", mapping.nbytes]).encode()
+
+    def open(self, handle: bytes) -> int:
+        path, nbytes = json.loads(handle)
+        assert not path.startswith(f"/proc/{os.getpid()}/"), "CUDA does not open what the process has exported itself"
+        return self._map(os.open(path, os.O_RDWR), nbytes)
+
+    close = free
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
+        kind = describe(dtype)
+        if not isinstance(dtype, torch.dtype):
+            return Array(self, address, shape, kind.name, owner)
+        size = int(np.prod(shape, dtype=np.int64))
+        if not size:
+            return torch.empty(shape, dtype=dtype).as_subclass(Tensor)
+        memory = unowned(address, size * kind.itemsize, np.dtype(np.uint8))
+        made = torch.from_numpy(memory).view(dtype).view(shape).as_subclass(Tensor)
+        made.keeps = owner  # type: ignore[attr-defined]
+        return made
+
+    def is_mpi_aware(self) -> bool:
+        return self.aware != "no"
+
+    def for_mpi(self, address: int, nbytes: int) -> Any:
+        assert self.is_mpi_aware()
+        if self.aware == "lies":
+            return bytearray(nbytes)
+        place = self._reach(address, nbytes, device=True)[0] if nbytes else 0
+        return MPI.memory.fromaddress(place, nbytes)
+
+    # ---- for the tests ----------------------------------------------------------------------------------------
+
+    def put(self, values: torch.Tensor, kind: str = "array") -> Any:
+        """A new array with these values, once the current stream has come to it. kind: "array" or "tensor"."""
+        nbytes = values.numel() * values.element_size()
+        memory = Memory(self, nbytes)
+        dtype = values.dtype if kind == "tensor" else str(values.dtype).removeprefix("torch.")
+        if kind == "tensor":
+            made = self.array(memory.address, tuple(values.shape), dtype, memory)
+        else:
+            made = Array(self, memory.address, tuple(values.shape), str(dtype), memory)
+        self.fill(made, values)
+        return made
+
+    def fill(self, array: Any, values: torch.Tensor) -> None:
+        """Queues array = values on the current stream."""
+        nbytes = values.numel() * values.element_size()
+        if not nbytes:
+            return
+        kept = values.clone().contiguous()
+        place = array.data_ptr() if isinstance(array, Tensor) else array.address
+        to = self._reach(place, nbytes)[0]
+        self.current_stream.queue(lambda: ctypes.memmove(to, kept.data_ptr(), nbytes))
+
+    def get(self, array: Any) -> torch.Tensor:
+        """Its values, once the current stream has come so far."""
+        self.raise_errors()
+        if isinstance(array, Tensor):
+            place, shape, dtype = array.data_ptr(), tuple(array.shape), array.dtype
+        else:
+            place, shape, dtype = array.address, array.shape, getattr(torch, array.dtype)
+        made = torch.empty(shape, dtype=dtype)
+        nbytes = made.numel() * made.element_size()
+        if nbytes:
+            from_ = self._reach(place, nbytes)[0]
+            self.current_stream.queue(lambda: ctypes.memmove(made.data_ptr(), from_, nbytes))
+        self.current_stream.record().wait()
+        return made
+
+
+class Memory:
+    """Device memory that is freed with its last array, in the order of the stream that was current when it was made.
+
+    So do the allocators of torch and cupy: what other streams still do with it then, they do with memory of others.
+    """
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        with gpu.current():
+            self.address = gpu.allocate(nbytes)
+        free = functools.partial(gpu._unmap, self.address)
+        weakref.finalize(self, gpu.current_stream.queue, free).atexit = False
+
+
+class Array:
+    """An array like cupy's, with no more than what the collectives look at."""
+
+    def __init__(self, gpu: Gpu, address: int, shape: tuple[int, ...], dtype: str, owner: Any) -> None:
+        self.gpu, self.address, self.shape, self.dtype, self.owner = gpu, address, tuple(shape), dtype, owner
+        self.strides: tuple[int, ...] | None = None
+        self.read_only = False
+        self.device = type("Number", (), {"id": gpu.index})()
+
+    @property
+    def itemsize(self) -> int:
+        return describe(getattr(torch, self.dtype)).itemsize
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __getitem__(self, part: slice) -> Array:
+        start, stop, _ = part.indices(self.size)
+        place = self.address + start * self.itemsize
+        return Array(self.gpu, place, (max(0, stop - start),), self.dtype, self.owner)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        typestr = "<V2" if self.dtype == "bfloat16" else np.dtype(self.dtype).str
+        place = self.address if self.size else 0
+        return {
+            "shape": self.shape,
+            "typestr": typestr,
+            "data": (place, self.read_only),
+            "version": 3,
+            "strides": self.strides,
+        }
+
+
+class Tensor(torch.Tensor):
+    """A torch tensor over device memory, which says that it is on a GPU."""
+
+    keeps: Any
+    is_cuda = True  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0

@@ -1,0 +1,122 @@
+"""Which way is taken, what MPIDL_CUDA asks for, and libraries and GPUs that say what is not so; on the stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives import ArgumentError, Communicator
+from collectives.cuda.ways import decide, wanted
+from tests.collectives.cuda.standin import Gpu
+
+
+def works(ipc: list[bool], aware: list[bool]) -> dict[str, list[bool]]:
+    return {"ipc": ipc, "aware": aware, "staged": [True] * len(ipc)}
+
+
+def test_each_pair_takes_the_first_way_that_works_from_both_sides() -> None:
+    """Ranks 0 and 1 share a host, 2 is on another one; rank 1's library reaches rank 2, but not the other way round."""
+    found = decide(
+        ["auto"] * 3,
+        [
+            works([True, True, False], [True, True, True]),
+            works([True, True, False], [True, True, True]),
+            works([False, False, True], [True, False, True]),
+        ],
+    )
+    assert found.pairs == (("ipc", "ipc", "aware"), ("ipc", "ipc", "staged"), ("aware", "staged", "ipc"))
+    assert found.all == "staged"
+
+
+@pytest.mark.parametrize("way", ["ipc", "aware"])
+def test_a_way_that_serves_all_pairs_serves_all_ranks(way: str) -> None:
+    all_, none = [True, True], [False, False]
+    row = works(all_, none) if way == "ipc" else works(none, all_)
+    assert decide(["auto"] * 2, [row, row]).all == way
+    assert decide(["staged"] * 2, [row, row]).all == "staged"
+
+
+def test_a_way_that_is_asked_for_and_does_not_work_is_an_error() -> None:
+    rows = [works([True, False], [False, False]), works([False, True], [False, False])]
+    with pytest.raises(ArgumentError, match="MPIDL_CUDA=ipc: does not work between ranks 0 and 1"):
+        decide(["ipc"] * 2, rows)
+    with pytest.raises(ArgumentError, match=r"MPIDL_CUDA differs over the ranks \(rank 0: ipc, rank 1: staged\)"):
+        decide(["ipc", "staged"], rows)
+
+
+def test_an_unknown_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDL_CUDA", "fast")
+    with pytest.raises(ArgumentError, match="MPIDL_CUDA: got 'fast'; needs one of auto, ipc, aware, staged"):
+        wanted()
+
+
+def taken(comm: Communicator, standin: Gpu) -> str:
+    """The way of an all_reduce that comes out right."""
+    x = standin.put(torch.full((1000,), float(comm.rank)))
+    comm.all_reduce(x)
+    assert (standin.get(x) == sum(range(comm.size))).all()
+    return comm._dispatch.gpus(0).ways.all
+
+
+@pytest.mark.one_node
+@pytest.mark.mpi
+def test_ranks_of_one_host_take_ipc(comm: Communicator, standin: Gpu) -> None:
+    assert taken(comm, standin) == "ipc"
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("aware", ["no", "yes", "lies"])
+def test_where_a_rank_exports_nothing_the_library_is_tried(comm: Communicator, standin: Gpu, aware: str) -> None:
+    """A library that says that it takes device memory and does not move it is not believed."""
+    standin.aware = aware
+    standin.exports = comm.rank > 0
+    assert taken(comm, standin) == ("aware" if aware == "yes" else "staged")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+def test_one_rank_whose_library_does_not_say_so_is_enough(comm: Communicator, standin: Gpu) -> None:
+    standin.exports = False
+    standin.aware = "yes" if comm.rank else "no"
+    assert taken(comm, standin) == "staged"
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+def test_what_is_asked_for_and_does_not_work_is_the_same_error_on_all_ranks(
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDL_CUDA", "aware")
+    with pytest.raises(ArgumentError) as caught:
+        comm.all_reduce(standin.put(torch.ones(3)))
+    texts = comm.mpi.allgather(str(caught.value))
+    assert set(texts) == {"MPIDL_CUDA=aware: does not work between ranks 0 and 0"}
+
+
+@pytest.mark.mpi
+def test_an_algorithm_that_is_named_is_the_host_s(comm: Communicator, standin: Gpu) -> None:
+    for algorithm in comm.algorithms("all_reduce"):
+        x = standin.put(torch.full((1000,), 3.0))
+        comm.all_reduce(x, algorithm=algorithm)
+        assert (standin.get(x) == 3 * comm.size).all(), algorithm
+    for algorithm in comm.algorithms("all_to_all"):
+        x, out = standin.put(torch.full((4 * comm.size,), float(comm.rank))), standin.put(torch.zeros(4 * comm.size))
+        comm.all_to_all(out, x, algorithm=algorithm)
+        assert torch.equal(standin.get(out), torch.arange(comm.size).repeat_interleave(4).float()), algorithm
+
+
+@pytest.mark.mpi
+def test_debugging_compares_gpu_operations_too(standin: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from collectives import MismatchError
+
+    monkeypatch.setenv("MPIDL_DEBUG", "1")
+    comm = Communicator()
+    x = standin.put(torch.ones(4))
+    comm.all_reduce(x)
+    comm.all_gather(standin.put(torch.ones(4 * comm.size)), x)
+    assert (standin.get(x) == comm.size).all()
+    if comm.size > 1:
+        with pytest.raises(MismatchError, match="all_reduce of 4 float32 on a GPU with sum by auto"):
+            comm.all_reduce(x if comm.rank else torch.ones(4))
+    comm.close()
