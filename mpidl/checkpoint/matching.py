@@ -148,9 +148,9 @@ def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
     problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - engine.extra_states.keys())
     found = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
     if found:
-        raise CheckpointMismatch(
-            f"{index.file}: is of another model ({about['class']}, here {type(engine.model).__name__}); {found}"
-        )
+        here = type(engine.model).__name__
+        classes = "" if about["class"] == here else f" ({about['class']}, here {here})"
+        raise CheckpointMismatch(f"{index.file}: is of another model{classes}; {found}")
 
 
 def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:

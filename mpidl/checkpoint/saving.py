@@ -71,6 +71,8 @@ def save(
     together(comm, lambda: _check(step, micro_step, keep_last, file_bytes))
     settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
     settings |= {"background": background, "compare": compare, "engine": engine.kind}
+    parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    settings |= {name: None if part is None else type(part).__name__ for name, part in parts.items()}
     check_settings_agree(comm, "checkpoint.save", settings)
     if engine.hook_lost and comm.rank == 0:
         warnings.warn(
@@ -79,7 +81,6 @@ def save(
             RuntimeWarning,
             stacklevel=2,
         )
-    parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     gradients = _gradients(engine) if micro_step else {}
     found = together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
     if compare:

@@ -59,7 +59,7 @@ def test_a_failure_of_an_engine_s_collective_ends_the_job(job) -> None:
     """A wrong argument on one rank only, while the others already wait for it."""
     done = job(2, "comm.all_reduce(torch.ones(3) if comm.rank else [1.0])")
     assert done.returncode != 0
-    assert "needs a numpy array or a torch CPU tensor" in done.stderr
+    assert "needs a numpy or cupy array or a torch tensor" in done.stderr
 
 
 def test_a_killed_rank_ends_the_job(job) -> None:

@@ -380,6 +380,7 @@ def test_a_disk_that_is_really_full(comm, small_disk: Path, monkeypatch, backgro
         ({"step": -1}, "step: got -1"),
         ({"step": 1.5}, "step: got 1.5"),
         ({"keep_last": 0}, "keep_last: got 0"),
+        ({"keep_last": True}, "keep_last: got True"),
         ({"micro_step": True}, "micro_step: got True"),
         ({"scheduler": 3}, "scheduler: got a int"),
         ({"optimizer": "Adam"}, "optimizer: got str"),
@@ -399,6 +400,8 @@ def test_models_and_optimizers_that_do_not_belong_together_are_refused(comm, sha
         save(shared, torch.nn.Linear(3, 2), torch.optim.SGD(torch.nn.Linear(3, 2).parameters()), process_group=comm)
     with pytest.raises(mpidl.ModelMismatch, match="step=0, rank 1 has step=1") if comm.size > 1 else _nothing():
         save(shared, run.model, run.optimizer, step=comm.rank)
+    with pytest.raises(mpidl.ModelMismatch, match="scheduler='LambdaLR'") if comm.size > 1 else _nothing():
+        save(shared, run.model, run.optimizer, None if comm.rank else run.schedule)
 
 
 class _nothing:
