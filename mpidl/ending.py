@@ -154,10 +154,12 @@ def _end(comm: Communicator, status: int) -> NoReturn:
         gone = path.with_suffix(".gone")
         with contextlib.suppress(OSError):  # it has been finished, or another rank has been here
             path.rename(gone)  # at once: from here on it cannot be finished any more
-        # Every rank removes it: one that left that to another would end the job before all is gone.
-        shutil.rmtree(gone, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            gone.unlink()
+        # Every rank removes it, and what another may have been about to remove beside it: one that left that to another
+        # would end the job before all is gone.
+        for useless in {gone, *path.parent.glob("step-*.gone")}:
+            shutil.rmtree(useless, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                useless.unlink()
     with contextlib.suppress(Exception):  # of a communicator that has been closed
         comm.abort(status)
     os._exit(status)  # mpirun then ends the other ranks
