@@ -191,7 +191,9 @@ def test_a_job_is_asked_to_end_if_what_has_started_it_is_killed(tmp_path: Path) 
         "time.sleep(60)\n"
     )
     wrapper = [sys.executable, "-m", "mpidl.launch", "--", sys.executable, "-c", job, str(tmp_path)]
-    process = subprocess.Popen(wrapper, env=launch.environment(), cwd=launch.ROOT)
+    # What it has made there is its own to remove, and stays.
+    environment = launch.environment(MPIDL_SHM_DIR=str(tmp_path))
+    process = subprocess.Popen(wrapper, env=environment, cwd=launch.ROOT)
     while not (tmp_path / "waits").exists():
         assert process.poll() is None
         time.sleep(0.05)
