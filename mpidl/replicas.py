@@ -48,6 +48,8 @@ def check_replicas(
     gather: also what stage 3 gathers, node by node: takes the memory of the whole model on each node.
     process_group: the ranks that compare; else those of the first DDP or ZeroOptimizer, else the world.
     """
+    if not what:
+        raise ConfigurationError("check_replicas: got nothing to compare; needs a module, an optimizer or a mapping")
     comm = process_group or _group_of(what)
     with contextlib.ExitStack() as stack:
         sums: dict[str, bytes] = {}
@@ -68,8 +70,6 @@ def check_replicas(
                     f"check_replicas: argument {number + 1} is a {type(thing).__name__}; needs a module, an optimizer "
                     "or a mapping of names to tensors"
                 )
-    if not what:
-        raise ConfigurationError("check_replicas: got nothing to compare; needs a module, an optimizer or a mapping")
     found = difference(comm, sums)
     if found is not None:
         raise ModelMismatch(f"the ranks' replicas differ: {found}")

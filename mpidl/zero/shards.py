@@ -59,15 +59,14 @@ class _Storage:
         the others        [ a block ] [ a block ]   `rotating` a dtype, as large as the largest of them, the next, ...
 
     Symmetric memory is allocated by all ranks together, so at construction: how many buckets are open at a time, and in
-    which order they open, is each rank's own affair. free: the buffers that no bucket has.
+    which order they open, is each rank's own affair.
     """
 
     def __init__(
         self, buckets: Sequence[GradientBucket], comm: Communicator, rotating: int, lasting: Sequence[GradientBucket]
     ) -> None:
-        self.free: list[torch.Tensor] = []
-        self._lasting: dict[GradientBucket, int] = {}
-        self._places: dict[int, torch.Tensor] = {}
+        self._own: dict[GradientBucket, torch.Tensor] = {}
+        self._rotating: list[torch.Tensor] = []  # those that no bucket has
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
             of_dtype = [bucket for bucket in buckets if bucket.dtype == dtype]
             own = [bucket for bucket in of_dtype if bucket in lasting]
@@ -77,29 +76,32 @@ class _Storage:
                 continue
             # One allocation, in which each rank may choose another buffer.
             flats = comm.empty(sum(sizes), dtype).split(sizes)
-            self._lasting.update(zip(own, (flat.data_ptr() for flat in flats), strict=False))
-            self._places.update((flat.data_ptr(), flat) for flat in flats if flat.numel())
-            self.free += [flat for flat in flats if flat.numel()]
+            self._own.update(zip(own, flats, strict=False))
+            self._rotating += [flat for flat in flats[len(own) :] if flat.numel()]
+        self._places = {flat.data_ptr(): flat for flat in self._rotating}
+
+    @property
+    def free(self) -> list[torch.Tensor]:
+        """The buffers that no bucket has."""
+        return [*self._rotating, *(flat for bucket, flat in self._own.items() if bucket.flat is None)]
 
     def take(self, bucket: GradientBucket) -> torch.Tensor | None:
-        """A buffer for the bucket, the smallest that is free and large enough; None if there is none."""
-        kept = set(self._lasting.values())
+        """A buffer for the bucket: its own, or the smallest that is free and large enough; None if there is none."""
+        if bucket in self._own:
+            return self._own[bucket]
         fitting = [
-            flat
-            for flat in self.free
-            if (flat.data_ptr() == self._lasting[bucket] if bucket in self._lasting else flat.data_ptr() not in kept)
-            and flat.dtype == bucket.dtype
-            and flat.numel() >= bucket.layout.padded
+            number
+            for number, flat in enumerate(self._rotating)
+            if flat.dtype == bucket.dtype and flat.numel() >= bucket.layout.padded
         ]
         if not fitting:
             return None
-        chosen = min(fitting, key=torch.Tensor.numel)
-        self.free = [flat for flat in self.free if flat is not chosen]
-        return chosen
+        return self._rotating.pop(min(fitting, key=lambda number: self._rotating[number].numel()))
 
     def give_back(self, flat: torch.Tensor) -> None:
+        """A bucket needs it no more; what is one bucket's own stays so."""
         if flat.data_ptr() in self._places:
-            self.free.append(self._places[flat.data_ptr()])
+            self._rotating.append(self._places[flat.data_ptr()])
 
 
 class GradientShards:
