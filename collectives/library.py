@@ -29,6 +29,11 @@ def reduces(dtype: DType, op: Reduction | None) -> bool:
     return not dtype.widened and (op is None or not op.premultiplied)
 
 
+def keeps_nan(dtype: DType, op: Reduction | None) -> bool:
+    """Whether a NaN in any contribution comes out; libraries compare in min and max, and drop one or the other."""
+    return dtype.kind != "f" or op is None or op.name not in ("min", "max")
+
+
 def all_reduce(comm: MPI.Comm, x: Buffer, op: Reduction) -> Call:
     """MPI_Allreduce, in place."""
     call = collective(comm, "Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))

@@ -111,7 +111,7 @@ class Selection:
         names = self.names(operation)
         reduces = library.reduces(dtype, op) or op is None
         if requested == "auto":
-            usable = reduces and (not even or nbytes // dtype.itemsize <= _MPI_COUNTS)
+            usable = reduces and library.keeps_nan(dtype, op) and (not even or nbytes // dtype.itemsize <= _MPI_COUNTS)
             for limit, name in self._tables.get(operation, ((_ALWAYS, "mpi"),)):
                 if not even and (limit < _ALWAYS or (operation, name) in EVEN_ONLY):
                     continue

@@ -146,3 +146,18 @@ def test_a_nan_anywhere_is_seen_everywhere(comm: Communicator) -> None:
             comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm))
             assert np.isnan(x[0])
             assert not np.isnan(x[1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_auto_keeps_a_nan_in_min_and_max(comm: Communicator, dtype: type[np.floating]) -> None:
+    """Also where the library's own, which compares and may drop it, is fastest."""
+    for op in ("min", "max"):
+        for rank in range(comm.size):
+            x = np.full(comm.size, np.nan if comm.rank == rank else comm.rank, dtype)
+            part, whole, root = np.zeros(1, dtype), x.copy(), x.copy()
+            comm.reduce_scatter(part, x.copy(), op)
+            comm.all_reduce(whole, op)
+            comm.reduce(root, op=op)
+            assert np.isnan(part).all()
+            assert np.isnan(whole).all()
+            assert np.isnan(root).all() or comm.rank != 0
