@@ -2,11 +2,17 @@
 
     step-00000020.tmp      being written: whatever it holds is no checkpoint, and the next save removes it
     step-00000020          complete: its files were on the disk, then its index, before it got this name
-    step-00000010.old      replaced by another checkpoint of the same step, or on its way to be removed
+    step-00000010.old      replaced by another checkpoint of the same step
+    step-00000010.gone     on its way to be removed
     latest                 a text file: the name of the checkpoint written last
 
-A rename is the instant. Before it the former checkpoint is the newest, after it the new one. All names step-N.tmp, .old
-and .gone belong to saving; what this process still writes in the background for another model is left alone.
+A rename is the instant. Before it the former checkpoint is the newest, after it the new one. Where both are of one step
+the former has a second name meanwhile, by hard links, so that `latest` names a complete checkpoint at any instant:
+
+    20, .tmp    latest: 20    ->    20, .old, .tmp    latest: 20.old    ->    20 anew, .old    latest: 20
+
+All names step-N.tmp, .old and .gone belong to saving; what this process still writes in the background for another
+model is left alone.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from .tensorfile import naming
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,})(\.old)?")
 _ONE_AT_A_TIME = threading.Lock()  # to change a directory's names: several saves may be under way
-_LEFT = re.compile(r"step-\d{8,}\.(tmp|old|gone)")
+_LEFT = re.compile(r"step-\d{8,}(\.(tmp|old))?(\.gone)?")
 
 
 def name_of(step: int) -> str:
@@ -80,13 +86,16 @@ def clean(folder: Path) -> None:
     """Removes what interrupted saves left; a replaced checkpoint whose successor never came gets its name back."""
     under_way = {path.absolute() for path in UNFINISHED}
     for path in sorted(folder.iterdir()):
-        if not _LEFT.fullmatch(path.name) or path.absolute() in under_way:
+        if not path.suffix or not _LEFT.fullmatch(path.name) or path.absolute() in under_way:
             continue
-        final = path.with_name(path.stem)
-        if path.suffix == ".old" and not final.exists():
-            path.rename(final)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        if path.suffix == ".old":
+            final = path.with_name(path.stem)
+            if not final.exists() and not _give_second_name(path, final):
+                path.rename(final)
+            if _latest(folder) == path.name:
+                write_text(folder / LATEST, f"{final.name}\n")
+                sync(folder)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
@@ -103,24 +112,59 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
     content.about["number"] = 1 + max((index.number_of(path) for path in by_age(folder)), default=0)
     write_text(temporary / index.NAME, content.text())
     sync(temporary)
-    if final.exists():
-        final.rename(final.with_name(f"{final.name}.old"))
+    former = final.with_name(f"{final.name}.old")
+    if final.exists() and _give_second_name(final, former):
+        write_text(folder / LATEST, f"{former.name}\n")
+        sync(folder)
+        final.rename(_out_of_the_way(former))
+    elif final.exists():
+        final.rename(former)  # until the next line `latest` names nothing, and `newest` finds the former one
     temporary.rename(final)
     sync(folder)
     write_text(folder / LATEST, f"{final.name}\n")
     sync(folder)
-    shutil.rmtree(final.with_name(f"{final.name}.old"), ignore_errors=True)
+    for useless in (former, _out_of_the_way(former)):
+        shutil.rmtree(useless, ignore_errors=True)
     if keep_last is not None:
         kept = 0
         for path in by_age(folder):
             if kept < keep_last:
                 kept += is_complete(path)
                 continue
-            gone = path.with_name(f"{path.name}.gone")
             with contextlib.suppress(OSError):  # what cannot be removed does no harm to the new one
+                gone = _out_of_the_way(path)
                 path.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
     return final
+
+
+def _give_second_name(path: Path, other: Path) -> bool:
+    """Makes the directory `other` of the same files, complete at once; False where there are no hard links."""
+    making = _out_of_the_way(other)
+    try:
+        making.mkdir()
+        for file in path.iterdir():
+            os.link(file, making / file.name)
+        sync(making)
+        making.rename(other)
+    except OSError:
+        shutil.rmtree(making, ignore_errors=True)
+        return False
+    return True
+
+
+def _out_of_the_way(path: Path) -> Path:
+    """A name that stands for nothing, beside a directory's; free."""
+    gone = path.with_name(f"{path.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    return gone
+
+
+def _latest(folder: Path) -> str:
+    """What `latest` says; nothing if that cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (folder / LATEST).read_text().strip()
+    return ""
 
 
 def named(folder: Path) -> list[Path]:

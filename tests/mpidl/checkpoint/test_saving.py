@@ -68,7 +68,8 @@ def test_the_same_step_again_takes_the_place_of_the_former(comm, shared: Path) -
         save(shared, model, step=7, extra=value, process_group=comm)
     assert names(shared) == ["latest", "step-00000007"]
     assert load(shared, model, process_group=comm).extra == 2
-    # Killed between the two renames: the former one is still there, under the name that it had for that moment.
+    # Killed between the two renames, where there are no hard links: the former one is still there, under the name that
+    # it had for that moment.
     if comm.rank == 0:
         (shared / "step-00000007").rename(shared / "step-00000007.old")
     comm.barrier()
@@ -78,12 +79,15 @@ def test_the_same_step_again_takes_the_place_of_the_former(comm, shared: Path) -
     assert names(shared) == ["latest", "step-00000007", "step-00000008"]
 
 
-@pytest.mark.parametrize("instant", range(9))
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("instant", range(13))
+@pytest.mark.parametrize(("step", "acts"), [(1, 11), (2, 7)])
 def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(
-    comm, shared: Path, monkeypatch, step: int, instant: int
+    comm, shared: Path, monkeypatch, step: int, acts: int, instant: int
 ) -> None:
-    """Each step by which rank 0 finishes is the last one that happens; also where it replaces the only one."""
+    """Each step by which rank 0 finishes is the last one that happens; also where it replaces the only one.
+
+    `latest` names a complete one at any time, also after what a restart clears away.
+    """
     model = torch.nn.Linear(3, 2)
     save(shared, model, step=1, process_group=comm)
     done = 0
@@ -117,13 +121,24 @@ def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(
         except Killed:
             killed = True
         monkeypatch.undo()
-        assert killed == (instant < 7)
-        found, _ = newest(shared)
-        assert found is not None
-        assert verify(found).about["step"] in (1, 2)
+        assert killed == (instant < acts)
+        for _ in range(2):
+            found, _ = newest(shared)
+            assert found is not None
+            assert verify(found).about["step"] in (1, 2)
+            assert verify(shared / (shared / "latest").read_text().strip()).about["step"] in (1, 2)
+            folder.clean(shared)
     comm.barrier()
     save(shared, model, step=3, keep_last=1, process_group=comm)
     assert names(shared) == ["latest", "step-00000003"]
+
+
+def test_without_hard_links_the_same_step_is_replaced_too(comm, shared: Path, monkeypatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_the_same_step_again_takes_the_place_of_the_former(comm, shared)
 
 
 def test_saving_and_loading_need_one_unit_and_one_block_of_memory(comm, shared: Path, monkeypatch) -> None:
