@@ -6,7 +6,8 @@
     a failure in the background, of which the          one line, status 1, or that of the program if it is not 0
     program ends without having heard (`UNHEARD`)
 
-A directory that is being written when the job ends so is removed (`UNFINISHED`).
+A directory that is being written when the job ends so is removed (`UNFINISHED`), and so are files that stand for the
+running job (`STANDING`).
 
 Often all ranks fail alike, or all are interrupted. The ranks of a node share a page that the first of them claims, and
 on which it writes what it says: the others keep quiet unless they have something else to say.
@@ -39,6 +40,7 @@ _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, befor
 _PATIENCE = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
 _DIGEST = 32
 UNFINISHED: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
+STANDING: set[Path] = set()  # files of all ranks
 UNHEARD: dict[Path, tuple[Communicator, str]] = {}  # why what was to be there is not, by directory; whose it is
 
 
@@ -160,6 +162,9 @@ def _end(comm: Communicator, status: int) -> NoReturn:
             shutil.rmtree(useless, ignore_errors=True)
             with contextlib.suppress(OSError):
                 useless.unlink()
+    for path in list(STANDING):
+        with contextlib.suppress(OSError):
+            path.unlink()
     with contextlib.suppress(Exception):  # of a communicator that has been closed
         comm.abort(status)
     os._exit(status)  # mpirun then ends the other ranks

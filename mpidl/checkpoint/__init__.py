@@ -11,13 +11,14 @@ them in. docs/checkpoint.md describes the format.
 from .exporting import export_checkpoint, export_safetensors, import_safetensors
 from .folder import named, newest
 from .loading import Loaded, load
-from .saving import save, wait
+from .saving import claim, save, wait
 from .verifying import verify
 from .writing import Saving
 
 __all__ = [
     "Loaded",
     "Saving",
+    "claim",
     "export_checkpoint",
     "export_safetensors",
     "import_safetensors",

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ..ending import UNFINISHED
 from ..errors import CheckpointError
-from . import index
+from . import holding, index
 from .index import Index
 from .tensorfile import naming
 
@@ -70,20 +70,29 @@ def make(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """The directory to write into, new and empty; what earlier saves left behind is removed."""
+    """The directory to write into, new and empty; what earlier saves left behind is removed.
+
+    The one above is this process's from now on: see `holding`.
+    """
     make(folder)
     with _ONE_AT_A_TIME:
+        holding.hold(folder)
         clean(folder)
     temporary = folder / f"{name_of(step)}.tmp"
     try:
         temporary.mkdir()
     except FileExistsError:
-        raise CheckpointError(f"{temporary}: is still being written, for another model or by another job") from None
+        raise CheckpointError(f"{temporary}: is still being written, for another model") from None
     return temporary
 
 
 def clean(folder: Path) -> None:
-    """Removes what interrupted saves left; a replaced checkpoint whose successor never came gets its name back."""
+    """Removes what interrupted saves left; a replaced checkpoint whose successor never came gets its name back.
+
+    Unless another process is at it.
+    """
+    if holding.is_another_s(folder):
+        return
     under_way = {path.absolute() for path in UNFINISHED}
     for path in sorted(folder.iterdir()):
         if not path.suffix or not _LEFT.fullmatch(path.name) or path.absolute() in under_way:

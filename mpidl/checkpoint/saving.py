@@ -13,9 +13,11 @@ import torch
 from collectives import Communicator
 
 from ..consistency import check_settings_agree
+from ..ending import STANDING
 from ..errors import CheckpointError, ConfigurationError
 from ..objects import all_gather_object
-from . import folder
+from ..runtime import default_communicator
+from . import folder, holding
 from .agree import on_rank_0, together
 from .collect import Collected, collect
 from .engine import Engine, unwrap
@@ -46,7 +48,8 @@ def save(
 ) -> Saving:
     """Saves the training as `path`/step-00000010, complete or not at all; each rank writes what it owns. Collective.
 
-    path: the directory of the job's checkpoints, on a file system that all ranks see.
+    path: the directory of the job's checkpoints, on a file system that all ranks see; until the job ends no other one
+        can save there (`claim`).
     model: the plain model or its DistributedDataParallel; optimizer: a torch optimizer or the ZeroOptimizer.
     scheduler, scaler, sampler: with state_dict and load_state_dict; a DataLoader of mpidl.data is a sampler too.
     extra: nested dictionaries, lists and tuples of numbers, strings, None, tensors and arrays; rank 0's is kept.
@@ -101,6 +104,21 @@ def save(
     return saving
 
 
+def claim(path: str | Path, process_group: Communicator | None = None) -> None:
+    """Takes a directory for this job's checkpoints, as the first `save` does, which would be late to hear. Collective.
+
+    It is made unless it is there, and is the job's until rank 0 ends. Raises CheckpointError alike on every rank, with
+    the process that has it, its node and its job.
+    """
+
+    def take() -> None:
+        folder.make(Path(path))
+        holding.hold(Path(path))
+
+    on_rank_0(default_communicator(process_group), take)
+    STANDING.add(Path(path).resolve() / holding.NAME)
+
+
 def wait(model: torch.nn.Module) -> Path | None:
     """Waits for the checkpoint of this model that is being written in the background, if there is one. Collective.
 
@@ -128,6 +146,7 @@ def _begin(comm: Communicator, path: Path, step: int, found: Collected) -> Path:
     own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
     needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES
     temporary = on_rank_0(comm, lambda: folder.begin(path, step))
+    STANDING.add(path.resolve() / holding.NAME)
 
     def check() -> None:
         if not temporary.is_dir():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import mpidl
+from mpidl.checkpoint import holding
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +22,10 @@ def seed() -> None:
 def shared(comm, tmp_path: Path) -> Path:
     """Rank 0's temporary directory, on every rank."""
     return Path(mpidl.broadcast_object(comm, str(tmp_path)))
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    """No test holds another's directories, nor ever more files open."""
+    yield
+    holding.release()

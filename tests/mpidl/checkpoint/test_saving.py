@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mpidl
-from mpidl.checkpoint import export_safetensors, load, newest, save, tensorfile, verify, wait
+from mpidl.checkpoint import export_safetensors, holding, load, newest, save, tensorfile, verify, wait
 from tests.mpidl.checkpoint.training import ENGINES, Run
 from tests.mpidl.models import MODELS, fresh
 
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.mpi
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """What is in a directory beside the running job's lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != holding.NAME)
 
 
 def test_the_last_few_are_kept(comm, shared: Path) -> None:
@@ -363,6 +364,7 @@ def small_disk(comm, shared: Path) -> Iterator[Path]:
         pytest.skip("cannot mount a tmpfs here")
     yield disk
     comm.barrier()
+    holding.release()
     if comm.rank == 0:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -1,0 +1,145 @@
+"""One job at a time saves to a directory: a lock that lasts as long as the process that took it.
+
+    job A    claims DIR    save    save ...                      ends, however it does: the kernel lets go
+    job B         claims DIR: waits for a moment, as A may be ending; then CheckpointError, which names A
+
+Two jobs in one directory would remove each other's older checkpoints, and what the other is writing. The lock is one of
+`flock` on DIR/.lock, whose text says who holds it. The job takes the file away when it ends; one that was killed leaves
+it behind unlocked. Reading needs no lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import threading
+import time
+import warnings
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+NAME = ".lock"
+PATIENCE = 5.0  # seconds that a job which is ending has to be gone
+_PAUSE = 0.05  # seconds between two attempts
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_HELD: dict[Path, int | None] = {}  # by this process: the lock file's descriptor; None where there are no locks
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def hold(folder: Path) -> None:
+    """Takes the directory for this process, which may have it already. Raises CheckpointError if another one has it.
+
+    A file system that knows no locks is warned of, once, and taken.
+    """
+    path = folder.resolve() / NAME
+    with _ONE_AT_A_TIME:
+        if path in _HELD:
+            descriptor = _HELD[path]
+            if descriptor is None or _stands(path, descriptor):
+                return
+            del _HELD[path]  # somebody has removed the file, or the whole directory
+            os.close(descriptor)
+        _HELD[path] = _taken(path)
+
+
+def release(folder: Path | None = None) -> None:
+    """Lets other processes have the directory, or all that this one holds."""
+    with _ONE_AT_A_TIME:
+        for path in [*_HELD] if folder is None else [folder.resolve() / NAME]:
+            descriptor = _HELD.pop(path, None)
+            if descriptor is not None:
+                if _stands(path, descriptor):
+                    with contextlib.suppress(OSError):
+                        path.unlink()  # before the lock is: it would be another's
+                os.close(descriptor)
+
+
+def is_another_s(folder: Path) -> bool:
+    """Whether another process holds the directory. What one that was killed has left there is removed."""
+    path = folder.resolve() / NAME
+    if path in _HELD:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _stands(path, descriptor):
+            path.unlink()
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _taken(path: Path) -> int | None:
+    """The descriptor of the locked file."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            said = os.pread(descriptor, 500, 0).decode(errors="replace").split()
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                warnings.warn(
+                    f"{path.parent}: its file system knows no locks ({error.strerror}): that no other job saves there "
+                    "is not checked",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
+            if not isinstance(error, BlockingIOError):
+                raise
+            if time.monotonic() > deadline:
+                holder = " ".join(said) or "another process"
+                raise CheckpointError(
+                    f"{path.parent}: {holder} saves its checkpoints there, and two jobs would remove each other's; "
+                    f"save elsewhere, or end it ({path} is its lock)"
+                ) from None
+            time.sleep(_PAUSE)
+            continue
+        if _stands(path, descriptor):
+            with contextlib.suppress(OSError):  # on a full disk: then it has no name
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{_self()}\n".encode(), 0)
+            return descriptor
+        os.close(descriptor)  # the one before has taken it away meanwhile
+
+
+def _stands(path: Path, descriptor: int) -> bool:
+    """Whether the file of that name is still this one."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
+
+
+def _self() -> str:
+    """Who this process is, for the users of others."""
+    job = next((f" of job {os.environ[name]}" for name in _SCHEDULERS if os.environ.get(name)), "")
+    return f"process {os.getpid()} on {platform.node()}{job}"
+
+
+atexit.register(release)
+
+
+def _let_go() -> None:
+    """In a forked child, which would keep its parent's locks after it."""
+    for descriptor in _HELD.values():
+        if descriptor is not None:
+            os.close(descriptor)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
