@@ -10,17 +10,28 @@
 
 Without it, one bad batch on one rank makes all weights NaN on all ranks, and the job trains on them until its end.
 
-A step that is skipped leaves weights and the optimizer's state as they were. Buffers are what the forward pass has made
-of them: a running statistic that has seen a NaN keeps it.
+A step that is skipped leaves weights, the optimizer's state and the model's buffers as they were: a running statistic
+that has seen a NaN gets back what it was before the step.
 
-A GradScaler looks for gradients that are too large by itself, and its overflows are no faults. Beside one give `allows`
-the loss alone, with 0.0 as the norm, after `scaler.unscale_(optimizer)`, and call `scaler.update()` whatever it says.
+A GradScaler looks for gradients that are too large by itself, and its overflows are no faults. A guard that knows of it
+goes by the loss alone; the loop is torch's own, with one line more:
+
+    guard = mpidl.NonfiniteGuard(model, optimizer, "skip", scaler=scaler)
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(1.0)
+        if guard.allows(loss.item(), norm):
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +40,7 @@ from collectives import Communicator
 
 from .ddp import DistributedDataParallel
 from .errors import ConfigurationError, TrainingError
+from .kept_buffers import KeptBuffers
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .objects import all_gather_object
 from .runtime import default_communicator
@@ -41,12 +53,14 @@ Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
 class NonfiniteGuard:
     """Decides for all ranks alike whether a step is taken.
 
-    model: plain or DistributedDataParallel. optimizer: its optimizer, if that is a ZeroOptimizer.
+    model: plain or DistributedDataParallel, the one that is called. optimizer: its own, if that is a ZeroOptimizer.
     on_nan: "stop": TrainingError on every rank; "skip": a warning on rank 0, and `allows` is False.
     give_up_after: so many steps skipped in a row are a TrainingError, too.
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
         It reads all gradients once more. Without it, only what the reduction has left can be named.
     process_group: of a plain model; DDP and ZeRO have their own.
+    scaler: torch's or mpidl's GradScaler; while it is enabled gradients are its business, and only the loss is looked
+        at. `scaler.unscale_(optimizer)` comes before `allows`, and `scaler.update()` after it whatever it says.
 
     skipped: steps so far.
     """
@@ -59,6 +73,7 @@ class NonfiniteGuard:
         give_up_after: int = 10,
         watch: bool = True,
         process_group: Communicator | None = None,
+        scaler: Any = None,
     ) -> None:
         if on_nan not in ("stop", "skip"):
             raise ConfigurationError(f"on_nan: got {on_nan!r}; needs 'stop' or 'skip'")
@@ -66,6 +81,9 @@ class NonfiniteGuard:
             raise ConfigurationError(f"give_up_after: got {give_up_after!r}; needs 1 or more")
         self._model = model
         self._zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ConfigurationError(f"scaler: got {type(scaler).__name__}; needs a GradScaler, or None")
+        self._scaler = scaler
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         if self._zero is None and trainer_of_model(plain) is not None:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
@@ -78,14 +96,20 @@ class NonfiniteGuard:
         self._on_nan, self._give_up_after = on_nan, give_up_after
         self._in_a_row = self.skipped = 0
         self._watch = NonfiniteWatch(plain) if watch else None
+        self._buffers = KeptBuffers(model)
         self._bad = np.zeros(1, np.uint8)
 
-    def allows(self, loss: float, norm: float | torch.Tensor | None = None) -> bool:
+    def allows(self, loss: float | torch.Tensor, norm: float | torch.Tensor | None = None) -> bool:
         """Whether the step may be taken, the same on every rank. Collective; to be called before `optimizer.step()`.
 
-        loss: this rank's. norm: of all gradients, as clip_grad_norm_ has given it, which tells whether they are
-        finite; without it they are all read.
+        loss: this rank's, a number or a tensor of one element. norm: of all gradients, as clip_grad_norm_ has given it,
+        which tells whether they are finite; without it they are all read.
         """
+        _check_number("loss", loss)
+        if norm is not None:
+            _check_number("norm", norm)
+        if self._scaler is not None and self._scaler.is_enabled():
+            norm = 0.0
         found: list[Spoilt | None] = []
         self._bad[0] = not math.isfinite(loss) or (norm is not None and not math.isfinite(norm))
         if norm is None:
@@ -95,11 +119,13 @@ class NonfiniteGuard:
         if not self._bad[0]:
             self._in_a_row = 0
             self._forget()
+            self._buffers.forget()
             return True
         self.skipped += 1
         self._in_a_row += 1
         said = self._describe(loss, found[0] if found else self._gradients())
         self._forget()
+        self._buffers.restore()
         if self._on_nan == "stop":
             raise TrainingError(said)
         if self._in_a_row >= self._give_up_after:
@@ -109,7 +135,8 @@ class NonfiniteGuard:
         return False
 
     def close(self) -> None:
-        """Watches gradients no more."""
+        """Watches gradients, and keeps buffers, no more."""
+        self._buffers.remove()
         if self._watch is not None:
             self._watch.remove()
 
@@ -126,7 +153,7 @@ class NonfiniteGuard:
         if self._watch is not None:
             self._watch.clear()
 
-    def _describe(self, loss: float, found: Spoilt | None) -> str:
+    def _describe(self, loss: float | torch.Tensor, found: Spoilt | None) -> str:
         losses = all_gather_object(self._comm, float(loss))
         bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         parts = (
@@ -140,3 +167,12 @@ class NonfiniteGuard:
         elif not bad:
             parts.append("the norm of the gradients is not finite, while each of them is")
         return "; ".join(parts)
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raises ConfigurationError for what is neither a real number nor a tensor of one."""
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise ConfigurationError(f"{name}: got {type(value).__name__}{shape}; needs a number") from None

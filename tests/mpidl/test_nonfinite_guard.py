@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -100,6 +101,125 @@ def test_a_loss_is_named_with_its_rank_and_skipping_comes_to_an_end(comm) -> Non
             guard.allows(loss, 1.0)
 
 
+class Normed(torch.nn.Module):
+    """With a running mean, a counter, and a mask that is meant to be infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.register_buffer("mask", torch.full((4,), -torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x)).square().mean()
+
+
+def normed(comm, kind: str) -> tuple[Normed, torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Normed()
+    if kind == "zero3":
+        return model, model, mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.1, process_group=comm)
+    call = mpidl.DistributedDataParallel(model, process_group=comm) if kind == "ddp" else model
+    return model, call, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["plain", "ddp", "zero3"])
+def test_a_skipped_step_leaves_running_statistics(comm, kind: str) -> None:
+    """Rank 0's batch has a NaN in one step, of two micro-steps; without that step nothing differs in what is left."""
+    found = []
+    for spoilt_step in (True, False):
+        model, call, optimizer = normed(comm, kind)
+        guard = mpidl.NonfiniteGuard(call, optimizer, "skip", process_group=comm)
+        for step in range(3):
+            if step == 1 and not spoilt_step:
+                continue
+            for micro in range(2):
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + micro))
+                if step == 1 and micro == 0 and comm.rank == 0:
+                    x[2, 3] = torch.nan
+                loss = call(x)
+                loss.backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if guard.allows(loss):
+                    optimizer.step()
+            optimizer.zero_grad()
+        assert guard.skipped == spoilt_step
+        guard.close()
+        found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    assert int(found[0]["norm.num_batches_tracked"]) == 4
+    for name, buffer in found[0].items():
+        assert torch.equal(buffer, found[1][name]), name
+
+
+@pytest.mark.mpi
+def test_what_is_loaded_between_steps_stays_and_validation_is_no_step(comm) -> None:
+    model, call, optimizer = normed(comm, "plain")
+    guard = mpidl.NonfiniteGuard(call, optimizer, "stop", process_group=comm)
+    model.eval()
+    call(torch.ones(2, 4))
+    model.train()
+    model.load_state_dict({**model.state_dict(), "norm.running_mean": torch.full((4,), 7.0)})
+    loss = call(torch.full((6, 4), torch.nan))
+    loss.backward()
+    model.norm.running_var = torch.zeros(4)  # another tensor in its place
+    with pytest.raises(mpidl.TrainingError, match="the loss is nan"):
+        guard.allows(loss.item())
+    assert torch.equal(model.norm.running_mean, torch.full((4,), 7.0))
+    assert torch.equal(model.norm.running_var, torch.ones(4))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["plain", "ddp", "zero3"])
+def test_beside_a_scaler_overflows_are_its_business_and_losses_the_guard_s(comm, kind: str) -> None:
+    """Gradients overflow in step 0 on the last rank, the loss is no number in step 2 there."""
+    model, call, optimizer = normed(comm, kind)
+    scaler = mpidl.GradScaler(init_scale=8.0, process_group=comm)
+    guard = mpidl.NonfiniteGuard(call, optimizer, "skip", scaler=scaler, process_group=comm)
+    last, allowed, weights = comm.rank == comm.size - 1, [], []
+    for step in range(4):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        loss = call(torch.full_like(x, torch.nan) if step == 2 and last else x)
+        scaler.scale(loss * (1e38 if step == 0 and last else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        norm = norm_of(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            allowed.append(guard.allows(loss.item(), norm))
+        if allowed[-1]:
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        gathered = optimizer.gathered(writable=False) if kind == "zero3" else contextlib.nullcontext()
+        with gathered:
+            weights.append(model.last.weight.detach().clone())
+    assert allowed == [True, True, False, True]
+    assert scaler.skipped_steps == 1
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert all(weight.isfinite().all() for weight in weights)
+    assert model.norm.running_mean.isfinite().all()
+    guard.close()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_keeps_its_buffers_too(in_place: bool) -> None:
+    model, _, optimizer = normed(mpidl.init(), "plain")
+    call: torch.nn.Module = model
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        call = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    guard = mpidl.NonfiniteGuard(call, optimizer, "skip")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert guard.allows(call(torch.ones(6, 4)))
+        assert not guard.allows(call(torch.full((6, 4), torch.nan)))
+    assert model.norm.running_mean.isfinite().all()
+    assert int(model.norm.num_batches_tracked) == 1
+
+
 @pytest.mark.mpi
 def test_wrong_arguments(comm) -> None:
     model, _ = engine(comm, "zero1")
@@ -109,3 +229,11 @@ def test_wrong_arguments(comm) -> None:
         mpidl.NonfiniteGuard(model, on_nan="ignore")
     with pytest.raises(mpidl.ConfigurationError, match="give_up_after: got 0"):
         mpidl.NonfiniteGuard(model, give_up_after=0)
+    with pytest.raises(mpidl.ConfigurationError, match="scaler: got int; needs a GradScaler"):
+        mpidl.NonfiniteGuard(model, scaler=3)
+    guard = mpidl.NonfiniteGuard(*engine(comm, "plain"), process_group=comm)
+    for given, said in (((None,), "loss: got NoneType"), ((torch.ones(2),), r"loss: got Tensor of shape \(2,\)")):
+        with pytest.raises(mpidl.ConfigurationError, match=f"{said}; needs a number"):
+            guard.allows(*given)
+    with pytest.raises(mpidl.ConfigurationError, match="norm: got str; needs a number"):
+        guard.allows(1.0, "large")
