@@ -104,6 +104,9 @@ def bytes_text(text: str) -> int:
     return value
 
 
+bytes_text.__name__ = "number of bytes"  # as argparse calls it
+
+
 def names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
     """An argparse type: names with commas between, each one of `allowed`."""
 

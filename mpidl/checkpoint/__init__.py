@@ -9,7 +9,7 @@ them in. docs/checkpoint.md describes the format.
 """
 
 from .exporting import export_checkpoint, export_safetensors, import_safetensors
-from .folder import named, newest
+from .folder import find, named, newest
 from .loading import Loaded, load
 from .saving import claim, save, wait
 from .verifying import verify
@@ -21,6 +21,7 @@ __all__ = [
     "claim",
     "export_checkpoint",
     "export_safetensors",
+    "find",
     "import_safetensors",
     "load",
     "named",

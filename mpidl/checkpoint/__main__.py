@@ -4,8 +4,8 @@
     python -m mpidl.checkpoint verify DIR              reads all of it and compares the checksums
     python -m mpidl.checkpoint export DIR OUT          model.safetensors, as transformers has it
 
-DIR is a checkpoint, or a directory of them, of which `verify` and `export` take the newest complete one. One process
-that needs neither mpirun nor MPI.
+DIR is a checkpoint, or a directory of them, of which `verify` and `export` take the newest complete one; DIR/latest is
+the one that was written last. One process that needs neither mpirun nor MPI.
 """
 
 from __future__ import annotations
@@ -60,12 +60,11 @@ def chosen(path: Path) -> tuple[Path, list[str]]:
 
     What is still being written is not counted. Raises CheckpointError if there is none.
     """
-    if (path / index.NAME).exists():
-        return path, []
-    found, passed = folder.newest(path)
+    found, passed = folder.find(path)
     if found is None:
         why = f": {'; '.join(passed)}" if passed else ""
-        raise CheckpointError(f"{path}: holds no complete checkpoint{why}")
+        lacks = "holds no complete checkpoint" if path.exists() else "no such directory"
+        raise CheckpointError(f"{path}: {lacks}{why}")
     return found, [why for why in passed if ".tmp: was not finished" not in why]
 
 
@@ -97,10 +96,11 @@ def summary(content: Index) -> dict[str, Any]:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    if not (options.dir / index.NAME).exists():
+    found_there, _ = folder.find(options.dir)
+    if found_there is None or found_there.parent == options.dir:
         _list(options)
         return
-    content = index.read(options.dir)
+    content = index.read(found_there)
     found = summary(content)
     if options.tensors:
         found["listed"] = {
@@ -128,7 +128,7 @@ _COUNTS = ("parameters", "tensors", "bytes")
 
 def _list(options: argparse.Namespace) -> None:
     """All checkpoints of a directory, the newest first."""
-    newest, passed = folder.newest(options.dir)
+    newest, passed = folder.find(options.dir)
     rows: list[dict[str, Any]] = []
     if newest is not None:
         for path in folder.by_age(options.dir):

@@ -82,6 +82,7 @@ def export_safetensors(
     """
     engine = Engine(model, optimizer, process_group)
     wait(model)
+    into = together(engine.comm, lambda: folder.path_of(path))
     if engine.apart and engine.comm.size > 1:
         raise ConfigurationError("export_safetensors: the ranks' weights differ; call average_parameters() before")
     if dtype is not None and not dtype.is_floating_point:
@@ -98,7 +99,7 @@ def export_safetensors(
                 yield place.name, low, whole.view(-1)[low - place.start : high - place.start]
 
     tensors = [(place.name, _dtype(place.values.dtype, dtype), place.shape) for place in places]
-    _export(engine.comm, Path(path), tensors, own, limit, published_settings(engine.model))
+    _export(engine.comm, into, tensors, own, limit, published_settings(engine.model))
 
 
 def export_checkpoint(
@@ -106,7 +107,7 @@ def export_checkpoint(
 ) -> None:
     """The same from a checkpoint's directory, by one process that needs no model; checksums are compared."""
     limit = byte_count(max_shard_size)
-    with Reader(index.read(Path(path))) as reader:
+    with Reader(index.read(folder.path_of(path))) as reader:
         content = reader.index
         about = content.about["model"]
         names = [*about["parameters"], *about["buffers"]]
@@ -126,7 +127,7 @@ def export_checkpoint(
 
         entries = {name: content.tensors[source] for name, source in sources.items()}
         tensors = [(name, _dtype(e.dtype, dtype), e.shape) for name, e in entries.items()]
-        _export(None, Path(into), tensors, own, limit, about.get("settings"))
+        _export(None, folder.path_of(into), tensors, own, limit, about.get("settings"))
 
 
 def _dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -267,7 +268,7 @@ def import_safetensors(
     comm = engine.comm
     wait(model)
     names = rename or published_names(engine.model)
-    with Reader(together(comm, lambda: _published(Path(path), engine, names))) as reader:
+    with Reader(together(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
         made = together(comm, lambda: plan(engine, reader.index))
         with engine.writing():
             together(comm, lambda: reader.fill(made.requests, engine.forget))

@@ -24,15 +24,16 @@ import shutil
 import threading
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from ..ending import UNFINISHED
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigurationError
 from . import holding, index
 from .index import Index
 from .tensorfile import naming
 
 LATEST = "latest"
-_COMPLETE = re.compile(r"step-(\d{8,})(\.old)?")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old))?")
 _ONE_AT_A_TIME = threading.Lock()  # to change a directory's names: several saves may be under way
 _LEFT = re.compile(r"step-\d{8,}(\.(tmp|old))?(\.gone)?")
 
@@ -52,18 +53,25 @@ def sync(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file beside and renames it: readers see the former text or the new one."""
+    """Writes a file beside and renames it: readers see the former text or the new one. An error leaves the former."""
     beside = path.with_name(f"{path.name}.tmp")
-    with naming(beside), beside.open("wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with naming(beside), beside.open("wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def make(folder: Path) -> None:
     """Makes a directory and those above it, unless they are there, and waits until their names are on the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: is a file; needs a directory")
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync(path.parent)
@@ -105,6 +113,8 @@ def clean(folder: Path) -> None:
                 write_text(folder / LATEST, f"{final.name}\n")
                 sync(folder)
         shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a file of such a name
+            path.unlink()
 
 
 def commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
@@ -132,8 +142,9 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
     sync(folder)
     write_text(folder / LATEST, f"{final.name}\n")
     sync(folder)
-    for useless in (former, _out_of_the_way(former)):
-        shutil.rmtree(useless, ignore_errors=True)
+    if former.exists():
+        shutil.rmtree(former, ignore_errors=True)
+    _out_of_the_way(former)
     if keep_last is not None:
         kept = 0
         for path in by_age(folder):
@@ -165,7 +176,8 @@ def _give_second_name(path: Path, other: Path) -> bool:
 def _out_of_the_way(path: Path) -> Path:
     """A name that stands for nothing, beside a directory's; free."""
     gone = path.with_name(f"{path.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
+    if gone.exists():
+        shutil.rmtree(gone, ignore_errors=True)
     return gone
 
 
@@ -176,12 +188,17 @@ def _latest(folder: Path) -> str:
     return ""
 
 
+def _listed(folder: Path) -> list[tuple[int, str, Path]]:
+    """Step, ending of the name ("", "tmp" or "old") and path of what may be a checkpoint. Raises OSError."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
+
+
 def named(folder: Path) -> list[Path]:
     """The directories with the name of a complete checkpoint, whatever is left of it, in the order of their steps."""
-    found = []
     with contextlib.suppress(OSError):
-        found = [path for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name)) and not match[2]]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        return [path for _, ending, path in _listed(folder) if not ending]
+    return []
 
 
 def by_age(folder: Path) -> list[Path]:
@@ -190,12 +207,10 @@ def by_age(folder: Path) -> list[Path]:
     By their numbers; by the indexes' times where there are none.
     """
     found = []
-    for path in folder.iterdir():
-        match = _COMPLETE.fullmatch(path.name)
-        with contextlib.suppress(OSError):
-            if match and not (match[2] and path.with_name(path.stem).exists()):
-                time = (path / index.NAME).stat().st_mtime_ns
-                found.append((index.number_of(path), time, int(match[1]), path))
+    for step, ending, path in _listed(folder):
+        if not ending or (ending == "old" and not path.with_name(path.stem).exists()):
+            with contextlib.suppress(OSError):
+                found.append((index.number_of(path), (path / index.NAME).stat().st_mtime_ns, step, path))
     return [path for *_, path in sorted(found, reverse=True)]
 
 
@@ -233,11 +248,9 @@ def newest(folder: str | Path, without: Collection[Path] = ()) -> tuple[Path | N
         return None, passed
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
-    passed += [
-        f"{path}: was not finished"
-        for path in sorted(Path(folder).glob("step-*"))
-        if re.fullmatch(r"step-\d{8,}(\.tmp)?", path.name) and path not in candidates
-    ]
+    for _, ending, path in _listed(Path(folder)):
+        if ending != "old" and path not in candidates:
+            passed.append(f"{path}: was not finished")
     for path in candidates:
         if path in without:
             continue
@@ -248,3 +261,34 @@ def newest(folder: str | Path, without: Collection[Path] = ()) -> tuple[Path | N
             continue
         return path, passed
     return None, passed
+
+
+def find(path: Path, without: Collection[Path] = ()) -> tuple[Path | None, list[str]]:
+    """The checkpoint that a path means: a directory of its own, its index, what a `latest` names, or as `newest`.
+
+    Raises CheckpointError for another file.
+    """
+    if os.path.isfile(path):
+        if path.name not in (index.NAME, LATEST):
+            raise CheckpointError(f"{path}: is a file; needs the directory of a checkpoint, or of several")
+        meant = path.parent if path.name == index.NAME else path.with_name(_latest(path.parent) or "nothing")
+        if not os.path.exists(meant):
+            return None, [f"{meant}: no such directory"]
+        path = meant
+    if os.path.exists(path / index.NAME):
+        return path, []
+    found, passed = newest(path, without)
+    if not found and not passed and _NAME.fullmatch(path.name) and os.path.isdir(path):
+        passed.append(f"{path}: was not finished")
+    return found, passed
+
+
+def path_of(given: Any) -> Path:
+    """What a caller gives as a path. Raises ConfigurationError."""
+    try:
+        path = Path(given)
+    except TypeError:
+        raise ConfigurationError(f"path: got {type(given).__name__}; needs a directory's path") from None
+    if "\0" in str(path):
+        raise ConfigurationError(f"path: got {str(path)!r}; no name can hold a null character")
+    return path

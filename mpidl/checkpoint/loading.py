@@ -56,7 +56,8 @@ def load(
 ) -> Loaded:
     """Goes on from a checkpoint, whatever engine and however many ranks saved it. Collective.
 
-    path: a checkpoint's directory, or that of a job's checkpoints, of which the newest complete one is taken.
+    path: a checkpoint's directory, or that of a job's checkpoints, of which the newest complete one is taken, or the
+        file `latest` there.
     model, optimizer, scheduler, scaler, sampler: filled with what was saved of them; those left out are not read. The
         optimizer's groups must hold the same parameters as when it was saved.
     random_states: go on with each rank's random numbers; a rank that the saving run did not have gets some of its own.
@@ -96,14 +97,11 @@ def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
     """The index of a checkpoint, or of the newest complete one of a directory of them, on every rank. Collective."""
 
     def choose() -> tuple[Path, str]:
-        chosen: Path | None = Path(path)
-        if not (Path(path) / index.NAME).exists():
-            found, passed = folder.newest(path)
-            if found is None and passed:
-                raise CheckpointError(f"{path}: holds no complete checkpoint: {'; '.join(passed)}")
-            chosen = found or chosen
-        assert chosen is not None
-        return chosen, index.read_text(chosen)
+        given = folder.path_of(path)
+        found, passed = folder.find(given)
+        if found is None and passed:
+            raise CheckpointError(f"{path}: holds no complete checkpoint: {'; '.join(passed)}")
+        return found or given, index.read_text(found or given)
 
     chosen, text = on_rank_0(comm, choose)
     return together(comm, lambda: index.parse(chosen, text))
@@ -112,6 +110,7 @@ def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
 def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> Plan:
     """Checks everything that can be wrong, and changes nothing."""
     content = reader.index
+    engine.check_writable()
     made = plan(engine, content)
     for name, part in parts.items():
         state_of(name, part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import shutil
 import warnings
@@ -71,7 +73,9 @@ def save(
     engine = Engine(model, optimizer, process_group)
     comm = engine.comm
     wait(model)
-    together(comm, lambda: _check(step, micro_step, keep_last, file_bytes))
+    into, step, micro_step, keep_last, file_bytes = together(
+        comm, lambda: _checked(path, step, micro_step, keep_last, file_bytes)
+    )
     settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
     settings |= {"background": background, "compare": compare, "engine": engine.kind}
     parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
@@ -88,7 +92,7 @@ def save(
     found = together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
     if compare:
         engine.check_alike(f"{folder.name_of(step)} was not saved", found.shared)
-    temporary = _begin(comm, Path(path), step, found)
+    temporary = _begin(comm, into.absolute() if background else into, step, found)
     pieces = [piece.copy() for piece in found.pieces] if background else found.pieces
     saving = Saving(
         comm,
@@ -112,8 +116,9 @@ def claim(path: str | Path, process_group: Communicator | None = None) -> None:
     """
 
     def take() -> None:
-        folder.make(Path(path))
-        holding.hold(Path(path))
+        where = folder.path_of(path)
+        folder.make(where)
+        holding.hold(where)
 
     on_rank_0(default_communicator(process_group), take)
     STANDING.add(Path(path).resolve() / holding.NAME)
@@ -133,12 +138,21 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     return engine.gradients() if engine.owned is not None else together(engine.comm, engine.gradients)
 
 
-def _check(step: int, micro_step: int, keep_last: int | None, file_bytes: int) -> None:
-    for name, value, least in (("step", step, 0), ("micro_step", micro_step, 0), ("file_bytes", file_bytes, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
-    if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1):
-        raise ConfigurationError(f"keep_last: got {keep_last!r}; needs at least 1, or None to keep all")
+def _checked(
+    path: Any, step: Any, micro_step: Any, keep_last: Any, file_bytes: Any
+) -> tuple[Path, int, int, int | None, int]:
+    """The same as what they are to be. Raises ConfigurationError."""
+    kept = None if keep_last is None else _count("keep_last", keep_last, 1, ", or None to keep all")
+    steps = _count("step", step, 0), _count("micro_step", micro_step, 0)
+    return folder.path_of(path), *steps, kept, _count("file_bytes", file_bytes, 1)
+
+
+def _count(name: str, value: Any, least: int, otherwise: str = "") -> int:
+    """Also of numpy's integers."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and operator.index(value) >= least:
+            return operator.index(value)
+    raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}{otherwise}")
 
 
 def _begin(comm: Communicator, path: Path, step: int, found: Collected) -> Path:

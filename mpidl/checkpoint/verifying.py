@@ -14,7 +14,7 @@ def verify(path: str | Path) -> Index:
 
     Raises CheckpointError for the first file that is missing, cut short or damaged.
     """
-    content = index.read(Path(path))
+    content = index.read(folder.path_of(path))
     folder.check_files(content)
     with Reader(content) as reader:
         for name, entry in content.tensors.items():

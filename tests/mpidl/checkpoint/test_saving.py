@@ -13,11 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import mpidl
-from mpidl.checkpoint import export_safetensors, holding, load, newest, save, tensorfile, verify, wait
+from mpidl.checkpoint import (
+    claim,
+    export_safetensors,
+    holding,
+    import_safetensors,
+    load,
+    newest,
+    save,
+    tensorfile,
+    verify,
+    wait,
+)
 from tests.mpidl.checkpoint.training import ENGINES, Run
 from tests.mpidl.models import MODELS, fresh
 
@@ -218,6 +230,24 @@ def test_what_has_been_written_in_the_background_leaves_memory(comm, shared: Pat
     assert wait(model) == saving.path
 
 
+def test_a_program_that_changes_its_directory_saves_where_it_was(comm, shared: Path, monkeypatch) -> None:
+    model = torch.nn.Linear(300, 300)
+    going_on = threading.Event()
+    write = tensorfile.write_all
+
+    def late(*arguments: Any) -> None:
+        assert going_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(tensorfile, "write_all", late)
+    monkeypatch.chdir(shared)
+    save("kept", model, step=1, background=True, process_group=comm)
+    monkeypatch.chdir("/")
+    going_on.set()
+    assert wait(model) == shared / "kept" / "step-00000001"
+    assert names(shared / "kept") == ["latest", "step-00000001"]
+
+
 def test_the_next_save_waits_for_the_one_before(comm, shared: Path) -> None:
     run = Run("zero3", comm)
     for step in range(1, 5):
@@ -369,6 +399,27 @@ def small_disk(comm, shared: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_disk_that_is_full_as_the_checkpoint_is_named_leaves_no_half_written_text(
+    comm, shared: Path, monkeypatch
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    save(shared, model, step=1, process_group=comm)
+    synced = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("latest.tmp"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(mpidl.CheckpointError, match=r"latest.tmp: No space left on device"):
+        save(shared, model, step=1, process_group=comm)
+    comm.barrier()
+    assert "latest.tmp" not in names(shared)
+    assert verify(shared / (shared / "latest").read_text().strip())
+    assert load(shared, model, process_group=comm).step == 1
+
+
 def test_too_small_a_disk_is_noticed_before_anything_is_written(comm, small_disk: Path) -> None:
     model = torch.nn.Linear(300, 300)
     with pytest.raises(mpidl.CheckpointError, match=r"the disk is too full: the checkpoint takes \d\.\d MB"):
@@ -401,12 +452,41 @@ def test_a_disk_that_is_really_full(comm, small_disk: Path, monkeypatch, backgro
         ({"micro_step": True}, "micro_step: got True"),
         ({"scheduler": 3}, "scheduler: got a int"),
         ({"optimizer": "Adam"}, "optimizer: got str"),
+        ({"step": np.float64(1)}, "step: got "),
+        ({"file_bytes": 0}, "file_bytes: got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(comm, shared: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(mpidl.ConfigurationError, match=said):
         save(shared, torch.nn.Linear(3, 2), process_group=comm, **settings)
     assert names(shared) == []
+
+
+def test_integers_of_numpy_are_integers(comm, shared: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    count = np.int64(1)
+    for step in np.arange(4, 6):
+        save(shared, model, step=step, micro_step=np.int64(0), keep_last=count, file_bytes=count, process_group=comm)
+    assert names(shared) == ["latest", "step-00000005"]
+    assert load(shared / "latest", model, process_group=comm).step == 5
+
+
+def test_paths_that_are_none_are_refused(comm, shared: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    for call in (save, load, export_safetensors, import_safetensors):
+        with pytest.raises(mpidl.ConfigurationError, match="path: got NoneType; needs a directory's path"):
+            call(None, model, process_group=comm)  # type: ignore[operator]
+    with pytest.raises(mpidl.ConfigurationError, match="path: got int; needs a directory's path"):
+        claim(3, comm)  # type: ignore[arg-type]
+    if comm.rank == 0:
+        (shared / "notes").write_text("mine")
+    comm.barrier()
+    for refused in (save, export_safetensors):
+        with pytest.raises(mpidl.CheckpointError, match=r"notes: is a file; needs a directory"):
+            refused(shared / "notes", model, process_group=comm)  # type: ignore[operator]
+    with pytest.raises(mpidl.CheckpointError, match=r"notes: is a file; needs the directory of a checkpoint"):
+        load(shared / "notes", model, process_group=comm)
+    assert names(shared) == ["notes"]
 
 
 def test_models_and_optimizers_that_do_not_belong_together_are_refused(comm, shared: Path) -> None:
