@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from .index import Entry, Index
 from .matching import plan
 from .reading import Reader
 from .saving import wait
-from .tensorfile import BLOCK, Place, TensorFile, as_bytes, header_of, naming, write_all
+from .tensorfile import BLOCK, Place, TensorFile, as_bytes, checksum, header_of, naming, write_all
 
 SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -77,8 +78,9 @@ def export_safetensors(
     dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are.
     A GPT-2 of mpidl.models gets its config.json too, so that transformers' `from_pretrained(path)` opens it.
 
-    Raises CheckpointError alike on every rank for what cannot be written. Earlier files stay as they were until all new
-    ones are on the disk; then these take their names one after another, which a kill may interrupt.
+    Raises CheckpointError alike on every rank for what cannot be written, and beforehand for weights or settings there
+    that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
+    then these take their names one after another, and what is left of the former is removed last.
     """
     engine = Engine(model, optimizer, process_group)
     wait(model)
@@ -144,14 +146,16 @@ def _export(
 ) -> None:
     """own: gives what this process writes: a tensor's name, the first element, elements."""
     files = _lay_out(tensors, limit)
+    shapes = {name: shape for name, _, shape in tensors}
     first = (lambda action: on_rank_0(comm, action)) if comm is not None else _alone
     all_ = (lambda action: together(comm, action)) if comm is not None else _alone
+    former = first(lambda: _former(path, shapes, settings))
     unfinished = {_beside(path, file) for file in files}
     UNFINISHED.update(unfinished)
     try:
         first(lambda: _create(path, files))
         all_(lambda: _write(path, files, own()))
-        first(lambda: _finish(path, files, settings))
+        first(lambda: _finish(path, files, settings, former))
     except CheckpointError:
         first(lambda: _forget(path, files))
         raise
@@ -167,6 +171,45 @@ def _alone(action: Callable[[], Any]) -> Any:
         return action()
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+
+
+def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[str, Any] | None) -> list[str]:
+    """The names of the weights of an earlier export there: of these tensors, in whatever dtypes and number of files.
+
+    Raises CheckpointError for another's, which would be overwritten, or taken for a part of the new ones.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for there in sorted(path.iterdir()):
+            try:
+                ours = _is_ours(there, shapes, settings)
+            except (CheckpointError, ValueError, AttributeError, TypeError):
+                ours = False
+            if not ours:
+                raise CheckpointError(
+                    f"{there}: is not of an earlier export of this model, and nothing was exported; export to another "
+                    "directory, or remove it"
+                )
+        return [there.name for there in path.iterdir() if _WEIGHTS.fullmatch(there.name)]
+    return []
+
+
+def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[str, Any] | None) -> bool:
+    """Whether an export of tensors of these shapes may replace the file, or has nothing to do with it.
+
+    Weights have the header that it would write for them, in the model's order, which other programs sort.
+    """
+    if _WEIGHTS.fullmatch(file.name):
+        with TensorFile(file) as opened:
+            if any(shapes.get(name) != place.shape for name, place in opened.places.items()):
+                return False
+            ordered = [(name, opened.places[name].dtype, shapes[name]) for name in shapes if name in opened.places]
+            first, _ = header_of(ordered, {"format": "pt"})
+            return f"{checksum(first):08x}" == opened.header
+    if file.name == HF_INDEX:
+        return bool(json.loads(file.read_text())["weight_map"].keys() <= shapes.keys())
+    if file.name == "config.json" and settings is not None:
+        return bool(json.loads(file.read_text()).keys() == settings.keys())
+    return True
 
 
 def _lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], limit: int) -> list[_File]:
@@ -191,7 +234,11 @@ def _beside(path: Path, file: _File) -> Path:
 
 
 def _create(path: Path, files: Sequence[_File]) -> None:
+    """Makes the files, of their full length, in place of what killed exports left."""
     folder.make(path)
+    for left in path.glob("model*.safetensors.tmp"):
+        if _WEIGHTS.fullmatch(left.stem):
+            left.unlink(missing_ok=True)
     needed, free = sum(file.bytes for file in files), shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
@@ -225,8 +272,12 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, tor
                     os.fsync(opened[file.name].fileno())
 
 
-def _finish(path: Path, files: Sequence[_File], settings: dict[str, Any] | None) -> None:
-    """Gives the files their names, writes the index and the settings, and removes what an earlier export named so."""
+def _finish(path: Path, files: Sequence[_File], settings: dict[str, Any] | None, former: Sequence[str]) -> None:
+    """Gives the files their names, writes the index and the settings, and removes what is left of the former export."""
+    if len(files) > 1 and {file.name for file in files} & {*former}:
+        # Some files of each, which a kill leaves from here on, nobody takes for a whole without an index.
+        (path / HF_INDEX).unlink(missing_ok=True)
+        folder.sync(path)
     for file in files:
         _beside(path, file).replace(path / file.name)
     if len(files) > 1:
@@ -236,10 +287,10 @@ def _finish(path: Path, files: Sequence[_File], settings: dict[str, Any] | None)
         folder.write_text(path / HF_INDEX, json.dumps(content, indent=2) + "\n")
     if settings is not None:
         folder.write_text(path / "config.json", json.dumps(settings, indent=2) + "\n")
+    folder.sync(path)
     kept = {file.name for file in files} | ({HF_INDEX} if len(files) > 1 else set())
-    for old in [*path.glob("model*.safetensors"), path / HF_INDEX]:
-        if old.name not in kept and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name):
-            old.unlink(missing_ok=True)
+    for name in {HF_INDEX, *former} - kept:
+        (path / name).unlink(missing_ok=True)
     folder.sync(path)
 
 

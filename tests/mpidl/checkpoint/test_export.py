@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -211,6 +213,43 @@ def test_the_command_tells_what_is_wrong(saved: Path, capsys: pytest.CaptureFixt
         assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_the_command_knows_what_a_path_means(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory of checkpoints, one of them, its index, the text file that names the last one; and what is none."""
+    one = saved / "step-00000001"
+    torn = saved / "step-00000003"
+    torn.mkdir()
+    (saved / "notes").write_text("mine")
+    (saved / "empty").mkdir()
+    for path, found in (
+        (saved / "latest", saved / "step-00000002"),
+        (one, one),
+        (one / "index.json", one),
+    ):
+        assert main(["verify", str(path)]) == 0
+        assert capsys.readouterr().out.startswith(f"{found}: good: ")
+        assert main(["inspect", str(path)]) == 0
+        assert re.search(rf"^path +{re.escape(str(found))}$", capsys.readouterr().out, re.MULTILINE)
+        assert main(["export", str(path), str(saved / "out")]) == 0
+        assert capsys.readouterr().out.startswith(f"{found} -> ")
+    wrong = {
+        saved / "notes": f"{saved / 'notes'}: is a file; needs the directory of a checkpoint, or of several",
+        torn: f"{torn}: was not finished",
+        saved / "empty": f"{saved / 'empty'}: holds no c",
+        saved / "nowhere": f"{saved / 'nowhere'}: no such directory",
+        one / "rank00000-000.safetensors": "is a file; needs the directory of a checkpoint",
+    }
+    for path, said in wrong.items():
+        for command in (["verify", path], ["inspect", path], ["export", path, saved / "out"]):
+            listed = command[0] == "inspect" and path == torn
+            assert main([*map(str, command)]) == (not listed)
+            found = capsys.readouterr()
+            assert said in (found.out if listed else found.err)
+            assert found.err.startswith("error: ") != listed
+    (saved / "latest").write_text("step-00000077\n")
+    assert main(["verify", str(saved / "latest")]) == 1
+    assert f"{saved / 'step-00000077'}: no such directory" in capsys.readouterr().err
+
+
 def test_the_command_exports_without_mpi(saved: Path) -> None:
     """As on a login node, where MPI refuses to start."""
     out = saved / "out"
@@ -249,6 +288,87 @@ def test_an_export_that_is_interrupted_or_finds_no_space_leaves_nothing(
         assert said in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
         assert not UNFINISHED
+
+
+FOREIGN: dict[str, Any] = {
+    "model.safetensors": lambda file, model: save_file({"x": torch.ones(3)}, file),
+    "model-00007-of-00008.safetensors": lambda file, model: save_file(  # as transformers has them: by name
+        dict(sorted((name, tensor.clone()) for name, tensor in model.state_dict().items())), file, {"format": "pt"}
+    ),
+    "model-00001-of-00002.safetensors": lambda file, model: file.write_text("my notes"),
+    "model.safetensors.index.json": lambda file, model: file.write_text('{"weight_map": {"other": "x"}}'),
+    "config.json": lambda file, model: file.write_text('{"mine": 1}'),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_of_an_earlier_export_is_neither_overwritten_nor_removed(tmp_path: Path, name: str) -> None:
+    model = GPT2(SMALL_GPT2)
+    FOREIGN[name](tmp_path / name, model)
+    (tmp_path / "README").write_text("about")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for size in ("5GB", 30_000):
+        with pytest.raises(mpidl.CheckpointError, match=f"{name}: is not of an earlier export of this model"):
+            export_safetensors(tmp_path, model, max_shard_size=size)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / name).unlink()
+    export_safetensors(tmp_path, model)
+    assert (tmp_path / "README").exists()
+    smaller = GPT2(GPT2Config(vocab_size=37, block_size=8, layers=2, heads=2, embd=16))
+    with pytest.raises(mpidl.CheckpointError, match="is not of an earlier export of this model"):
+        export_safetensors(tmp_path, smaller)
+
+
+@pytest.mark.parametrize(("first", "then"), [("5GB", 30_000), (30_000, "5GB"), (30_000, 30_000), (30_000, 8_000)])
+def test_a_kill_while_an_export_takes_another_s_place_leaves_one_of_them_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Any, then: Any
+) -> None:
+    """At each of its acts, as any reader goes: by the index where there is no single file."""
+    former, new = (fresh(MODELS["gpt2"], rank=rank) for rank in (0, 1))
+
+    class Killed(BaseException):
+        pass
+
+    def read() -> dict[str, torch.Tensor] | None:
+        if (tmp_path / "model.safetensors").exists():
+            return load_file(tmp_path / "model.safetensors")
+        return all_tensors(tmp_path) if (tmp_path / "model.safetensors.index.json").exists() else None
+
+    for instant in range(40):
+        export_safetensors(tmp_path, former, max_shard_size=first)
+        left = instant
+
+        def mortal(call: Any) -> Any:
+            def act(*arguments: Any, **settings: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+                return call(*arguments, **settings)
+
+            return act
+
+        with monkeypatch.context() as patched:
+            for name in ("replace", "unlink"):
+                patched.setattr(Path, name, mortal(getattr(Path, name)))
+            patched.setattr("mpidl.checkpoint.exporting._forget", lambda *_: None)
+            with contextlib.suppress(Killed):
+                export_safetensors(tmp_path, new, max_shard_size=then)
+        found = read()
+        weight = None if found is None else found["transformer.wte.weight"]
+        bias = None if found is None else found["transformer.ln_f.bias"]
+        owners = [
+            model
+            for model in (former, new)
+            if weight is not None
+            and torch.equal(weight, model.transformer["wte"].weight)
+            and torch.equal(bias, model.transformer["ln_f"].bias)
+        ]
+        assert owners or (found is None and first == then)
+        if left >= 0:
+            break
+    assert owners[-1] is new
+    assert left >= 0
 
 
 def test_a_dtype_that_files_cannot_hold_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
