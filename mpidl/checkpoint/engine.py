@@ -90,6 +90,7 @@ class Engine:
             self.kind = f"zero{self.zero.stage}"
         # After the warm-up of post-local SGD each rank goes its own way between the averagings.
         self.apart = self.averager is not None and self.averager.steps > getattr(self.averager, "warmup_steps", 0)
+        self._check_values()
         self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.tied = _tied(self.model)
         self.extra_states = _extra_states(self.model)
@@ -138,6 +139,21 @@ class Engine:
                 apart = self.comm.size > 1 and (self.apart or unlike)
                 count = b.numel() if apart or self.comm.rank == 0 else 0
                 yield Place(name, tuple(b.shape), b.detach(), 0, b.numel(), (0, count), apart=apart)
+
+    def _check_values(self) -> None:
+        own = set() if self.owned is None else {part.parameter for part in self.owned.slices()}
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if torch.nn.parameter.is_lazy(tensor):
+                raise ConfigurationError(f"model: {name} has no shape yet; call the model, which is lazy, once before")
+            if tensor.is_meta and tensor not in own:
+                raise ConfigurationError(f"model: {name} is on the meta device, where it has no values")
+
+    def check_writable(self) -> None:
+        """Raises ConfigurationError for a tensor of which several elements are one, as `expand` makes them."""
+        for place in (*self.parameters, *self.buffers):
+            sizes = zip(place.values.shape, place.values.stride(), strict=True)
+            if any(size > 1 and stride == 0 for size, stride in sizes):
+                raise ConfigurationError(f"model: several elements of {place.name} are one in memory; clone() it")
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None or self.zero is not None:

@@ -26,7 +26,10 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises ConfigurationError, with the place, for anything that is no number, string, bytes, None, tensor, numpy
     array, dictionary, list or tuple.
     """
-    return _encode(value, where, where, tensors)
+    try:
+        return _encode(value, where, where, tensors)
+    except RecursionError:
+        raise ConfigurationError(f"{where}: is nested too deeply, or holds itself") from None
 
 
 def _encode(value: Any, path: str, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -40,9 +43,9 @@ def _encode(value: Any, path: str, where: str, tensors: dict[str, torch.Tensor])
         return {"$bytes": value.hex()}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative and value.itemsize <= 8:
         return {"$array": _encode(torch.from_numpy(np.ascontiguousarray(value)), path, where, tensors)}
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
         if value.dim() == 0 and value.dtype in _SCALARS:
             return {"$scalar": [str(value.dtype).removeprefix("torch."), _encode(value.item(), path, where, tensors)]}
         name = f"{where}/{len(tensors)}"

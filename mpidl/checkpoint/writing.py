@@ -90,7 +90,12 @@ class Saving:
     def run(self) -> None:
         """Writes now. Raises CheckpointError on every rank, after the directory is removed. Collective."""
         UNFINISHED.add(self._temporary)
-        part, failure, _ = attempt(self._write_once)
+        try:
+            part, failure, _ = attempt(self._write_once)
+        except BaseException:  # of this rank alone, such as a tensor without values
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            UNFINISHED.discard(self._temporary)
+            raise
         error = raised(all_gather_object(self._comm, failure))
         if error is None:
             parts = gather(self._comm, part)

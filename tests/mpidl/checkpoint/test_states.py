@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 import mpidl
-from mpidl.checkpoint import index, load, reading, save
+from mpidl.checkpoint import index, load, reading, save, writing
 from mpidl.data import DistributedSampler
 from mpidl.optim import PeriodicAverager, PostLocalSGDOptimizer
 from tests.mpidl.checkpoint.training import ENGINES, Run
@@ -506,3 +506,42 @@ def test_from_the_cpu_to_a_gpu_and_back(comm, shared: Path) -> None:
     step(*back)
     for p, q in zip(there[0].parameters(), back[0].parameters(), strict=True):
         torch.testing.assert_close(p.cpu(), q, rtol=0, atol=1e-5)
+
+
+def test_tensors_without_values_or_places_of_their_own_are_refused_by_name(comm, shared: Path) -> None:
+    plain = torch.nn.Linear(2, 2)
+    spread = torch.nn.Linear(2, 2)
+    spread.register_buffer("ones", torch.ones(1).expand(5))
+    save(shared, spread, step=1, process_group=comm)
+    before = spread.weight.detach().clone()
+    refused = {
+        "model: weight is on the meta device": lambda: save(shared, torch.nn.Linear(2, 2, device="meta"), step=2),
+        "model: weight has no shape yet": lambda: save(shared, torch.nn.LazyLinear(2), step=2),
+        "model: several elements of ones are one in memory": lambda: load(shared, spread, process_group=comm),
+        r"extra: got a Tensor": lambda: save(shared, plain, extra=torch.ones(2, device="meta"), process_group=comm),
+        r"extra: got a ndarray": lambda: save(shared, plain, extra=np.ones(2, ">f4"), process_group=comm),
+        "extra: is nested too deeply, or holds itself": lambda: save(shared, plain, extra=loop, process_group=comm),
+    }
+    loop: list[Any] = []
+    loop.append(loop)
+    for said, attempt in refused.items():
+        with pytest.raises(mpidl.ConfigurationError, match=said):
+            attempt()
+    assert torch.equal(spread.weight, before)
+    with pytest.raises(mpidl.ConfigurationError, match="model: weight is on the meta device"):
+        load(shared, torch.nn.Linear(2, 2, device="meta"), process_group=comm)
+    assert sorted(path.name for path in shared.glob("step*")) == ["step-00000001"]
+
+
+def test_an_error_of_the_program_s_own_while_writing_leaves_nothing_in_the_way(comm, shared: Path, monkeypatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("mine")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_file", fails)
+        with pytest.raises(ValueError, match="mine"):
+            save(shared, torch.nn.Linear(300, 300), step=1, process_group=comm)
+    comm.barrier()
+    assert not list(shared.glob("step*"))
+    comm.barrier()
+    save(shared, torch.nn.Linear(300, 300), step=1, process_group=comm)
