@@ -2,6 +2,7 @@
 
     mpirun -n 4 python examples/bert_mlm.py                              # Python's standard library
     mpirun -n 4 python examples/bert_mlm.py --data my_text.txt --model base46m --steps 5000 --dtype bf16
+    mpirun -n 4 python examples/bert_mlm.py --checkpoint-dir DIR --save-every 100     # goes on from DIR
     python examples/bert_mlm.py                                          # a world of one
 
 The parts that make it parallel are marked with >>>.
@@ -29,6 +30,7 @@ from mpidl.errors import UsageError
 from mpidl.models.bert import BERT, SIZES, BERTConfig
 from mpidl.models.gpt2 import parameter_count
 from mpidl.models.pretrained_bert import load_config, load_pretrained
+from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,12 +58,14 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--dtype", default="fp32", choices=["fp32", *HALVES], help="bf16, fp16: by autocast")
     train.add_argument("--checkpoint-activations", action="store_true", help="less memory, more computation")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and masks")
+    add_options(parser)
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--eval-every", type=at_least(0), default=50, help="steps; 0: only before and after")
     shown.add_argument("--eval-sequences", type=at_least(0), default=64, help="held-out ones to look at; 0: all")
     shown.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
 
     def check(options: argparse.Namespace) -> None:
+        check_options(comm, options)
         if comm.rank == 0:
             check_writable(options.json)
 
@@ -184,6 +188,7 @@ def main() -> None:
     """Sets up, trains, shows."""
     comm = mpidl.init()  # >>> all ranks that mpirun started
     options = parse(comm)
+    stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.manual_seed(options.seed)
 
@@ -202,11 +207,7 @@ def main() -> None:
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=True)
-    scaler = None
-    if options.dtype == "fp16":
-        from mpidl import GradScaler  # type: ignore[attr-defined]
-
-        scaler = GradScaler()  # small gradients would vanish in fp16
+    scaler = mpidl.GradScaler(enabled=options.dtype == "fp16")  # small gradients would vanish in fp16
     torch.manual_seed(options.seed + comm.rank)  # >>> dropout differs from rank to rank
 
     tokens_per_step = comm.size * options.grad_accumulation * options.batch_size * options.sequence_length
@@ -216,6 +217,14 @@ def main() -> None:
         f"{options.data}, {tokens_per_step} a step",
         flush=True,
     )
+    names = "data tokenizer vocab model dropout sequence_length steps lr warmup weight_decay clip dtype seed"
+    settings = settings_of(options, names, sequences_a_step=tokens_per_step // options.sequence_length)
+    kept = Checkpoints(comm, options, stop, (call, optimizer, None, scaler), settings)  # >>> each rank a part
+    loaded = kept.resume(options.steps)
+    begin = loaded.step if loaded else 0
+    guard = None
+    if options.on_nan != "ignore":
+        guard = mpidl.NonfiniteGuard(call, None, options.on_nan, scaler=scaler)
     steps: list[dict[str, float]] = []
     held_out: list[dict[str, float]] = []
 
@@ -224,9 +233,9 @@ def main() -> None:
         held_out.append({"step": step, **seen})
         say(f"step {step:5d}  held-out loss {seen['loss']:.4f}  accuracy {seen['accuracy']:.1%}", flush=True)
 
-    look(0)
-    progress = Progress(comm, options.steps, tokens_per_step)
-    for step in range(1, options.steps + 1):
+    look(begin)
+    progress = Progress(comm, options.steps, tokens_per_step, begin)
+    for step in range(begin + 1, options.steps + 1):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step)
@@ -239,17 +248,13 @@ def main() -> None:
                 score = gaps.score(call, inputs, labels)
                 # >>> After DDP's average the gradient is that of the mean over all gaps of all ranks and micro-steps.
                 loss = mpidl.global_mean(score.loss_sum, count)
-                (scaler.scale(loss) if scaler else loss).backward()
+                scaler.scale(loss).backward()
             sums += score.loss_sum.item(), score.right, score.gaps
-        if scaler:
-            scaler.unscale_(optimizer)
-        if options.clip:
-            mpidl.clip_grad_norm_(model.parameters(), options.clip)
-        if scaler:
+        scaler.unscale_(optimizer)
+        norm = mpidl.clip_grad_norm_(model.parameters(), options.clip) if options.clip else None
+        if guard is None or guard.allows(sums[0], norm):  # >>> the same on all ranks
             scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        scaler.update()
         optimizer.zero_grad()
         comm.all_reduce(sums)  # >>> losses, right answers and gaps of all ranks
         ms = (time.perf_counter() - start) * 1e3
@@ -258,6 +263,7 @@ def main() -> None:
         progress.show(step, ms, f"loss {loss_mean:.4f}  accuracy {accuracy:5.1%}")
         if step == options.steps or (options.eval_every and step % options.eval_every == 0):
             look(step)
+        kept.after(step, options.steps)  # >>> saves, and stops where a signal has come
 
     median = statistics.median(s["ms"] for s in steps) if steps else None
     if median:

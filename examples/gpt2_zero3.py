@@ -14,11 +14,8 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
 from mpidl.errors import ConfigurationError, UsageError
 from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
 from mpidl.models.pretrained import load_config, load_pretrained, our_name
+from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 from mpidl.zero import Safetensors
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,21 +90,9 @@ def parse(comm: Any) -> argparse.Namespace:
     )
     train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where to compute")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
-    kept = parser.add_argument_group("checkpoints")
-    kept.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and at the end")
-    kept.add_argument("--save-every", type=at_least(1), metavar="N", help="steps")
-    kept.add_argument(
-        "--keep-last", type=at_least(1), default=2, metavar="N", help="checkpoints, of all that DIR holds"
-    )
-    kept.add_argument(
-        "--resume", default="auto", metavar="auto|never|PATH", help="auto: from the newest complete one in DIR"
-    )
-    safety = parser.add_argument_group("safety")
-    safety.add_argument(
+    add_options(parser)
+    train.add_argument(
         "--check-replicas", type=at_least(0), default=0, metavar="N", help="compare the ranks' replicas every N steps"
-    )
-    safety.add_argument(
-        "--on-nan", default="ignore", choices=["ignore", "stop", "skip"], help="where a loss or gradient is no number"
     )
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--eval-every", type=at_least(0), default=50, help="steps; 0: only at the end")
@@ -138,16 +124,9 @@ def parse(comm: Any) -> argparse.Namespace:
             raise UsageError(f"--offload-dir {options.offload_dir}: is not a directory")
         if options.delayed_update is not None and not options.offload:
             raise UsageError("--delayed-update: needs --offload cpu or disk")
-        if options.save_every and not options.checkpoint_dir:
-            raise UsageError("--save-every: needs --checkpoint-dir DIR to save to")
+        check_options(comm, options)
         if comm.rank == 0:
             check_writable(options.json)
-            if options.checkpoint_dir:
-                there = next(
-                    path for path in (options.checkpoint_dir, *options.checkpoint_dir.parents) if os.path.exists(path)
-                )
-                if not there.is_dir():
-                    raise UsageError(f"--checkpoint-dir {options.checkpoint_dir}: {there} is not a directory")
 
     return parser.parse_on_all_ranks(check)
 
@@ -226,66 +205,6 @@ def learning_rate(options: argparse.Namespace, step: int) -> float:
     return lowest + (1 - lowest) * (1 + math.cos(math.pi * done)) / 2
 
 
-def find_checkpoint(options: argparse.Namespace, said: list[str], without: Collection[Path] = ()) -> Path | None:
-    """Where to go on from, if anywhere. said: what was passed over; it grows."""
-    if options.resume == "never" or (options.resume == "auto" and not options.checkpoint_dir):
-        if options.checkpoint_dir and (former := mpidl.checkpoint.named(options.checkpoint_dir)):
-            print(f"note: {former[-1]} is of a former run; the {options.keep_last} written last are kept", flush=True)
-        return None
-    folder = options.checkpoint_dir if options.resume == "auto" else Path(options.resume)
-    if options.resume != "auto":
-        if not folder.is_dir():
-            raise UsageError(f"--resume {folder}: no such directory")
-        if (folder / mpidl.checkpoint.index.NAME).exists():
-            return folder
-    found, passed = mpidl.checkpoint.newest(folder, without)
-    if not found and not passed and options.resume != "auto":
-        raise UsageError(f"--resume {folder}: is no checkpoint, and holds none")
-    for why in passed:
-        if why not in said:
-            print(f"passed over: {why}", flush=True)
-            said.append(why)
-    if not found and mpidl.checkpoint.named(folder):  # to begin anew would in time remove what there is
-        raise mpidl.CheckpointError(f"{folder}: no checkpoint in it can be loaded; --resume never begins anew")
-    return found
-
-
-def load_checkpoint(comm: Any, options: argparse.Namespace, training: Sequence[Any]) -> Any:
-    """What there was to go on from, if anything; with --resume auto the newest that turns out undamaged."""
-    said: list[str] = []
-    failed: list[Path] = []
-    while True:
-        found = mpidl.agree_or_exit(comm, lambda: None if comm.rank else find_checkpoint(options, said, failed))
-        found = mpidl.broadcast_object(comm, found)  # >>> rank 0 chooses
-        if found is None:
-            return None
-        try:
-            return mpidl.checkpoint.load(found, *training)  # >>> each rank its slices, or the same error on all
-        except mpidl.CheckpointError as error:
-            if options.resume != "auto" or isinstance(error, mpidl.CheckpointMismatch):
-                raise
-            failed.append(found)
-            if comm.rank == 0:
-                print(f"passed over: {error}", flush=True)
-
-
-def settings_of(comm: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """What another training would differ in, to be kept in checkpoints; not how the ranks share it."""
-    names = (
-        "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule beta1 beta2"
-    )
-    names += " weight_decay clip dtype delayed_update seed"
-    settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names.split()}
-    return {**settings, "sequences a step": options.batch * options.grad_accum * comm.size}
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """In which settings they differ; empty if in none. Checkpoints of earlier versions have fewer, or none."""
-    return ", ".join(
-        f"{name} {saved[name]}, now {now[name]}" for name in now if saved.get(name, now[name]) != now[name]
-    )
-
-
 def without_nan(value: Any) -> Any:
     """What JSON can hold: null in place of what is no number."""
     if isinstance(value, dict):
@@ -293,18 +212,6 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def in_one_line(comm: Any, action: Callable[[], Any]) -> Any:
-    """What `action()` returns; settings or a checkpoint that do not work end all ranks with one line."""
-
-    def act() -> Any:
-        try:
-            return action()
-        except mpidl.ConfigurationError as error:
-            raise UsageError(str(error)) from error
-
-    return mpidl.agree_or_exit(comm, act)
 
 
 def mean_over_ranks(comm: Any, value: float) -> float:
@@ -393,23 +300,17 @@ def main() -> None:
             optimizer.flush()  # >>> the weights of the update that is under way
         return validate(comm, call, batches, options)
 
-    training = (call, optimizer, schedule, scaler)
-    settings = settings_of(comm, options)
-    begin = 0
-    loaded = in_one_line(comm, lambda: load_checkpoint(comm, options, training))
-    if loaded:
-        begin = loaded.step
-        by = f"{loaded.engine} on {loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
-        say(f"going on from {loaded.path}, step {begin}, saved by {by}", flush=True)
-        if changed := differences((loaded.extra or {}).get("settings", {}), settings):
-            say(f"warning: it was saved with other settings: {changed}", flush=True)
+    names = "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule"
+    names += " beta1 beta2 weight_decay clip dtype delayed_update seed"
+    settings = settings_of(options, names, sequences_a_step=options.batch * options.grad_accum * comm.size)
+    # >>> Each rank saves and loads what it owns.
+    kept = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings)
+    loaded = kept.resume(options.steps)
+    begin = loaded.step if loaded else 0
 
-    def save(done: int) -> None:
-        mpidl.checkpoint.save(  # >>> each rank what it owns
-            options.checkpoint_dir, *training, step=done, extra={"settings": settings}, keep_last=options.keep_last
-        )
-
-    guard = None if options.on_nan == "ignore" else mpidl.NonfiniteGuard(call, optimizer, options.on_nan)
+    guard = None
+    if options.on_nan != "ignore":
+        guard = mpidl.NonfiniteGuard(call, optimizer, options.on_nan, scaler=scaler)
     steps: list[dict[str, float]] = []
     progress = Progress(comm, options.steps, batches.tokens_per_step, begin)
     for step in range(begin, options.steps):
@@ -429,8 +330,6 @@ def main() -> None:
                 norm = optimizer.clip_grad_norm_(options.clip)  # >>> over all ranks' shards
             else:
                 norm = mpidl.clip_grad_norm_(model.parameters(), options.clip)
-        if scaler.is_enabled():
-            norm = 0.0  # infinite gradients are the scaler's business
         if guard is None or guard.allows(loss_sum, norm):  # >>> the same on all ranks
             scaler.step(optimizer)
         scaler.update()
@@ -447,12 +346,7 @@ def main() -> None:
         if done < options.steps and options.eval_every and done % options.eval_every == 0:
             # Before it is saved: a delayed update that an evaluation brings in is not the next step's any more.
             say(f"step {done:5d}  validation loss {evaluate():.4f}", flush=True)
-        stopping = stop.requested() and done < options.steps
-        due = done == options.steps or done % (options.save_every or options.steps) == 0
-        if options.checkpoint_dir and (due or stopping):
-            in_one_line(comm, partial(save, done))
-        if stopping:
-            stop.exit(f"after step {done}" + (", which is saved" if options.checkpoint_dir else ", nothing is saved"))
+        kept.after(done, options.steps)  # >>> saves, and stops where a signal has come
 
     val_loss = evaluate()
     say(f"validation loss {val_loss:.4f}", flush=True)

@@ -2,6 +2,7 @@
 
     mpirun -n 4 python examples/resnet_ddp.py                           # the handwritten digits of scikit-learn
     mpirun -n 4 python examples/resnet_ddp.py --data DIR --model resnet101 --segments 4 --epochs 100 --plot out.png
+    mpirun -n 4 python examples/resnet_ddp.py --checkpoint-dir DIR --save-every 500    # goes on from DIR
     python examples/resnet_ddp.py                                       # a world of one
 
 The parts that make it parallel are marked with >>>.
@@ -30,6 +31,7 @@ from mpidl.errors import UsageError
 from mpidl.models.resnet import SIZES, ResNet
 from mpidl.optim import LARS, warmup_cosine
 from mpidl.replicate import broadcast_states
+from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 
 LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3}
 SMALLEST = 2  # images of a rank in a batch: of a single one, batch norm would leave nothing
@@ -59,12 +61,14 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--weight-decay", type=at_least(0, float), default=5e-4, help="of matrices and filters")
     train.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"], help="bf16: by autocast")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and parts of images")
+    add_options(parser)
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
     shown.add_argument("--plot", type=Path, metavar="PATH", help="draw curves and a histogram of epoch times: a PNG")
     shown.add_argument("--no-progress", action="store_true", help="no lines within an epoch")
 
     def check(options: argparse.Namespace) -> None:
+        check_options(comm, options)
         blocks = sum(SIZES[options.model][1])
         if options.segments > blocks:
             raise UsageError(f"--segments {options.segments}: {options.model} has {blocks} blocks to divide")
@@ -141,7 +145,7 @@ def make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch
 
 
 class Training:
-    """One model on one rank: an epoch of training, and a validation."""
+    """One model on one rank: an epoch of training, and a validation. begin: steps that earlier runs have taken."""
 
     def __init__(self, comm: Any, options: argparse.Namespace, train: Any, validation: Any) -> None:
         self.comm, self.options, self.images = comm, options, train
@@ -163,6 +167,28 @@ class Training:
         warmup = round(options.warmup * self.steps)
         total = options.epochs * self.steps
         self.schedule = warmup_cosine(self.optimizer, warmup, total, start=1 / (warmup + 1))
+        self.guard = None
+        if options.on_nan != "ignore":
+            self.guard = mpidl.NonfiniteGuard(self.call, None, options.on_nan)
+        self.last = total
+        self.begin, self.sums = 0, np.zeros(3)  # of an epoch that is under way: loss, recognised, images
+
+    def resume(self, stop: Any) -> None:
+        """Goes on from a checkpoint, if there is one, in the middle of an epoch."""
+        names = "data size model width sync_bn epochs batch_size optimizer lr warmup weight_decay dtype seed"
+        settings = settings_of(self.options, names)
+        # >>> Each rank saves a part of the model, and the loader how far all ranks have come.
+        training = (self.call, self.optimizer, self.schedule, None, self.loader)
+        self.kept = Checkpoints(self.comm, self.options, stop, training, settings)
+        loaded = self.kept.resume(self.last)
+        if loaded:
+            self.begin = loaded.step
+            sums = loaded.extra["sums"]
+            # >>> Each rank its own; the same in all where there are other ranks now.
+            if len(sums) == self.comm.size:
+                self.sums[:] = sums[self.comm.rank]
+            elif self.comm.rank == 0:
+                self.sums[:] = np.sum(sums, 0)
 
     def load(self, images: Any, sampler: Any) -> DataLoader:
         """Batches of the sampler's images."""
@@ -185,18 +211,26 @@ class Training:
         self.sampler.set_epoch(number)
         self.images.set_epoch(number)
         self.call.train()
-        sums = np.zeros(3)
-        for step, (x, y) in zip(range(self.steps), self.loader, strict=False):
+        for step, (x, y) in zip(range(self.begin - number * self.steps, self.steps), self.loader, strict=False):
             x, y = x[: self.own - step * self.batch], y[: self.own - step * self.batch]
             self.optimizer.zero_grad()
             loss_sum, correct = self.losses(self.call, x, y)
             # >>> Ranks may have different numbers of images: the mean is over those of all ranks.
             mpidl.global_mean(loss_sum, len(y), self.comm).backward()
-            self.optimizer.step()
+            if self.guard is None or self.guard.allows(loss_sum):  # >>> the same on all ranks
+                self.optimizer.step()
+                self.sums += loss_sum.item(), correct, len(y)
             self.schedule.step()
-            sums += loss_sum.item(), correct, len(y)
             show(f"step {step + 1:4d}/{self.steps}  loss {loss_sum.item() / len(y):.4f} here")
-        return self.mean_over_ranks(sums)
+            self.begin += 1
+            if step + 1 < self.steps:  # else after the validation, which makes rank 0's buffers the model's
+                self.keep()
+        seen, self.sums = self.sums, np.zeros(3)
+        return self.mean_over_ranks(seen)
+
+    def keep(self) -> None:
+        """Saves, and stops where a signal has come."""
+        self.kept.after(self.begin, self.last, lambda: {"sums": mpidl.all_gather_object(self.comm, self.sums.tolist())})
 
     @torch.no_grad()
     def validate(self) -> tuple[float, float]:
@@ -236,6 +270,7 @@ def main() -> None:
     """Sets up, trains, shows."""
     comm = mpidl.init()  # >>> all ranks that mpirun started
     options = parse(comm)
+    stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.manual_seed(options.seed)
     train, validation = load_data(comm, options)
@@ -249,9 +284,11 @@ def main() -> None:
         flush=True,
     )
 
+    training.resume(stop)
+    first = training.begin // training.steps
     epochs: list[dict[str, float]] = []
     spoken = began = time.perf_counter()
-    for number in range(options.epochs):
+    for number in range(first, options.epochs):
 
         def show(measured: str, number: int = number) -> None:
             nonlocal spoken
@@ -264,10 +301,11 @@ def main() -> None:
         train_loss, train_accuracy = training.epoch(number, show)  # ends with a sum over all ranks
         seconds = time.perf_counter() - start
         val_loss, val_accuracy = training.validate()
+        training.keep()
         figures = {"train_loss": train_loss, "train_accuracy": train_accuracy}
         figures |= {"val_loss": val_loss, "val_accuracy": val_accuracy, "seconds": seconds}
         epochs.append({"epoch": number + 1, **figures})
-        left = int((time.perf_counter() - began) / (number + 1) * (options.epochs - number - 1))
+        left = int((time.perf_counter() - began) / (number + 1 - first) * (options.epochs - number - 1))
         say(
             f"epoch {number + 1:3d}/{options.epochs}  loss {train_loss:.4f}  accuracy {train_accuracy:.2%}  validation "
             f"loss {val_loss:.4f}  accuracy {val_accuracy:.2%}  {seconds:.2f} s  {left // 60}:{left % 60:02d} left",
@@ -275,8 +313,11 @@ def main() -> None:
         )
         spoken = time.perf_counter()
 
+    if not epochs:
+        _, val_accuracy = training.validate()
     times = [epoch["seconds"] for epoch in epochs]
-    mean, deviation = statistics.mean(times), statistics.stdev(times) if len(times) > 1 else 0.0
+    mean = statistics.mean(times) if times else 0.0
+    deviation = statistics.stdev(times) if len(times) > 1 else 0.0
     peak = np.array([mpidl.memory.peak_rss_mib()])
     comm.all_reduce(peak, "max")
     say(f"epoch time {mean:.3f} s ± {deviation:.3f} s over {len(times)} epochs; at most {peak[0]:.0f} MiB a rank")
@@ -295,11 +336,11 @@ def main() -> None:
             "epochs": epochs,
             "epoch_seconds_mean": mean,
             "epoch_seconds_std": deviation,
-            "val_accuracy": epochs[-1]["val_accuracy"],
+            "val_accuracy": val_accuracy,
             "peak_rss_mib": float(peak[0]),
         }
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if comm.rank == 0 and options.plot:
+    if comm.rank == 0 and options.plot and epochs:
         draw(options.plot, epochs, title)
 
 

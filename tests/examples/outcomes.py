@@ -2,26 +2,44 @@
 
     mpirun -n 2 python outcomes.py examples/gpt2_zero3.py '[["--batch", "0"], ...]'
 
-"{rank}" in an argument becomes the rank. Rank 0 prints JSON: for each command line a list over the ranks of
+"{rank}" in an argument becomes the rank. "signal:3" is no argument: the last rank gets SIGUSR1 once step 3 is done, in
+programs with `mpidl.resuming`. Rank 0 prints JSON: for each command line a list over the ranks of
 [status (0: it returned), what was written to standard output, to standard error].
 """
 
 import contextlib
 import io
 import json
+import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
 import mpidl
+from mpidl.resuming import Checkpoints
 
 program = Path(__file__).resolve().parents[2] / sys.argv[1]
 sys.path.insert(0, str(program.parent))
 main = runpy.run_path(str(program))["main"]
 comm = mpidl.init()
 outcomes = []
+signalled = 0
+after = Checkpoints.after
+
+
+def after_a_signal(kept, done, *arguments, **settings):
+    """Checkpoints.after, once the signal has come."""
+    if done == signalled and comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    after(kept, done, *arguments, **settings)
+
+
+Checkpoints.after = after_a_signal
 for arguments in json.loads(sys.argv[2]):
-    sys.argv[1:] = [argument.replace("{rank}", str(comm.rank)) for argument in arguments]
+    signalled = sum(int(argument[7:]) for argument in arguments if argument.startswith("signal:"))
+    given = [argument for argument in arguments if not argument.startswith("signal:")]
+    sys.argv[1:] = [argument.replace("{rank}", str(comm.rank)) for argument in given]
     out, errors, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:

@@ -1,0 +1,199 @@
+"""What programs that save checkpoints have in common: options, where to go on, when to save, when to stop.
+
+    add_options(parser)                                  --checkpoint-dir --save-every --keep-last --resume --on-nan
+    kept = Checkpoints(comm, options, stop, training, settings_of(options, "lr steps seed"))
+    loaded = kept.resume()                               what there was to go on from, and a line that says so
+    for step in range(loaded.step if loaded else 0, options.steps):
+        train_one_step()
+        kept.after(step + 1, options.steps)              saves where it is due; where a signal came, ends the job
+
+`--resume auto`, the default, goes on from the newest checkpoint that can be loaded; a directory in which none can be is
+an error, as to begin anew would in time remove what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from collectives import Communicator
+
+from . import checkpoint
+from .checkpoint import Loaded
+from .cli import at_least
+from .errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
+from .objects import broadcast_object
+from .runtime import agree_or_exit
+from .signals import StopSignal
+
+Result = TypeVar("Result")
+_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of checkpoints and of NonfiniteGuard."""
+    kept = parser.add_argument_group("checkpoints")
+    kept.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and at the end")
+    kept.add_argument("--save-every", type=at_least(1), metavar="N", help="steps")
+    kept.add_argument(
+        "--keep-last", type=at_least(1), default=2, metavar="N", help="checkpoints, of all that DIR holds"
+    )
+    kept.add_argument(
+        "--resume", default="auto", metavar="auto|never|PATH", help="auto: from the newest complete one in DIR"
+    )
+    safety = parser.add_argument_group("safety")
+    safety.add_argument(
+        "--on-nan", default="ignore", choices=["ignore", "stop", "skip"], help="where a loss or gradient is no number"
+    )
+
+
+def check_options(comm: Communicator, options: argparse.Namespace) -> None:
+    """Raises UsageError for options that do not fit."""
+    if options.save_every and not options.checkpoint_dir:
+        raise UsageError("--save-every: needs --checkpoint-dir DIR to save to")
+    if comm.rank == 0 and options.checkpoint_dir:
+        above = (options.checkpoint_dir, *options.checkpoint_dir.parents)
+        there = next(path for path in above if os.path.exists(path))
+        if not there.is_dir():
+            raise UsageError(f"--checkpoint-dir {options.checkpoint_dir}: {there} is not a directory")
+
+
+def settings_of(options: argparse.Namespace, names: str, **more: Any) -> dict[str, Any]:
+    """What another training would differ in, to be kept in checkpoints; not how the ranks share it."""
+    settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names.split()}
+    return settings | {name.replace("_", " "): value for name, value in more.items()}
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In which settings they differ; empty if in none. Checkpoints of earlier versions have fewer, or none."""
+    return ", ".join(
+        f"{name} {saved[name]}, now {now[name]}" for name in now if saved.get(name, now[name]) != now[name]
+    )
+
+
+def in_one_line(comm: Communicator, action: Callable[[], Result]) -> Result:
+    """What `action()` returns; settings or a checkpoint that do not work end all ranks with one line. Collective."""
+
+    def act() -> Result:
+        try:
+            return action()
+        except ConfigurationError as error:
+            raise UsageError(str(error)) from error
+
+    return agree_or_exit(comm, act)
+
+
+class Checkpoints:
+    """A program's checkpoints: its directory is claimed, if it has one.
+
+    options: of `add_options`. stop: made early, to hear of signals from then on. training: model, optimizer, scheduler,
+    scaler, sampler, or the first few of them. settings: warned of where a checkpoint has others.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        options: argparse.Namespace,
+        stop: StopSignal,
+        training: Sequence[Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._comm, self._options, self._stop = comm, options, stop
+        self._training, self._settings = training, dict(settings)
+        if options.checkpoint_dir:
+            in_one_line(comm, lambda: checkpoint.claim(options.checkpoint_dir, comm))
+
+    def resume(self, last: int) -> Loaded | None:
+        """Loads what there is to go on from, if anything, and says so; what is wrong with it ends all. Collective.
+
+        last: the training's last step, in units of `after`.
+        """
+        loaded = in_one_line(self._comm, self._load)
+        if loaded:
+            by = f"{loaded.engine} on {loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
+            self._say(f"going on from {loaded.path}, step {loaded.step}, saved by {by}")
+            if changed := differences((loaded.extra or {}).get("settings", {}), self._settings):
+                self._say(f"warning: it was saved with other settings: {changed}")
+            if loaded.step >= last:
+                self._say(f"note: it has come to step {loaded.step} of {last}: there is nothing left to train")
+        return loaded
+
+    def after(self, done: int, last: int, extra: Callable[[], dict[str, Any]] = dict) -> None:
+        """Saves after step `done`, where it is due or the last; a signal saves and ends the job, status 75. Collective.
+
+        extra: gives what to keep besides; it is in `Loaded.extra`. Called on every rank where something is saved.
+        """
+        options = self._options
+        stopping = self._stop.requested() and done < last
+        due = done == last or (options.save_every and done % options.save_every == 0)
+        if options.checkpoint_dir and (due or stopping):
+            kept = {"settings": self._settings, **extra()}
+            parts: dict[str, Any] = dict(zip(_PARTS, self._training, strict=False))
+
+            def save() -> None:  # each rank what it owns
+                checkpoint.save(options.checkpoint_dir, step=done, extra=kept, keep_last=options.keep_last, **parts)
+
+            in_one_line(self._comm, save)
+        if stopping:
+            what = ", which is saved" if options.checkpoint_dir else ", nothing is saved"
+            self._stop.exit(f"after step {done}{what}")
+
+    def _load(self) -> Loaded | None:
+        """What there was to go on from, if anything; with --resume auto the newest that turns out undamaged."""
+        said: list[str] = []
+        failed: list[Path] = []
+        while True:
+            found = agree_or_exit(self._comm, lambda: None if self._comm.rank else self._find(said, failed))
+            found = broadcast_object(self._comm, found)  # rank 0 chooses
+            if found is None:
+                return None
+            try:
+                return checkpoint.load(found, *self._training)  # each rank its slices, or the same error on all
+            except CheckpointError as error:
+                if self._options.resume != "auto" or isinstance(error, CheckpointMismatch):
+                    raise
+                failed.append(found)
+                self._say(f"passed over: {error}")
+
+    def _find(self, said: list[str], failed: Collection[Path]) -> Path | None:
+        """Where to go on, if anywhere, on rank 0. said: what was passed over; it grows. failed: not to be taken."""
+        folder, resume = self._options.checkpoint_dir, self._options.resume
+        if resume == "never":
+            if folder and (former := checkpoint.named(folder)):
+                kept = f"the {self._options.keep_last} written last are kept"
+                self._say(f"note: {former[-1]} is of a former run; {kept}")
+            return None
+        if resume != "auto":
+            return self._named(Path(resume), said)
+        if folder is None:
+            return None
+        found = self._newest(folder, said, failed)
+        if not found and checkpoint.named(folder):
+            raise CheckpointError(f"{folder}: no checkpoint in it can be loaded; --resume never begins anew")
+        return found
+
+    def _named(self, path: Path, said: list[str]) -> Path:
+        if not os.path.exists(path):
+            raise UsageError(f"--resume {path}: no such directory")
+        found = self._newest(path, said)
+        if not found and not said:
+            raise UsageError(f"--resume {path}: is no checkpoint, and holds none")
+        if not found:
+            raise CheckpointError(f"{path}: no checkpoint in it can be loaded")
+        return found
+
+    def _newest(self, path: Path, said: list[str], without: Collection[Path] = ()) -> Path | None:
+        """A checkpoint itself, or the newest of a directory."""
+        found, passed = checkpoint.find(path, without)
+        for why in passed:
+            if why not in said:
+                self._say(f"passed over: {why}")
+                said.append(why)
+        return found
+
+    def _say(self, line: str) -> None:
+        if self._comm.rank == 0:
+            print(line, flush=True)
