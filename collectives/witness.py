@@ -1,4 +1,4 @@
-"""Shows whoever started the job where its ranks are, for when none of them is left to say it.
+"""Shows whoever started the job who its ranks are and where they are, for when none of them is left to say it.
 
 A rank that is killed takes the others with it within milliseconds, as the launcher ends them, and what they were in is
 on a page of memory that goes with the last of them. So the first rank of each group on a node sends the page's
@@ -6,6 +6,8 @@ descriptor to the process that waits for the job's end, if that is on this node:
 or file is left behind, and nothing is added to an operation.
 
     first rank of a node -- descriptor, ranks --> socket of the job's name -- `Witness.look` --> who started the job
+
+In the same way it tells which process is which rank, as launchers may know a rank by its process alone.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mpi4py import MPI
 
@@ -26,6 +29,7 @@ from .symmetric.shared_memory import JOB, SharedMemory
 _PATIENCE = 1.0  # seconds for the other side to take what is queued
 _KEPT = 256  # pages; each is a descriptor and some kilobytes
 _LONGEST = 1 << 20  # bytes of a message
+_AT_ONCE = 1000  # ranks in a message; the system takes some hundred kilobytes in one
 
 
 def witnessed() -> bool:
@@ -38,11 +42,20 @@ def show(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> N
 
     memory: begins with the positions of members, the group's ranks on this node; has its `file`.
     """
-    message = json.dumps({"members": list(members), "world": _world_ranks(comm)}).encode()
+    _send({"members": list(members), "world": _world_ranks(comm)}, [memory.file])
+
+
+def tell(processes: Sequence[tuple[str, int]]) -> None:
+    """Sends every rank's node and process number, in the order of ranks. Only where `witnessed`; one of a node does."""
+    for first in range(0, len(processes), _AT_ONCE):
+        _send({"first": first, "processes": processes[first : first + _AT_ONCE]})
+
+
+def _send(message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:  # it is elsewhere
         out.settimeout(_PATIENCE)
         out.connect(_address(os.environ[JOB]))
-        socket.send_fds(out, [message], [memory.file])
+        socket.send_fds(out, [json.dumps(message).encode()], files)
 
 
 @dataclass(frozen=True)
@@ -63,9 +76,13 @@ class _Page:
 
 
 class Witness:
-    """The other side: keeps the pages of one job, by its token. To `look` now and then, and once after its end."""
+    """The other side: keeps the pages of one job, by its token. To `look` now and then, and once after its end.
+
+    processes: node and process number of each rank, as far as they have been told; kept.
+    """
 
     def __init__(self, token: str) -> None:
+        self.processes: dict[int, tuple[str, int]] = {}
         self._pages: list[_Page] = []
         self._socket: socket.socket | None = None
         if _has_sockets():
@@ -80,7 +97,10 @@ class Witness:
                 message, files, _, _ = socket.recv_fds(self._socket, _LONGEST, 1)
             except OSError:
                 return
-            self._pages += [_Page(**json.loads(message), file=file) for file in files]
+            told = json.loads(message)
+            for rank, (node, process) in enumerate(told.get("processes", ()), told.get("first", 0)):
+                self.processes[rank] = node, process
+            self._pages += [_Page(**told, file=file) for file in files]
             if len(self._pages) > _KEPT:
                 os.close(self._pages.pop(1).file)  # the first is of the world
 

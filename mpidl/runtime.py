@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 
 from collectives import Communicator
+from collectives.witness import tell, witnessed
 
 from .ending import end_job_with_any_rank
 from .errors import CheckpointError, CheckpointMismatch, TrainingError, UsageError
-from .launch.roll import fill_in
 from .objects import all_gather_object
 
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -56,8 +56,8 @@ def init() -> Communicator:
         )
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         ranks = all_gather_object(comm, (platform.node(), os.getpid(), sorted(usable)))
-        if comm.local_rank == 0:
-            fill_in([(node, process) for node, process, _ in ranks])
+        if comm.local_rank == 0 and witnessed():
+            tell([(node, process) for node, process, _ in ranks])
         _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])
         _default = comm
     return _default

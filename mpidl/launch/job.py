@@ -24,7 +24,7 @@ from collectives.witness import Witness
 
 from .command import is_launcher
 from .last_seen import Group, last_seen
-from .roll import Roll
+from .roll import rank_of
 from .streams import Stream
 
 _RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -45,7 +45,6 @@ class Job:
         self._killed_before = _killed_for_memory()
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
-        self._roll = Roll(self.token)
         self._witness = Witness(self.token)
         self._groups: Sequence[Group] = []
         # MPICH tells on standard output which process was killed.
@@ -61,7 +60,6 @@ class Job:
                 preexec_fn=_end_with_parent,
             )
         except OSError:
-            self._roll.take_away()
             self._witness.close()
             for stream in self._streams:
                 stream.close()
@@ -76,7 +74,7 @@ class Job:
 
     def rank(self, process: int, node: str) -> int | None:
         """Of a process that has ended; None: not known."""
-        told = self._roll.rank(process, node)
+        told = rank_of(process, node, self._witness.processes)
         return self._ranks.get(process) if told is None else told
 
     def last_seen(self, rank: int) -> str:
@@ -151,7 +149,6 @@ class Job:
         deadline = time.monotonic() + _POLITE
         while self._processes() and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._roll.take_away()
         self._witness.look()
         self._groups = self._witness.groups()
         self._witness.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.witness import Witness
+from collectives.witness import Witness, tell
 
 pytestmark = pytest.mark.mpi
 
@@ -57,6 +57,18 @@ def test_it_sees_peers_by_the_world_s_numbers(comm: Communicator, witness: Witne
             assert witness.groups()[0][0].peer == comm.size - 1
     comm.barrier()
     backwards.close()
+
+
+def test_it_hears_which_process_is_which_rank(
+    comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.witness._AT_ONCE", 2)
+    told = [(f"node{rank // 2}", 10 + rank) for rank in range(5)]
+    if comm.local_rank == 0:
+        tell(told)
+        witness.look()
+        witness.close()
+        assert witness.processes == dict(enumerate(told))
 
 
 def test_what_it_keeps_is_bounded_and_goes_with_it(
