@@ -2,5 +2,6 @@
 
 facts      what each rank sees
 speed      how fast memory is copied, and how fast the collectives are beside that
+expected   how fast they should be, by what was measured beside them
 advice     what is wrong, and what to do about it, in words
 """

@@ -18,7 +18,8 @@ from typing import Any
 from ..cli import ArgumentParser
 from ..objects import all_gather_object
 from ..runtime import init
-from .advice import Finding, by_host, findings, in_bytes
+from . import expected
+from .advice import Finding, by_host, count, findings, in_bytes
 from .facts import facts_of_rank
 from .speed import measure
 
@@ -53,27 +54,28 @@ def lines(facts: list[dict[str, Any]], speed: dict[str, Any], found: list[Findin
     text = [
         f"MPI       {mpi['library']}, MPI {mpi['standard']}, threads: {mpi['threads']}, {aware}",
         f"Python    {versions['python']}, torch {versions['torch']}",
-        f"job       {len(facts)} rank{'s' * (len(facts) > 1)} on {first['nodes']} node{'s' * (first['nodes'] > 1)}",
+        f"job       {count(len(facts), 'rank')} on {count(first['nodes'], 'node')}",
     ]
     for fact, ranks in by_host(facts):
         cores = sorted({len(rank["cores"]) for rank in ranks})
         shared = fact["shared_memory"]
         text += [
-            f"{fact['host']:9} {len(ranks)} ranks; {fact['threads']} torch threads each; cores a rank may use: "
+            f"{fact['host']:9} {count(len(ranks), 'rank')}; {count(fact['threads'], 'torch thread')} each; cores a "
+            f"rank may use: "
             f"{'-'.join(map(str, cores))} of {fact['cores_of_machine']}",
             f"{'':9} memory {in_bytes(fact['memory'])}; {shared['directory']} {in_bytes(shared['bytes'])}, "
             f"{in_bytes(shared['free'])} free; symmetric memory "
             f"{'works' if fact['symmetric'] else 'does not work'}; GPUs: {len(fact['gpus'])}",
         ]
-    text.append(f"speed     copy of memory {in_bytes(speed['copy'])}/s on each rank, all at once")
-    for name, where in (("all_reduce_on_a_node", "on a node"), ("all_reduce_over_nodes", "over all nodes")):
-        if speed[name] is not None:
-            text.append(
-                f"{'':9} all-reduce {where} {in_bytes(speed[name])}/s, {speed['copy'] / speed[name]:.1f} copies"
-            )
-    for host, link in speed["links"].items():
-        rate, latency = in_bytes(link["bytes_per_second"]), link["latency"] * 1e6
-        text.append(f"{'':9} link {first['host']} - {host} {rate}/s, {latency:.0f} us")
+    copy = in_bytes(speed["copy"])
+    text.append(f"speed     each rank copies memory at {copy}/s, all at once; the rest is measured by that")
+    between = expected.links(speed, first["host"]).values()
+    for rate in filter(None, (expected.on_a_node(speed), expected.over_nodes(speed), *between)):
+        usual = "" if rate.usual is None else f"about {in_bytes(rate.usual)}/s, "
+        text.append(
+            f"{'':9} {rate.what}: {in_bytes(rate.measured)}/s, {'low' if rate.is_low else 'good'} "
+            f"(expected: {usual}at least {in_bytes(rate.least)}/s, {rate.why})"
+        )
     for finding in found:
         text += [f"{'problem' if finding.problem else 'remark':9} {finding.what}", f"{'':9} -> {finding.advice}"]
     return text + ([] if any(finding.problem for finding in found) else ["no problem found"])

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from . import expected
+
 _SMALL = 1 << 30  # bytes of shared memory
-_SLOW_ON_A_NODE = 8  # times as slow as a copy
-_SLOW_LINK = 50  # times as slow as a copy
-_UNLIKE = 3  # times as slow as the best link
 
 Facts = Sequence[dict[str, Any]]
 
@@ -87,8 +86,8 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         quota = fact["quota"] or math.inf
         seen, usable = usable, int(min(usable, max(1, quota)))
         threads = sum(rank["threads"] for rank in ranks)
-        where = f"{fact['host']}: {len(ranks)} rank{'s' * (len(ranks) > 1)} of {fact['threads']} thread"
-        where += f"{'s' * (fact['threads'] > 1)} each on {usable} core{'s' * (usable > 1)}"
+        where = f"{fact['host']}: {count(len(ranks), 'rank')} of {count(fact['threads'], 'thread')} each on "
+        where += count(usable, "core")
         if len(ranks) > usable:
             yield Finding(True, where, f"start {usable} there at most: ranks that share a core wait for each other")
         elif threads > usable:
@@ -100,7 +99,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         elif 2 * threads <= usable:
             yield Finding(
                 False,
-                f"{where}: {usable - threads} cores are idle",
+                f"{where}: {count(usable - threads, 'core')} would be idle",
                 f"set OMP_NUM_THREADS={usable // len(ranks)}, or start more ranks",
             )
         if quota < seen:
@@ -129,8 +128,8 @@ def _pinning(facts: Facts) -> Iterator[Finding]:
             if rank["threads"] > len(rank["cores"]):
                 yield Finding(
                     True,
-                    f"{fact['host']}: rank {rank['rank']} has {rank['threads']} threads on the {len(rank['cores'])} "
-                    f"core{'s' * (len(rank['cores']) > 1)} that it is bound to",
+                    f"{fact['host']}: rank {rank['rank']} has {count(rank['threads'], 'thread')} on the "
+                    f"{count(len(rank['cores']), 'core')} that it is bound to",
                     "bind ranks to as many cores as they have threads, or to none (mpirun --bind-to none)",
                 )
                 break
@@ -145,33 +144,43 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             False,
             f"{fact['host']} has {len(fact['gpus'])} of {fact['gpus'][0]}; the MPI library "
             f"{aware[fact['mpi']['cuda_aware']]} GPU memory",
-            "the collectives of this version serve CPU memory",
+            "docs/gpu.md says what uses it",
         )
 
 
 def _speed(facts: Facts, speed: dict[str, Any]) -> Iterator[Finding]:
-    copy, node, links = speed["copy"], speed["all_reduce_on_a_node"], speed["links"]
-    if node is not None and node * _SLOW_ON_A_NODE < copy:
+    node, everywhere = expected.on_a_node(speed), expected.over_nodes(speed)
+    if node is not None and node.is_low:
         yield Finding(
             True,
-            f"the all-reduce on a node moves {in_bytes(node)}/s, where a copy of memory moves {in_bytes(copy)}/s",
-            "see what is said of cores and shared memory; other programs on the node slow it down, too",
+            _slow(node),
+            "heed first what is said of cores and shared memory; else another program (top shows it), or another guest "
+            "of the same machine, may take cores or memory bandwidth: measure again, or use other nodes",
         )
-    best = max((link["bytes_per_second"] for link in links.values()), default=0.0)
+    links = expected.links(speed, facts[0]["host"])
     for host, link in links.items():
-        rate = link["bytes_per_second"]
-        said = (
-            f"the link from {facts[0]['host']} to {host} moves {in_bytes(rate)}/s, with {link['latency'] * 1e6:.0f} us"
-        )
-        if rate * _UNLIKE < best:
-            yield Finding(True, f"{said}; the best one {in_bytes(best)}/s", "look at that node's network")
-        elif rate * _SLOW_LINK < copy:
+        if link.is_low:
             yield Finding(
                 True,
-                f"{said}; memory is copied at {in_bytes(copy)}/s",
+                f"{_slow(link)}; a message takes {speed['links'][host]['latency'] * 1e6:.0f} us",
                 "name the fast network: -iface or FI_TCP_IFACE, UCX_NET_DEVICES (MPICH), --mca btl_tcp_if_include, "
-                "UCX_NET_DEVICES (Open MPI)",
+                "UCX_NET_DEVICES (Open MPI)"
+                if all(other.is_low for other in links.values())
+                else "look at that node's network",
             )
+    if everywhere is not None and everywhere.is_low:
+        yield Finding(
+            False,
+            _slow(everywhere),
+            "heed first what is said of cores and links; python -m collectives.tune then finds the fastest algorithm",
+        )
+
+
+def _slow(speed: expected.Speed) -> str:
+    return (
+        f"{speed.what}: {in_bytes(speed.measured)}/s is low; at least {in_bytes(speed.least)}/s is to be expected "
+        f"({speed.why})"
+    )
 
 
 def by_host(facts: Facts) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -190,3 +199,8 @@ def in_bytes(nbytes: float) -> str:
         return f"{nbytes:g} B"
     power = min(4, int(math.log(nbytes, 1024)))
     return f"{nbytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def count(number: int, thing: str) -> str:
+    """1 core, 2 cores."""
+    return f"{number} {thing}{'s' * (number != 1)}"

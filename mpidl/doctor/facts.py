@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ import torch
 from collectives import Communicator
 from collectives.about import about_mpi
 from collectives.symmetric.shared_memory import directories
+
+from ..control_group import cpu_quota, memory_limit
 
 # By which launchers say how many processes they have started.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
@@ -58,23 +59,11 @@ def started(environment: Any) -> int:
     return max((int(environment[name]) for name in _SIZES if environment.get(name, "").isdigit()), default=1)
 
 
-def cpu_quota() -> float | None:
-    """Cores that the control group may use at a time; None where there is no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
 def memory_bytes() -> int:
     """Of the machine, or of the control group if that may use less; 0 if it is not known."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
-        return 0
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return whole if limit == "max" else min(whole, int(limit))
-    except (OSError, ValueError):
-        return whole
+        whole = 0
+    limit = memory_limit() or whole
+    return min(whole or limit, limit)

@@ -22,6 +22,7 @@ from collectives.leftovers import mapped
 from collectives.symmetric.shared_memory import JOB, directories
 from collectives.witness import Witness
 
+from ..control_group import killed_for_memory
 from .command import is_launcher
 from .last_seen import Group, last_seen
 from .roll import rank_of
@@ -42,7 +43,7 @@ class Job:
         self._seen: set[int] = set()
         self._unmapped: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
         self._segments: set[str] = set()  # files that ranks have mapped, and so the job's own
-        self._killed_before = _killed_for_memory()
+        self._killed_before = killed_for_memory()
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
         self._witness = Witness(self.token)
@@ -128,7 +129,7 @@ class Job:
     @property
     def killed_for_memory(self) -> bool:
         """Whether the kernel has killed a process of this control group since the start, as memory ran out."""
-        return _killed_for_memory() > self._killed_before
+        return killed_for_memory() > self._killed_before
 
     def end(self) -> list[str]:
         """Ends what there still is of it on this machine; what was found, in words. Returns once all is gone."""
@@ -201,14 +202,3 @@ def _end_with_parent() -> None:
     """Of a new process: if its parent is killed it gets SIGTERM, as nobody would end or restart the job any more."""
     with contextlib.suppress(AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _killed_for_memory() -> int:
-    """How many processes of this control group the kernel has killed."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        group = next(line[3:] for line in groups if line.startswith("0::"))
-        events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text().split()
-        return int(events[events.index("oom_kill") + 1])
-    except (OSError, StopIteration, ValueError):
-        return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mpidl.doctor.__main__ import lines
 from mpidl.doctor.advice import findings
 from mpidl.doctor.facts import started
 
@@ -58,7 +59,7 @@ def test_a_machine_that_is_well_has_no_findings() -> None:
         ({"shared_memory": {"directory": "/dev/shm", "bytes": GIB, "free": 64 << 20}}, True, "of a has 64 MiB free"),
         ({"threads": 8}, True, "a: 4 ranks of 8 threads each on 8 cores"),
         ({"cores": [0, 1], "threads": 1}, True, "a: 4 ranks of 1 thread each on 2 cores"),
-        ({"threads": 1}, False, "a: 4 ranks of 1 thread each on 8 cores: 4 cores are idle"),
+        ({"threads": 1}, False, "a: 4 ranks of 1 thread each on 8 cores: 4 cores would be idle"),
         ({"quota": 4.0}, True, "a: 4 ranks of 2 threads each on 4 cores"),
         ({"gpus": ["H100"]}, False, "a has 1 of H100"),
     ],
@@ -84,18 +85,59 @@ def test_ranks_that_are_bound_to_the_same_core_are_told() -> None:
 
 def test_slow_ways_are_told() -> None:
     facts = [rank(n) for n in range(4)]
-    assert told(facts, all_reduce_on_a_node=1e9)[0][1].startswith("the all-reduce on a node moves 954 MiB/s")
+    assert told(facts, all_reduce_on_a_node=1e9) == [
+        (True, "all-reduce on a node: 954 MiB/s is low; at least 1.16 GiB/s is to be expected (1/8 of a copy)")
+    ]
     slow = {"bytes_per_second": 1e8, "latency": 1e-3}
     assert told(facts, links={"b": LINK}) == []
-    assert told(facts, links={"b": slow})[0][1].startswith("the link from a to b moves 95.4 MiB/s, with 1000 us")
+    assert told(facts, links={"b": slow}) == [
+        (
+            True,
+            "link a - b: 95.4 MiB/s is low; at least 191 MiB/s is to be expected (1/50 of a copy); "
+            "a message takes 1000 us",
+        )
+    ]
     assert told(facts, links={"b": LINK, "c": slow}) == [
-        (True, "the link from a to c moves 95.4 MiB/s, with 1000 us; the best one 954 MiB/s")
+        (
+            True,
+            "link a - c: 95.4 MiB/s is low; at least 318 MiB/s is to be expected (1/3 of the best link); "
+            "a message takes 1000 us",
+        )
+    ]
+    assert told(facts, links={"b": LINK}, all_reduce_over_nodes=3e8) == []
+    assert told(facts, links={"b": LINK}, all_reduce_over_nodes=2e8) == [
+        (
+            False,
+            "all-reduce over all nodes: 191 MiB/s is low; at least 238 MiB/s is to be expected "
+            "(1/4 of what the links let through)",
+        )
     ]
 
 
 def test_problems_come_before_remarks() -> None:
     found = told([rank(n, gpus=["H100"], symmetric=False) for n in range(4)])
     assert [problem for problem, _ in found] == [True, False]
+
+
+def test_of_each_speed_the_report_says_whether_it_is_what_is_to_be_expected() -> None:
+    facts = [rank(n, cores=list(range(4)), cores_of_machine=4, threads=1) for n in range(4)]
+    speed = {**FAST, "all_reduce_over_nodes": 1e8, "links": {"b": LINK}}
+    text = lines(facts, speed, findings(facts, speed))
+    begin = next(n for n, line in enumerate(text) if line.startswith("speed"))
+    assert text[begin : begin + 4] == [
+        "speed     each rank copies memory at 9.31 GiB/s, all at once; the rest is measured by that",
+        "          all-reduce on a node: 4.66 GiB/s, good (expected: about 9.31 GiB/s, at least 1.16 GiB/s, "
+        "1/8 of a copy)",
+        "          all-reduce over all nodes: 95.4 MiB/s, low (expected: about 954 MiB/s, at least 238 MiB/s, "
+        "1/4 of what the links let through)",
+        "          link a - b: 954 MiB/s, good (expected: at least 318 MiB/s, 1/3 of the best link)",
+    ]
+
+
+def test_one_is_told_as_one() -> None:
+    alone = rank(0, cores=[0, 1], cores_of_machine=2, threads=1, started=1, local_size=1)
+    (finding,) = findings([alone], {**FAST, "all_reduce_on_a_node": None})
+    assert finding.what == "a: 1 rank of 1 thread each on 2 cores: 1 core would be idle"
 
 
 def test_what_launchers_say_of_their_number_of_processes() -> None:
