@@ -3,7 +3,11 @@
 #
 #     sbatch examples/slurm/one_node.sh
 #
-#SBATCH --job-name=gpt2
+# From the project's root, in an environment where it is installed. The job's name is also that of its directory: another
+# training needs another one (sbatch --job-name=NAME), and of one name a single job runs at a time (singleton); the next
+# one goes on where the last one has ended.
+#
+#SBATCH --job-name=gpt2-medium
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=4
@@ -11,12 +15,13 @@
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=gpt2-%j.out
+#SBATCH --output=%x-%j.out
+#SBATCH --dependency=singleton
 
 set -u
 
 MPI=${MPI:-pmi2} # pmi2: MPICH, Intel MPI; pmix: Open MPI. `srun --mpi=list` says what there is.
-RUN=${RUN:-runs/gpt2}
+RUN=${RUN:-runs/$SLURM_JOB_NAME}
 STOPPED=75    # asked to stop, saved, can go on
 TOO_EARLY=138 # the signal came before the training listened, and ended it: its last checkpoint is there
 

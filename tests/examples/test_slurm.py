@@ -15,6 +15,7 @@ import pytest
 from tests.harness import launch
 
 SCRIPTS = launch.ROOT / "examples" / "slurm"
+ALL = ("one_node.sh", "several_nodes.sh")
 # Runs as the ranks would: waits for the signal, if it is to, and ends with the status in the file `ends`.
 SRUN = """#!/bin/bash
 echo "srun $*" >>"$CALLS"
@@ -45,10 +46,14 @@ def slurm(tmp_path: Path):
         (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
         calls = tmp_path / "calls"
         files = {"CALLS": str(calls), "ENDS": str(tmp_path / "ends"), "WAITS": str(tmp_path / "waits")}
-        job = {"SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8", "RUN": str(tmp_path / "run")}
+        job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "mine", "SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8"}
+        job["PYTHONPATH"] = str(launch.ROOT)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
-        environment = launch.environment(PATH=path, PYTHONPATH=str(launch.ROOT), **files, **job)
-        process = subprocess.Popen(["bash", SCRIPTS / script], env=environment, cwd=launch.ROOT)
+        environment = launch.environment(PATH=path, **files, **job)
+        with (tmp_path / "said").open("wb") as said:
+            process = subprocess.Popen(
+                ["bash", SCRIPTS / script], env=environment, cwd=tmp_path, stdout=said, stderr=said
+            )
         started.append(process)
         return process, calls
 
@@ -67,6 +72,18 @@ def test_one_node_goes_back_to_the_queue_if_it_was_asked_to_stop(slurm, status: 
     assert said[1:] == ["scontrol requeue 77"] * again
 
 
+def test_each_job_has_a_directory_of_its_name(slurm, tmp_path: Path) -> None:
+    """Which a job that was put back in the queue, and another one of that name, find again."""
+    names = {
+        re.findall(r"^#SBATCH --job-name=(\S+)", (SCRIPTS / script).read_text(), re.MULTILINE)[0] for script in ALL
+    }
+    assert len(names) == len(ALL)
+    process, calls = slurm("one_node.sh", 0)
+    assert process.wait(60) == 0
+    assert "--checkpoint-dir runs/mine " in calls.read_text()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
 @pytest.mark.limit(120)
 def test_several_nodes_go_on_after_a_failure_and_pass_the_signal_on(slurm, tmp_path: Path) -> None:
     process, calls = slurm("several_nodes.sh", 1, "wait")
@@ -81,6 +98,16 @@ def test_several_nodes_go_on_after_a_failure_and_pass_the_signal_on(slurm, tmp_p
     assert said[3:] == ["scontrol requeue 77"]
 
 
+def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path: Path) -> None:
+    process, calls = slurm("several_nodes.sh", "wait")
+    while not (tmp_path / "waits").exists():
+        assert process.poll() is None, calls.read_text()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert "scontrol" not in calls.read_text()
+
+
 def test_several_nodes_heed_a_signal_before_the_training_is_started(slurm, tmp_path: Path) -> None:
     (tmp_path / "ends.doctor").touch()  # the signal comes while the doctor looks
     process, calls = slurm("several_nodes.sh")
@@ -89,7 +116,7 @@ def test_several_nodes_heed_a_signal_before_the_training_is_started(slurm, tmp_p
     assert [line.split()[0] for line in said] == ["srun", "scontrol"]
 
 
-@pytest.mark.parametrize("script", ["one_node.sh", "several_nodes.sh"])
+@pytest.mark.parametrize("script", ALL)
 def test_what_the_scripts_ask_the_example_for_it_has(script: str) -> None:
     """Every option of the example that stands in a script."""
     text = (SCRIPTS / script).read_text().partition("gpt2_zero3.py")[2]
@@ -101,6 +128,6 @@ def test_what_the_scripts_ask_the_example_for_it_has(script: str) -> None:
 
 def test_what_the_documentation_says_of_batch_options_the_scripts_do() -> None:
     documented = set(re.findall(r"#SBATCH (--[\w-]+)", (launch.ROOT / "docs" / "launching.md").read_text()))
-    scripts = [(SCRIPTS / script).read_text() for script in ("one_node.sh", "several_nodes.sh")]
+    scripts = [(SCRIPTS / script).read_text() for script in ALL]
     assert {"--signal", "--requeue"} <= documented
     assert [o for o in documented for text in scripts if not re.search(rf"^#SBATCH {o}\b", text, re.MULTILINE)] == []
