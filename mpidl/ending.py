@@ -52,6 +52,7 @@ def end_job_with_any_rank(comm: Communicator) -> None:
     sys.exit = _noting(sys.exit)
     if threading.current_thread() is threading.main_thread():
         ending.listen()
+        _end_by_hangup()
 
 
 class _Ending:
@@ -142,6 +143,16 @@ class _Ending:
             if signal.SIGINT in received and self._stands() and not self._noticed.wait(_PATIENCE) and self._stands():
                 self._interrupted()
             self._noticed.clear()
+
+
+def _end_by_hangup() -> None:
+    """Gives SIGHUP its meaning back, also that of nohup: UCX, which MPI libraries use, takes it when it is loaded.
+
+    A program without mpirun would go on for ever when its terminal is closed.
+    """
+    handler = signal.getsignal(signal.SIGHUP)
+    if handler is not None:
+        signal.signal(signal.SIGHUP, handler)
 
 
 def _say(text: str) -> None:

@@ -3,9 +3,10 @@
     python -m mpidl.launch --max-restarts 10 --checkpoint runs/a -- \\
         mpirun -n 4 python examples/gpt2_zero3.py --checkpoint-dir runs/a --save-every 50
 
-The command must go on from its newest checkpoint by itself, as the example does. SIGTERM and SIGUSR1 are passed on as
-SIGUSR1, which asks the job to save and to stop; SIGINT ends it at once. The exit status is 0 when the job is done, 75
-when it was asked to stop and can go on, 130 when it was interrupted, 2 for wrong use, else that of the last run.
+The command must go on from its newest checkpoint by itself, as the example does. SIGTERM, SIGUSR1 and SIGHUP, that of
+a closed terminal, are passed on as SIGUSR1, which asks the job to save and to stop; SIGINT ends it at once. The exit
+status is 0 when the job is done, 75 when it was asked to stop and can go on, 130 when it was interrupted, 2 for wrong
+use, else that of the last run.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ import ctypes
 import os
 import pty
 import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -159,6 +161,8 @@ class Job:
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 found.append(path)
+        # Open MPI's launcher keeps a directory for each job, and one that gives up or is killed leaves it.
+        shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{self._process.pid}", ignore_errors=True)
         for stream in self._streams:
             stream.join(_POLITE)
         return found

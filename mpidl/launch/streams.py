@@ -7,6 +7,7 @@ write to; of anything else a pipe.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pty
@@ -60,9 +61,17 @@ class Stream:
                 *whole, begun = (self._begun + piece).split(b"\n")
                 self._lines.extend(line.decode(errors="replace").rstrip("\r") for line in whole)
                 self._begun = begun[begun.rfind(b"\r", 0, -1) + 1 :]  # progress bars write the same line anew
-                while piece:
-                    piece = piece[os.write(self._target, piece) :]
+                self._write(piece)
         os.close(self._exit)
+
+    def _write(self, piece: bytes) -> None:
+        """What a terminal that has been closed does not take any more is lost: the job is to save, and to stop."""
+        try:
+            while piece:
+                piece = piece[os.write(self._target, piece) :]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
 
 
 def _terminal(like: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from .job import Job
 
 _LOOK = 0.05  # seconds
 _AFTER_INTERRUPT = 5.0  # seconds until what an interrupt has not ended is ended
-_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,11 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._heed) for number in _STOPS}
+        before = {number: signal.getsignal(number) for number in _STOPS}
+        for number, handler in before.items():
+            # Under nohup SIGHUP is ignored, and is to be so by the job too. Said anew: UCX takes it when it is loaded.
+            spared = number == signal.SIGHUP and handler is signal.SIG_IGN
+            signal.signal(number, signal.SIG_IGN if spared else self._heed)
         try:
             yield
         finally:
@@ -205,8 +209,13 @@ class Supervisor:
         return 128 + signal.SIGINT if self._asked is signal.SIGINT else STOPPED
 
     def _heed(self, number: int, _: Any) -> None:
-        """Passes a request to stop on as SIGUSR1: launchers kill ranks, or do not, when they get SIGTERM themselves."""
-        again = self._asked is not None
+        """Passes a request to stop on as SIGUSR1: launchers kill ranks, or do not, when they get SIGTERM themselves.
+
+        After an interrupt nothing but another one counts: a terminal that is closed then sends SIGHUP.
+        """
+        again = self._asked is signal.SIGINT
+        if again and number != signal.SIGINT:
+            return
         self._asked = signal.Signals(number)
         if number == signal.SIGINT:
             self._deadline = time.monotonic() + (0 if again else _AFTER_INTERRUPT)
@@ -222,4 +231,5 @@ class Supervisor:
             time.sleep(min(left, _LOOK))
 
     def _say(self, text: str) -> None:
-        print(f"mpidl.launch: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal has been closed, or nobody reads any more
+            print(f"mpidl.launch: {text}", file=sys.stderr, flush=True)

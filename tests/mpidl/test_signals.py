@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
 
 import mpidl
 from mpidl import STOPPED, StopSignal
+from tests.harness import launch
 
 KINDS = [signal.SIGTERM, signal.SIGUSR1]
 
@@ -70,6 +72,18 @@ def test_another_thread_than_the_main_one_is_refused(comm) -> None:
     thread.start()
     thread.join()
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize(("handler", "status"), [("SIG_DFL", -signal.SIGHUP), ("SIG_IGN", 0)])
+def test_a_closed_terminal_ends_a_program_without_mpirun_but_not_under_nohup(handler: str, status: int) -> None:
+    program = (
+        f"import signal; signal.signal(signal.SIGHUP, signal.{handler})\n"
+        "import os, mpidl\n"
+        "mpidl.init()\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+    )
+    done = launch.run([sys.executable, "-c", program], 60, launch.ROOT, launch.environment())
+    assert done.returncode == status, done.stderr
 
 
 def test_a_stopped_job_ends_with_its_own_status_and_one_line(mpirun, tmp_path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -109,7 +110,11 @@ def test_a_stopped_job_and_wrong_use_are_not_started_again(tmp_path: Path, statu
 
 
 @pytest.mark.parametrize("job", ["wait", "deaf"])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)],
+    ids=lambda given: getattr(given, "name", None),
+)
 def test_signals_are_passed_on_and_the_job_is_not_started_again(
     tmp_path: Path, number: signal.Signals, status: int, job: str
 ) -> None:
@@ -125,6 +130,28 @@ def test_signals_are_passed_on_and_the_job_is_not_started_again(
     assert Supervisor(Plan(command(tmp_path, job), backoff=0)).run() == status
     assert started(tmp_path) == 1
     assert signal.getsignal(number) is before
+
+
+def test_after_an_interrupt_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
+    def send() -> None:
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    threading.Thread(target=send).start()
+    assert Supervisor(Plan(command(tmp_path, "deaf"), backoff=0)).run() == 130
+
+
+def test_under_nohup_neither_it_nor_its_job_heeds_a_closed_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    job = "import os, signal; print(signal.getsignal(signal.SIGHUP)); os.kill(os.getppid(), signal.SIGHUP)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert Supervisor(Plan([sys.executable, "-c", job])).run() == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert capfd.readouterr().out == f"{signal.SIG_IGN}\n"
 
 
 def test_a_signal_while_the_job_is_being_started_is_not_lost(tmp_path: Path, monkeypatch) -> None:
@@ -146,11 +173,16 @@ def test_a_signal_between_two_runs_ends_the_waiting(tmp_path: Path) -> None:
 
 
 def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path, monkeypatch) -> None:
-    """A process in a session of its own, and a file that the job's allocator would have made."""
+    """A process in a session of its own, and files that the job's allocator and its launcher would have made."""
     monkeypatch.setenv("MPIDL_SHM_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "mpidl-0123-4567").touch()
+    (tmp_path / "ompi.1").mkdir()
     stranger = subprocess.Popen(["sleep", "60"], env={**os.environ, "MPIDL_JOB": "0123"}, start_new_session=True)
-    script = f'setsid sleep 60 & echo $! >{tmp_path}/pid; touch "{tmp_path}/mpidl-$MPIDL_JOB-89ab"; sleep 0.3; exit 1'
+    script = (
+        f'mkdir -p "{tmp_path}/ompi.$$/0"; setsid sleep 60 & echo $! >{tmp_path}/pid; '
+        f'touch "{tmp_path}/mpidl-$MPIDL_JOB-89ab"; sleep 0.3; exit 1'
+    )
     try:
         supervisor = Supervisor(Plan(["sh", "-c", script], backoff=0, max_restarts=0))
         assert supervisor.run() == 1
@@ -159,6 +191,7 @@ def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path,
         with contextlib.suppress(OSError):  # it may be gone already
             assert not Path(f"/proc/{left}/environ").read_bytes()
         assert [path.name for path in tmp_path.glob("mpidl-*")] == ["mpidl-0123-4567"]
+        assert [path.name for path in tmp_path.glob("ompi.*")] == ["ompi.1"]
         assert stranger.poll() is None
     finally:
         stranger.kill()

@@ -24,7 +24,7 @@ PARTS = (
 def started(command: list[str], target: int) -> tuple[subprocess.Popen[bytes], Stream]:
     """A process that writes to `target`."""
     stream = Stream(target)
-    process = subprocess.Popen(command, stdout=stream.entrance)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stream.entrance)
     stream.begin()
     return process, stream
 
@@ -65,6 +65,19 @@ def test_a_terminal_stays_one() -> None:
     assert stream.lines == ["17 91"]
     assert os.read(leader, 100) == b"17 91\r\n"
     os.close(leader)
+    os.close(follower)
+
+
+def test_a_terminal_that_is_closed_does_not_stop_the_command() -> None:
+    leader, follower = pty.openpty()
+    process, stream = started(["sh", "-c", "echo a; read go; echo b && echo c; exit 7"], follower)
+    os.read(leader, 100)
+    os.close(leader)
+    assert process.stdin
+    process.stdin.close()
+    assert process.wait(30) == 7
+    stream.join(10)
+    assert stream.lines == ["a", "b", "c"]
     os.close(follower)
 
 
