@@ -1,7 +1,8 @@
 # make run    train GPT-2 with ZeRO-3 on NP ranks         make test    the test suite
 # make lint   ruff and mypy                               make clean   remove environments and caches
 # make test-hosts  the tests of collectives over test hosts that are made on this machine (root only; docs/hosts.md)
-# make test-gpu  the tests that need a GPU, on 1, 2 and 4 ranks (docs/gpu.md); nothing where there is none
+# make test-gpu  the tests that need a GPU, on 1, 2 and 4 ranks, with a table of what passed (docs/gpu.md)
+# make bench-gpu the benchmarks on a GPU, on 2 and 4 ranks, beside the bounds; ARGS go to bench_collectives.py
 # make bench  the benchmarks on NP ranks; ARGS go to make bench-collectives or make bench-training
 #
 # Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
@@ -12,7 +13,7 @@
 # NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
 # FULL=1    test: every case on every number of ranks, which takes three times as long
 # ARGS      options of the example, of a benchmark or of pytest
-# CUPY      test-gpu: cuda12 or cuda13, the CUDA that cupy is for
+# CUPY      test-gpu, bench-gpu: cuda12 or cuda13, the CUDA that cupy is for
 # PIP_ARGS  options of pip, such as an index with CPU builds of torch
 
 MPI      ?= mpich
@@ -52,7 +53,7 @@ CHOICE := $(if $(FULL),,--brief)
 # One thread a rank where cores are shared, output as it comes where it goes through a pipe, and modules compiled once.
 IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help run test test-hosts test-gpu lint bench bench-collectives bench-training clean
+.PHONY: help run test test-hosts test-gpu lint bench bench-collectives bench-training bench-gpu clean
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -76,17 +77,25 @@ test-hosts: $(VENV)/.test
 	    done; \
 	else echo "no test hosts: $$why"; fi
 
+# What a GPU needs is installed only where there is one; CUDA_READY is true if it can be used, and says why it cannot.
+CUDA_READY = { command -v nvidia-smi >/dev/null || { echo "no GPU: not run (there is no nvidia-smi)"; false; }; } && \
+    { $(PIP) -e '.[$(WHEEL)$(CUPY),examples,test]' || exit 1; } && \
+    { why=$$($(PY) tests/gpus.py --check) || { echo "no GPU: not run ($$why)"; false; }; }
+
 test-gpu: $(VENV)/.test
-	@command -v nvidia-smi >/dev/null || { echo "no GPU: not run (there is no nvidia-smi)"; exit 0; }; \
-	$(PIP) -e '.[$(WHEEL)$(CUPY),examples,test]' || exit 1; \
-	if why=$$($(PY) tests/gpus.py); then \
-	    for n in 1 2 4; do \
-	        echo "== tests on a GPU, $$n ranks"; \
-	        $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi --gpu tests/collectives $(ARGS) || exit 1; \
+	@$(CUDA_READY) || exit 0; $(IN_STEP) $(PY) tests/gpus.py $(ARGS)
+
+bench-gpu: $(VENV)/.test
+	@$(CUDA_READY) || exit 2; \
+	for n in 2 4; do \
+	    for dtype in float32 bfloat16; do \
+	        $(IN_STEP) $(MPIRUN) -n $$n $(PY) benchmarks/bench_collectives.py --device cuda --ops all_reduce \
+	            --dtype $$dtype $(ARGS) || exit 1; \
 	    done; \
-	    echo "== tests on a GPU, without MPI"; \
-	    $(IN_STEP) $(PY) -m pytest -q --gpu tests/collectives $(ARGS); \
-	else echo "no GPU: not run ($$why)"; fi
+	    $(IN_STEP) $(MPIRUN) -n $$n $(PY) benchmarks/bench_training.py --device cuda --dtype bfloat16 --layers 12 \
+	        --heads 12 --embd 768 --vocab 50257 --batch 4 --block-size 1024 --steps 20 --rounds 3 \
+	        --engines single,ddp,zero1,zero2,zero3,torch-ddp,fsdp2 || exit 1; \
+	done
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -9,6 +9,10 @@ rank's, a row's the median over the steps of all rounds; so are its parts, forwa
 
 peak_mib is the largest rank's proportional set size (memory that ranks share is divided among them), the highest of
 those after forward, backward and step of the steps before the counted ones. The loss is the mean over ranks.
+
+--device cuda: on GPUs, which the ranks take in turn. Times are between events on the GPU, and peak_mib is what is in
+use there, divided by its ranks. --dtype bfloat16 computes under autocast, whatever the engine. PyTorch's DDP goes by
+NCCL where each rank has a GPU, else by gloo; fully_shard needs NCCL.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import gpu_limits
 import mpidl
 from collectives import Communicator
 from mpidl.cli import ArgumentParser, at_least, check_writable
@@ -40,6 +45,8 @@ BARE = "all-reduce"
 PARTS = ("forward", "backward", "step")
 PEERS = ("torch-ddp", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3")
 SETTINGS: dict[str, Any] = {"lr": 3e-4}
+# On GPUs: a step of an engine takes at most so many times that without communication.
+BOUNDS = {"zero3": 1.1}
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,69 @@ class Engine:
     close: Callable[[], Any] = lambda: None
 
 
+class Stopwatch:
+    """The parts of a step by the host's clock, and the memory in use."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._before, self._parts = time.perf_counter(), dict.fromkeys(PARTS, 0.0)
+
+    def took(self, part: str) -> None:
+        """What was since the last call is of this part."""
+        self._parts[part] += time.perf_counter() - self._before
+
+    def go_on(self) -> None:
+        """What comes is of the next part."""
+        self._before = time.perf_counter()
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part, at the end of the step."""
+        return self._parts
+
+    def used_mib(self) -> float:
+        """Memory in use."""
+        return float(mpidl.memory.pss_mib())
+
+
+class EventStopwatch(Stopwatch):
+    """By events of the GPU, for which nobody waits before the end of the step."""
+
+    def __init__(self, gpu: gpu_limits.Gpu) -> None:
+        self._gpu = gpu
+
+    def begin(self) -> None:
+        """See Stopwatch."""
+        self._gpu.settle()
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.go_on()
+
+    def took(self, part: str) -> None:
+        """See Stopwatch."""
+        self._spans.append((part, self._last, self._mark()))
+
+    def go_on(self) -> None:
+        """See Stopwatch."""
+        self._last = self._mark()
+
+    def parts(self) -> dict[str, float]:
+        """See Stopwatch."""
+        found = dict.fromkeys(PARTS, 0.0)
+        self._gpu.settle()
+        for part, begin, end in self._spans:
+            found[part] += begin.elapsed_time(end) / 1e3  # milliseconds
+        return found
+
+    def used_mib(self) -> float:
+        """See Stopwatch."""
+        return self._gpu.used_mib()
+
+    @staticmethod
+    def _mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 def plain(call: Any, optimizer: torch.optim.Optimizer) -> Engine:
     """The loop that everyone knows."""
 
@@ -98,20 +168,21 @@ def build(name: str, model: GPT2, comm: Communicator, options: argparse.Namespac
         stage = int(name[-1])
         return plain(model, mpidl.ZeroOptimizer(model, adam, stage=stage, process_group=comm, **SETTINGS))
     if name == "torch-ddp":
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        on = [torch.cuda.current_device()] if options.device == "cuda" else None
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, device_ids=on)
         return plain(wrapped, adam(model.parameters(), **SETTINGS))
     if name == "fsdp2":
-        return _fsdp2(model)
+        return _fsdp2(model, options.device)
     return _deepspeed(model, int(name[-1]), options)
 
 
-def _fsdp2(model: GPT2) -> Engine:
+def _fsdp2(model: GPT2, device: str) -> Engine:
     """PyTorch's fully_shard on each block, then on the rest."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in model.transformer["h"].children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -134,43 +205,57 @@ def tokens_of_the_standard_library(comm: Communicator) -> np.ndarray:
     return ByteTokenizer().encode(read_corpus("stdlib", comm))
 
 
-def give_back_free_memory() -> None:
-    """So that an engine does not inherit what the one before it has freed but the C library has kept."""
+def give_back_free_memory(device: str) -> None:
+    """So that an engine does not inherit what the one before it has freed but an allocator has kept."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run(name: str, comm: Communicator, options: argparse.Namespace, config: GPT2Config, batches: TokenBatches) -> Run:
+def run(
+    name: str,
+    comm: Communicator,
+    options: argparse.Namespace,
+    config: GPT2Config,
+    batches: TokenBatches,
+    watch: Stopwatch,
+) -> Run:
     """Builds an engine and runs its steps."""
     gc.collect()
-    give_back_free_memory()
+    give_back_free_memory(options.device)
     torch.manual_seed(0)
-    model = GPT2(config)
+    model = GPT2(config).to(options.device)
     if name == BARE:
-        return bare_all_reduce(comm, options, sum(p.numel() for p in model.parameters()))
+        return bare_all_reduce(comm, options, sum(p.numel() for p in model.parameters()), watch)
     engine = build(name, model, comm, options)
-    seconds, loss_sum, peak = [], 0.0, 0.0
+    halves = options.dtype == "bfloat16"
+    seconds: list[list[float]] = []
+    losses: list[torch.Tensor] = []
+    peak = 0.0
     for number in range(-options.warmup, options.steps):
         comm.barrier()
-        loss_sum = 0.0
-        parts = dict.fromkeys(PARTS, 0.0)
-        before = time.perf_counter()
+        losses = []
+        watch.begin()
 
         def took(part: str) -> None:
-            nonlocal before, peak
-            parts[part] += time.perf_counter() - before  # noqa: B023
+            nonlocal peak
+            watch.took(part)
             if number < 0:  # noqa: B023
-                peak = max(peak, mpidl.memory.pss_mib())
-            before = time.perf_counter()
+                peak = max(peak, watch.used_mib())
+            watch.go_on()
 
-        for x, y in batches.step(number + options.warmup):
-            loss = engine.loss(x, y)
+        for batch in batches.step(number + options.warmup):
+            x, y = (tokens.to(options.device) for tokens in batch)
+            with torch.autocast(options.device, torch.bfloat16) if halves else contextlib.nullcontext():
+                loss = engine.loss(x, y)
             took("forward")
             engine.backward(loss / options.grad_accum)
-            loss_sum += loss.item() / options.grad_accum
+            losses.append(loss.detach())
             took("backward")
         engine.step()
         took("step")
+        parts = watch.parts()
         if number >= 0:
             seconds.append(list(parts.values()))
     slowest = np.array(seconds)
@@ -180,7 +265,7 @@ def run(name: str, comm: Communicator, options: argparse.Namespace, config: GPT2
     slowest *= (totals / slowest.sum(1))[:, None]  # the parts' shares of the slowest rank's step
     summary = np.array([peak])
     comm.all_reduce(summary, "max")
-    mean = np.array([loss_sum])
+    mean = np.array([sum(loss.item() for loss in losses) / options.grad_accum])
     comm.all_reduce(mean, "avg")
     engine.close()
     del engine, model
@@ -188,24 +273,27 @@ def run(name: str, comm: Communicator, options: argparse.Namespace, config: GPT2
     return Run(slowest, float(summary[0]), float(mean[0]))
 
 
-def bare_all_reduce(comm: Communicator, options: argparse.Namespace, elements: int) -> Run:
+def bare_all_reduce(comm: Communicator, options: argparse.Namespace, elements: int, watch: Stopwatch) -> Run:
     """The averaging of so many fp32 elements in symmetric memory, as DDP does it, but all at once."""
-    flat = comm.empty(elements, torch.float32)
+    flat = comm.empty(elements, torch.float32, device=options.device)
     buckets = flat.zero_().split(25 * mpidl.memory.MIB // 4)
     seconds = np.zeros((options.steps, len(PARTS)))
     for number in range(-options.warmup, options.steps):
         comm.barrier()
-        before = time.perf_counter()
+        watch.begin()
         for bucket in buckets:
             comm.all_reduce(bucket, "avg")
-        seconds[max(number, 0), PARTS.index("backward")] = time.perf_counter() - before
+        watch.took("backward")
+        seconds[max(number, 0)] = list(watch.parts().values())
     comm.all_reduce(seconds, "max")
-    return Run(seconds, mpidl.memory.pss_mib(), float("nan"))
+    return Run(seconds, watch.used_mib(), float("nan"))
 
 
 def parse(comm: Communicator) -> argparse.Namespace:
     """The options."""
     parser = ArgumentParser(comm, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to train")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="to compute in")
     parser.add_argument("--engines", default="single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2", help="which")
     parser.add_argument("--batch", type=at_least(1), default=4, help="sequences a rank a micro-step")
     parser.add_argument("--block-size", type=at_least(1), default=128, help="tokens a sequence")
@@ -216,23 +304,30 @@ def parse(comm: Communicator) -> argparse.Namespace:
     parser.add_argument("--layers", type=at_least(1), default=8, help="of the model")
     parser.add_argument("--heads", type=at_least(1), default=8, help="of the model")
     parser.add_argument("--embd", type=at_least(1), default=512, help="width of the model")
+    parser.add_argument(
+        "--vocab", type=at_least(256), default=256, help="tokens that the model knows; the data are bytes"
+    )
     parser.add_argument("--threads", type=at_least(1), default=1, help="threads a rank")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw step times and memory there (PNG)")
 
     def check(options: argparse.Namespace) -> None:
+        if options.device == "cuda" and gpu_limits.missing():
+            raise UsageError(f"--device cuda: {gpu_limits.missing()}")
         options.engines = [name for name in options.engines.split(",") if name]
         for name in options.engines or [""]:
             if name not in (*OURS, *PEERS, BARE):
                 raise UsageError(f"--engines: got {name!r}; needs any of {','.join((*OURS, *PEERS, BARE))}")
         if any(name.startswith("deepspeed") for name in options.engines):
+            if options.device == "cuda":
+                raise UsageError("--engines: DeepSpeed is compared with on the CPU only")
             from peer_deepspeed import load as load_deepspeed
 
             try:
                 load_deepspeed()
             except ImportError as error:
                 raise UsageError(f"--engines: DeepSpeed is not installed ({error})") from None
-        GPT2Config(256, options.block_size, options.layers, options.heads, options.embd)
+        GPT2Config(options.vocab, options.block_size, options.layers, options.heads, options.embd)
         if comm.rank == 0:
             check_writable(options.json)
             check_writable(options.plot)
@@ -278,14 +373,21 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def compare(rows: list[Row], say: Callable[..., None]) -> None:
-    """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than."""
+def compare(rows: list[Row], say: Callable[..., None], bounded: bool = False) -> None:
+    """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than.
+
+    bounded: whether BOUNDS hold here.
+    """
     times = {row.engine: row.step_ms for row in rows}
     for ours in OURS:
         others = [other for other in ("single", *PEERS) if other in times and other != ours and ours in times]
         against = [f"{times[ours] / times[other]:.3f} of {other}" for other in others]
         if against:
             say(f"# {ours}: {', '.join(against)}")
+    for ours, most in BOUNDS.items() if bounded else ():
+        if {ours, "single"} <= times.keys():
+            ratio = times[ours] / times["single"]
+            say(f"# {ours}: {ratio:.3f} of single (at most {most:g}: {'kept' if ratio <= most else 'MISSED'})")
     if {"single", "ddp", BARE} <= times.keys():
         say(f"# ddp: {times['ddp'] / (times['single'] + times[BARE]):.3f} of single + {BARE}")
 
@@ -296,11 +398,16 @@ def main() -> None:
     options = parse(comm)
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.set_num_threads(options.threads)
+    gpu = gpu_limits.Gpu(comm) if options.device == "cuda" else None
+    watch = Stopwatch() if gpu is None else EventStopwatch(gpu)
+    if gpu is not None and not gpu.own and "fsdp2" in options.engines:
+        options.engines.remove("fsdp2")
+        say("# fsdp2: not run, as NCCL needs a GPU for each rank")
     if set(options.engines) & set(PEERS):
         from peers import start_gloo
 
-        start_gloo(comm)
-    config = GPT2Config(256, options.block_size, options.layers, options.heads, options.embd)
+        start_gloo(comm, "cpu:gloo,cuda:nccl" if gpu is not None and gpu.own and comm.size > 1 else "gloo")
+    config = GPT2Config(options.vocab, options.block_size, options.layers, options.heads, options.embd)
     tokens = tokens_of_the_standard_library(comm)
     batches = TokenBatches(tokens, comm, options.block_size, options.batch, options.grad_accum)
     with torch.device("meta"):
@@ -308,13 +415,14 @@ def main() -> None:
     say(
         f"# GPT-2 of {parameters / 1e6:.2f} M parameters, {comm.size} ranks, {options.threads} thread(s) each, "
         f"{options.batch} x {options.block_size} tokens a rank a micro-step, {options.grad_accum} micro-step(s)"
+        + ("" if gpu is None else f", {options.dtype} on {gpu.name}, {gpu.sharing} rank(s) on each")
     )
     heads = " ".join(f"{part:>9}" for part in PARTS)
     say(f"# {'engine':>12} {'ms a step':>10} {heads} {'tokens/s':>9} {'peak MiB':>9} {'last loss':>10}", flush=True)
     found: dict[str, list[Run]] = {name: [] for name in options.engines}
     for _ in range(options.rounds):
         for name in options.engines:
-            found[name].append(run(name, comm, options, config, batches))
+            found[name].append(run(name, comm, options, config, batches, watch))
             say(f"# {name}: {statistics.median(found[name][-1].seconds.sum(1)) * 1e3:.1f} ms", flush=True)
     rows = []
     for name, rounds in found.items():
@@ -340,7 +448,7 @@ def main() -> None:
         )
         told = " ".join(f"{part:>9.1f}" for part in parts)
         say(f"  {name:>12} {step * 1e3:>10.1f} {told} {rows[-1].tokens_per_s:>9.0f} {peak:>9.0f} {loss:>10.4f}")
-    compare(rows, say)
+    compare(rows, say, bounded=gpu is not None)
     if comm.rank == 0:
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -18,8 +18,25 @@ def repetitions(nbytes: int) -> int:
     return 100 if nbytes <= 64 << 10 else 40 if nbytes <= 4 << 20 else 9
 
 
+class Clock:
+    """The host's clock."""
+
+    def ready(self) -> None:
+        """Before the ranks meet for a call."""
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """How long a call takes."""
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+
 def measure(
-    comm: Communicator, calls: Mapping[str, Callable[[], Any]], count: int, warmup: int = 3
+    comm: Communicator,
+    calls: Mapping[str, Callable[[], Any]],
+    count: int,
+    warmup: int = 3,
+    clock: Clock | None = None,
 ) -> dict[str, float]:
     """Median over `count` repetitions of the slowest rank's seconds, by name. Collective.
 
@@ -27,16 +44,17 @@ def measure(
     is drawn anew each time, as each finds the caches as the one before has left them. A repetition's time is the
     slowest rank's, between a barrier and its own end.
     """
+    clock = clock or Clock()
     times = np.zeros((count, len(calls)))
     order = list(enumerate(calls.values()))
     draw = random.Random(count)  # the same on every rank
     for number in range(-warmup, count):
         draw.shuffle(order)
         for column, call in order:
+            clock.ready()
             comm.mpi.Barrier()
-            start = time.perf_counter()
-            call()
+            seconds = clock.seconds(call)
             if number >= 0:
-                times[number, column] = time.perf_counter() - start
+                times[number, column] = seconds
     comm.all_reduce(times, "max")
     return dict(zip(calls, np.median(times, 0).tolist(), strict=True))

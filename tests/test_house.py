@@ -18,7 +18,9 @@ ALLOWED = {
     "torch.distributed": ("benchmarks/",),
     "mpidl": ("mpidl/", "examples/", "benchmarks/", "tests/"),
     "peers": ("benchmarks/",),
-    "bench_collectives": ("benchmarks/",),
+    "gpu_limits": ("benchmarks/", "tests/benchmarks/"),
+    "bench_collectives": ("benchmarks/", "tests/benchmarks/"),
+    "bench_training": ("benchmarks/", "tests/benchmarks/"),
     "examples": ("examples/", "tests/"),
     "tests": ("tests/",),
 }

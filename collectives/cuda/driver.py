@@ -56,6 +56,13 @@ def current_index() -> int:
     return int(runtime.getDevice())
 
 
+def identity(index: int) -> str:
+    """What the GPU of that number is called in every process of this host: its place on the bus."""
+    from cupy.cuda import runtime
+
+    return str(runtime.deviceGetPCIBusId(index))
+
+
 class CudaEvent(Event):
     """A cudaEvent_t without timing."""
 

@@ -1,0 +1,158 @@
+"""GPUs for the benchmarks: one for each rank, a clock of its events, the ways as groups of ranks, and the limit.
+
+    limit of an operation   the bytes that all ranks on a GPU read and write in it if none is copied twice,
+                            by what a copy inside that GPU reads and writes a second while the other ranks are idle
+
+It is a limit of memory alone: where ranks have a GPU each, what joins the GPUs may be slower.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+import mpidl
+from collectives import ArgumentError, Communicator
+from collectives.cuda import driver
+from collectives.cuda.ways import WAY, WAYS
+from collectives.timing import Clock
+
+_COPY_BYTES = 256 << 20
+_COPIES = 20
+_LARGE = 256_000_000  # bytes from which on the bounds hold
+# (way, buffer): at least so much of the limit, and so many times as fast as gloo.
+BOUNDS = {("ipc", "symmetric"): (0.6, 10.0), ("staged", "user"): (None, 2.0)}
+
+
+def missing() -> str:
+    """Why no GPU can be used here, in one line; empty if one can."""
+    return driver.missing() if torch.cuda.is_available() else "torch sees no CUDA GPU"
+
+
+def moved_bytes(op: str, nbytes: int, ranks: int) -> int | None:
+    """What a rank reads and writes in an operation that copies nothing twice. nbytes: of the larger buffer."""
+    written = {"all_reduce": nbytes, "reduce_scatter": nbytes // ranks, "all_to_all": nbytes}.get(op)
+    return None if written is None else nbytes + written
+
+
+class EventClock(Clock):
+    """Between two events on the current stream, when all before is done and the caches hold something else."""
+
+    def __init__(self, l2_bytes: int) -> None:
+        self._other = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
+
+    def ready(self) -> None:
+        """See Clock."""
+        self._other.zero_()
+        torch.cuda.synchronize()
+
+    def seconds(self, call: Any) -> float:
+        """See Clock."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3  # milliseconds
+
+
+class Gpu:
+    """The GPU of this rank: they take the host's in turn. Collective.
+
+    sharing: how many ranks are on it. own: whether every rank has one to itself. l2_bytes: of its cache.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.index = comm.local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(self.index)
+        self.device = f"cuda:{self.index}"
+        here = platform.node(), driver.identity(self.index)
+        everyone = mpidl.all_gather_object(comm, here)
+        self.sharing, self._turn = everyone.count(here), everyone[: comm.rank].count(here)
+        self.own = len(set(everyone)) == comm.size
+        found = torch.cuda.get_device_properties(self.index)
+        self.name, self.l2_bytes = found.name, int(getattr(found, "L2_cache_size", 0)) or 128 << 20
+        self.clock = EventClock(self.l2_bytes)
+
+    def copy_bandwidth(self, comm: Communicator) -> float:
+        """Bytes that a copy inside the GPU reads and writes a second, alone; that of the fastest GPU. Collective."""
+        found = np.zeros(1)
+        if self._turn == 0:
+            size = max(_COPY_BYTES, 2 * self.l2_bytes)
+            source, target = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+            times = []
+            for _ in range(_COPIES):
+                self.clock.ready()
+                times.append(self.clock.seconds(lambda: target.copy_(source)))
+            found[0] = 2 * size / float(np.median(times[_COPIES // 4 :]))
+        comm.all_reduce(found, "max")  # which the other ranks wait for
+        return float(found[0])
+
+    def settle(self) -> None:
+        """Waits for what this rank has queued."""
+        torch.cuda.synchronize()
+
+    def used_mib(self) -> float:
+        """Memory in use on the GPU, by all ranks there, as a share of one of them."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return (total - free) / 2**20 / self.sharing
+
+
+@contextmanager
+def by_way(way: str) -> Iterator[None]:
+    """Groups whose first operation on GPU memory is inside take this way."""
+    before = os.environ.get(WAY)
+    os.environ[WAY] = way
+    try:
+        yield
+    finally:
+        os.environ.pop(WAY)
+        if before is not None:
+            os.environ[WAY] = before
+
+
+def groups(comm: Communicator, ways: Sequence[str], device: str) -> dict[str, Communicator]:
+    """Of all ranks, one for each of the ways that works between all of them. Collective."""
+    made = {}
+    for way in ways:
+        if way in WAYS:
+            group = comm.duplicate()
+            try:
+                with by_way(way):
+                    group.all_reduce(torch.ones(1, device=device))
+            except ArgumentError:  # on all ranks
+                continue
+            made[way] = group
+    return made
+
+
+def told(rows: Sequence[Any]) -> list[str]:
+    """A line for each way on each kind of arrays: beside the limit and gloo, with the bounds that it keeps or misses.
+
+    rows: `GpuRow`s of one operation and size.
+    """
+    gloo = next((row.time_us for row in rows if row.algorithm == "gloo"), None)
+    lines = []
+    for row in rows:
+        if row.algorithm not in WAYS:
+            continue
+        bounds = BOUNDS.get((row.algorithm, row.buffer), (None, None)) if row.op == "all_reduce" else (None, None)
+        parts = []
+        for value, text, least in (
+            (row.limit_us / row.time_us if row.limit_us else None, "{:.2f} of the limit", bounds[0]),
+            (gloo / row.time_us if gloo else None, "{:.1f} x gloo", bounds[1]),
+        ):
+            if value is not None:
+                parts.append(text.format(value))
+                if least is not None and row.bytes >= _LARGE:
+                    parts[-1] += f" (at least {least:g}: {'kept' if value >= least else 'MISSED'})"
+        what = f"{row.op} of {row.bytes >> 20} MiB of {row.dtype}"
+        if parts:
+            lines.append(f"# {what}, {row.algorithm}, {row.buffer} arrays: {', '.join(parts)}")
+    return lines
