@@ -5,6 +5,7 @@
     group       what the ranks of one group set up for their GPUs, and the way that an operation takes
     ways        which way serves a pair of ranks: ipc, aware, staged
     staged      through pinned host memory, in chunks (`chunks`), with the collectives of the host in between
+    barrier     where ranks meet on their streams, without a host that waits for a GPU
     symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives
     aware       device addresses to an MPI library that takes them
     device      all that is asked of a GPU's driver; `driver` is CUDA through cupy, `kernels` what runs there

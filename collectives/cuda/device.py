@@ -28,6 +28,20 @@ class Event(ABC):
         """Whether it is; never blocks."""
 
 
+class SharedEvent(ABC):
+    """A place in a stream for which streams of other processes of this host can wait. handle: lets them open it."""
+
+    handle: bytes
+
+    @abstractmethod
+    def record(self, stream: Stream) -> None:
+        """It is now the end of what is queued there so far. What waits for it already waits for where it was."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it, when no other process uses it any more; without that it stays."""
+
+
 class Stream(ABC):
     """A queue of work on a GPU."""
 
@@ -100,7 +114,7 @@ class Device(ABC):
 
     @abstractmethod
     def pin(self, address: int, nbytes: int) -> None:
-        """Keeps the pages of host memory in place, so that copies go on beside the host."""
+        """Keeps the pages of host memory in place, so that copies go on beside the host. Raises OSError."""
 
     @abstractmethod
     def unpin(self, address: int) -> None:
@@ -117,6 +131,14 @@ class Device(ABC):
     @abstractmethod
     def close(self, address: int) -> None:
         """Ends that."""
+
+    @abstractmethod
+    def shared_event(self) -> SharedEvent:
+        """A new one, which has passed. Raises OSError."""
+
+    @abstractmethod
+    def open_event(self, handle: bytes) -> Event:
+        """Another process's: a stream's wait for it is for where it is at the time of that call. Raises OSError."""
 
     @abstractmethod
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:

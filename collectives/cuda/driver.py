@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,9 +17,13 @@ from ..buffers import DType, describe
 from ..errors import OperationError
 from ..reduction import Reduction
 from . import kernels
-from .device import Device, Event, Stream
+from .device import Device, Event, SharedEvent, Stream
 
 _IPC_EXPECTED = 64  # bytes of a CUDA IPC handle
+# Errors that are answers, by their numbers in CUDA.
+_NO_MEMORY = 2
+_NOT_READY = 600
+_CAPTURE_IMPLICIT = 906  # the default stream, while one that waits for it is captured
 
 
 @lru_cache
@@ -28,8 +31,10 @@ def missing() -> str:
     """Why no GPU can be used here; empty if one can."""
     try:
         from cupy.cuda import runtime
-    except ImportError:
+    except ModuleNotFoundError:
         return "cupy is not installed (pip install mpidl[cuda12] or mpidl[cuda13])"
+    except ImportError as error:
+        return f"cupy cannot be imported: {' '.join(str(error).split())}"
     try:
         return "" if runtime.getDeviceCount() else "cupy sees no GPU"
     except runtime.CUDARuntimeError as error:
@@ -50,10 +55,10 @@ def index_of(address: int) -> int:
 
 
 def current_index() -> int:
-    """The number of the GPU that this thread works on."""
+    """The number of the GPU that this thread works on; torch may have one in mind that CUDA has not been told of."""
     from cupy.cuda import runtime
 
-    return int(runtime.getDevice())
+    return int(torch.cuda.current_device() if torch.cuda.is_initialized() else runtime.getDevice())
 
 
 def identity(index: int) -> str:
@@ -64,12 +69,10 @@ def identity(index: int) -> str:
 
 
 class CudaEvent(Event):
-    """A cudaEvent_t without timing."""
+    """A cudaEvent_t. owned: whether it ends with this object."""
 
-    def __init__(self, runtime: Any, stream: int) -> None:
-        self._runtime = runtime
-        self.handle = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
-        runtime.eventRecord(self.handle, stream)
+    def __init__(self, runtime: Any, handle: int, owned: bool = True) -> None:
+        self._runtime, self.handle, self._owned = runtime, handle, owned
 
     def wait(self) -> None:
         """See Event."""
@@ -77,39 +80,71 @@ class CudaEvent(Event):
 
     def is_done(self) -> bool:
         """See Event."""
-        return bool(self._runtime.eventQuery(self.handle) == 0)  # cudaSuccess
+        status = self._runtime.eventQuery(self.handle)
+        try:
+            self._runtime.check_status(status)  # which has CUDA forget the error: others would take it for theirs
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _NOT_READY:
+                raise
+        return bool(status == 0)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._runtime.eventDestroy(self.handle)  # CUDA keeps what waits for it
+        if self._owned and not sys.is_finalizing():
+            with contextlib.suppress(self._runtime.CUDARuntimeError):  # a GPU that has failed says so elsewhere
+                self._runtime.eventDestroy(self.handle)  # CUDA keeps what waits for it
+
+
+class CudaSharedEvent(SharedEvent):
+    """An event for other processes. It is not destroyed with this object: they may still have it open."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming | runtime.eventInterprocess)
+        self.handle = bytes(runtime.ipcGetEventHandle(self._event))
+
+    def record(self, stream: Stream) -> None:
+        """See SharedEvent."""
+        assert isinstance(stream, CudaStream)
+        self._runtime.eventRecord(self._event, stream.ptr)
+
+    def close(self) -> None:
+        """See SharedEvent."""
+        self._runtime.eventDestroy(self._event)
 
 
 class CudaStream(Stream):
-    """A cudaStream_t. owned: whether it ends with this object."""
+    """A cudaStream_t. ptr: its handle, by the name that cupy knows. owned: whether it ends with this object."""
 
-    def __init__(self, runtime: Any, handle: int, owned: bool) -> None:
-        self._runtime, self.handle, self._owned = runtime, handle, owned
+    def __init__(self, runtime: Any, ptr: int, owned: bool) -> None:
+        self._runtime, self.ptr, self._owned = runtime, ptr, owned
 
     def record(self) -> CudaEvent:
         """See Stream."""
-        return CudaEvent(self._runtime, self.handle)
+        event = CudaEvent(self._runtime, self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+        self._runtime.eventRecord(event.handle, self.ptr)
+        return event
 
     def wait(self, event: Event) -> None:
         """See Stream."""
         assert isinstance(event, CudaEvent)
-        self._runtime.streamWaitEvent(self.handle, event.handle)
+        self._runtime.streamWaitEvent(self.ptr, event.handle)
 
     @property
     def is_capturing(self) -> bool:
-        """See Stream. The default stream refuses to tell while another one is captured."""
+        """See Stream. The default stream cannot tell while another one is captured."""
         try:
-            return bool(self._runtime.streamIsCapturing(self.handle))
-        except self._runtime.CUDARuntimeError:
-            return True
+            return bool(self._runtime.streamIsCapturing(self.ptr))
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _CAPTURE_IMPLICIT:
+                raise
+        except RuntimeError:  # cupy's, for a capture that has failed
+            pass
+        return True
 
     def __del__(self) -> None:
         if self._owned and not sys.is_finalizing():
-            self._runtime.streamDestroy(self.handle)  # returns at once; what is queued still runs
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
+                self._runtime.streamDestroy(self.ptr)  # returns at once; what is queued still runs
 
 
 class CudaDevice(Device):
@@ -118,14 +153,30 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         import cupy
 
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._cupy, self._runtime, self._driver = cupy, cupy.cuda.runtime, cupy.cuda.driver
         self.index = index
         self._kernels: dict[tuple[DType, str, int, int], Any] = {}
 
-    def current(self) -> AbstractContextManager[Any]:
-        """See Device."""
-        context: AbstractContextManager[Any] = self._cupy.cuda.Device(self.index)
-        return context
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """See Device. A thread that has worked on no GPU stays: to go back would take memory for a context there."""
+        before = self._runtime.getDevice()
+        if before == self.index:
+            yield
+            return
+        stays = not self._has_context()
+        self._runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            if not stays:
+                self._runtime.setDevice(before)
+
+    def _has_context(self) -> bool:
+        try:
+            return bool(self._driver.ctxGetCurrent())
+        except self._driver.CUDADriverError:  # nobody has used CUDA in this process
+            return False
 
     def stream(self) -> CudaStream:
         """See Device."""
@@ -151,7 +202,7 @@ class CudaDevice(Device):
         """See Device."""
         assert isinstance(stream, CudaStream)
         if nbytes:
-            self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDefault, stream.handle)
+            self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDefault, stream.ptr)
 
     def combine(
         self,
@@ -179,8 +230,7 @@ class CudaDevice(Device):
             *map(np.float64, factors),
             *map(np.uint64, (span.head, span.vectors, span.size)),
         )
-        with self._cupy.cuda.ExternalStream(stream.handle, self.index):
-            kernel((span.blocks,), (kernels.THREADS,), arguments)
+        kernel((span.blocks,), (kernels.THREADS,), arguments, stream=stream)
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -189,6 +239,8 @@ class CudaDevice(Device):
         try:
             return int(self._runtime.malloc(nbytes))
         except self._runtime.CUDARuntimeError as error:
+            if error.status != _NO_MEMORY:
+                raise
             raise MemoryError(f"GPU {self.index} has no room for {nbytes} bytes: {error}") from error
 
     def free(self, address: int) -> None:
@@ -197,7 +249,10 @@ class CudaDevice(Device):
 
     def pin(self, address: int, nbytes: int) -> None:
         """See Device."""
-        self._runtime.hostRegister(address, nbytes, self._runtime.hostAllocPortable)
+        try:
+            self._runtime.hostRegister(address, nbytes, self._runtime.hostAllocPortable)  # cudaHostRegisterPortable
+        except self._runtime.CUDARuntimeError as error:
+            raise OSError(f"{nbytes} bytes of host memory cannot be pinned for GPU {self.index}: {error}") from error
 
     def unpin(self, address: int) -> None:
         """See Device."""
@@ -224,20 +279,33 @@ class CudaDevice(Device):
         """See Device."""
         self._runtime.ipcCloseMemHandle(address)
 
-    def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
+    def shared_event(self) -> CudaSharedEvent:
         """See Device."""
-        kind, nbytes = describe(dtype), math.prod(shape) * describe(dtype).itemsize
-        if not nbytes and isinstance(dtype, torch.dtype):
-            return torch.empty(shape, dtype=dtype, device=torch.device("cuda", self.index))
+        try:
+            return CudaSharedEvent(self._runtime)
+        except self._runtime.CUDARuntimeError as error:
+            raise OSError(f"GPU {self.index} cannot export an event: {error}") from error
+
+    def open_event(self, handle: bytes) -> CudaEvent:
+        """See Device."""
+        try:
+            return CudaEvent(self._runtime, int(self._runtime.ipcOpenEventHandle(handle)))
+        except self._runtime.CUDARuntimeError as error:
+            raise OSError(f"GPU {self.index} cannot open another rank's event: {error}") from error
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
+        """See Device. torch takes cupy's bytes, as cupy's arrays have not all of its element types."""
+        nbytes = math.prod(shape) * describe(dtype).itemsize
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
-        bits = np.dtype(f"i{kind.itemsize}") if kind.name == "bfloat16" else kind.storage
+        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
         if not isinstance(dtype, torch.dtype):
-            bits = np.dtype(dtype)
-        made = self._cupy.ndarray(shape, bits, self._cupy.cuda.MemoryPointer(memory, 0))
-        if not isinstance(dtype, torch.dtype):
-            return made
-        return torch.as_tensor(made, device=torch.device("cuda", self.index)).view(dtype)
+            return self._cupy.ndarray(shape, np.dtype(dtype), pointer)
+        place = torch.device("cuda", self.index)
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=place)
+        made = self._cupy.ndarray((nbytes,), np.dtype(np.uint8), pointer)
+        return torch.as_tensor(made, device=place).view(dtype).view(shape)
 
     def for_mpi(self, address: int, nbytes: int) -> Any:
         """See Device."""
-        return MPI.memory.fromaddress(ctypes.c_void_p(address).value or 0, nbytes)
+        return MPI.memory.fromaddress(address, nbytes)

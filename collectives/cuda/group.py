@@ -164,6 +164,8 @@ class GpuGroup:
             for end, _ in self._held:
                 end.wait()
             self._held.clear()
+            if self._ipc is not None:
+                self._ipc.close()
             if self._staged is not None:
                 self._staged.close()
             self._packing = None

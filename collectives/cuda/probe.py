@@ -50,7 +50,7 @@ def _try_ipc(dispatch: Dispatch, device: Device) -> list[bool]:
     if place.local_size == 1:
         return reached
     node, stream = place.node, device.stream()
-    with _pinned_words(device) as words:
+    with pinned_words(device) as words:
         mine, handle = _export(device)
         if mine:
             words[0] = _TOKEN + place.local_rank
@@ -95,7 +95,7 @@ def _try_aware(comm: MPI.Intracomm, device: Device) -> list[bool]:
     nbytes = ranks * _WORD
     given = device.allocate(2 * nbytes)
     taken = given + nbytes
-    with _pinned_words(device, 2 * ranks) as words:
+    with pinned_words(device, 2 * ranks) as words:
         words[:ranks] = _TOKEN + comm.rank * ranks + np.arange(ranks)
         words[ranks:] = 0
         device.copy(given, address(words), 2 * nbytes, stream)
@@ -116,7 +116,8 @@ def _try_aware(comm: MPI.Intracomm, device: Device) -> list[bool]:
 
 
 @contextmanager
-def _pinned_words(device: Device, count: int = 1) -> Iterator[np.ndarray]:
+def pinned_words(device: Device, count: int = 1) -> Iterator[np.ndarray]:
+    """So many int64 of host memory that a GPU copies from and to."""
     memory = np.frombuffer(mmap.mmap(-1, max(mmap.PAGESIZE, count * _WORD)), np.int64)[:count]
     device.pin(address(memory), memory.nbytes)
     try:

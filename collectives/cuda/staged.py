@@ -14,6 +14,7 @@ slot is filled again after the event of its last way back.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Callable
@@ -41,9 +42,8 @@ class Staged:
     def __init__(self, dispatch: Dispatch, device: Device) -> None:
         self._dispatch, self._device = dispatch, device
         self._down, self._up = device.stream(), device.stream()
-        memory = _host_memory(dispatch)
+        memory = _pinned_memory(dispatch, device)
         self._slots = [memory[slot * SLOT_BYTES :][:SLOT_BYTES] for slot in range(_SLOTS)]
-        device.pin(address(memory), memory.nbytes)
         self.close = weakref.finalize(self, _let_go, device, self._up, memory)
         self.close.atexit = False
         self._freed: list[Event | None] = [None] * _SLOTS
@@ -153,13 +153,21 @@ def _last(operation: str, arguments: tuple[Any, ...]) -> Buffer | None:
     return arguments[0] if isinstance(arguments[0], Buffer) else None
 
 
-def _host_memory(dispatch: Dispatch) -> np.ndarray[Any, Any]:
-    """Memory of all slots: symmetric where ranks share it, else this process's own."""
+def _pinned_memory(dispatch: Dispatch, device: Device) -> np.ndarray[Any, Any]:
+    """Memory of all slots: symmetric where ranks share such and it can be pinned, else this process's own.
+
+    Where it lies in a file on a disk, for want of room, it cannot: the kernel keeps no such page in place for a GPU.
+    """
     nbytes = _SLOTS * SLOT_BYTES
     memory = dispatch.allocator.allocate(nbytes) if dispatch.topology.local_size > 1 else None
-    if memory is None:
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-    return memory.view(dispatch.topology.local_rank, 0, nbytes, np.dtype(np.uint8))
+    if memory is not None:
+        shared = memory.view(dispatch.topology.local_rank, 0, nbytes, np.dtype(np.uint8))
+        with contextlib.suppress(OSError):
+            device.pin(address(shared), nbytes)
+            return shared
+    own = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    device.pin(address(own), nbytes)
+    return own
 
 
 def _let_go(device: Device, stream: Stream, memory: np.ndarray[Any, Any]) -> None:

@@ -1,11 +1,8 @@
 """The ipc way: the host's one-copy collectives, on GPU memory that all ranks of the node map (`memory`).
 
 They are the host's own (`collectives.symmetric`), with three parts exchanged: memory, an engine that queues copies and
-kernels on a stream instead of running them, and a barrier after which all that any rank has queued is done.
-
-The barrier is the host's: each rank waits for its own stream by an event, then for the other ranks by flags in host
-memory. A barrier on the GPU, a kernel that spins on a flag, would keep the other ranks' kernels from it where ranks
-share a GPU: without MPS its time goes to one process at a time, and the one that spins holds it.
+kernels on a stream instead of running them, and a barrier (`barrier`) after which all that any rank has queued before
+comes before what this rank queues next. So the host queues an operation and goes on, with no GPU waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from ..reduction import Call, Reduction
 from ..symmetric import Symmetric
 from ..symmetric.engine import Engine
 from ..symmetric.meeting import Meetings
+from .barrier import Barrier
 from .device import Device, Event, Stream
 from .memory import DeviceAllocator
 
@@ -70,12 +68,8 @@ class Ipc:
         rows = dispatch.allocator.allocate(Meetings.nbytes(place.local_size), shared=True)
         if rows is None:
             raise MemoryError("the node has no room for a page of shared memory")
-
-        def barrier() -> None:
-            self._stream.record().wait()
-            place.node.Barrier()
-
-        meetings = Meetings(rows, 0, place.local_rank, place.local_size, barrier)
+        self._barrier = Barrier(device, self._stream, place.node, allocator)
+        meetings = Meetings(rows, 0, place.local_rank, place.local_size, self._barrier)
         self._symmetric = Symmetric(meetings, allocator, engine=GpuEngine(device, self._stream))
 
     def prepare(self, operation: str, arguments: tuple[Any, ...]) -> Any:
@@ -87,3 +81,7 @@ class Ipc:
         self._stream.wait(begin)
         prepared.run()
         return self._stream.record()
+
+    def close(self) -> None:
+        """When all operations have ended. Collective."""
+        self._barrier.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.cuda import driver
+from collectives.cuda import barrier, driver
 from tests.collectives.cuda.real import RealGpu
 from tests.collectives.cuda.standin import Gpu
 
@@ -16,6 +16,7 @@ from tests.collectives.cuda.standin import Gpu
 def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A stand-in that all ranks share; it fails the test if something that was queued on it failed."""
     made = Gpu()
+    monkeypatch.setattr(barrier, "_DELAY_BYTES", 1 << 16)  # as a host copies slower than a GPU
     monkeypatch.setattr(driver, "open_device", lambda index: made)
     monkeypatch.setattr(driver, "missing", lambda: "")
     yield made

@@ -52,6 +52,51 @@ class Event(device.Event):
         self._gpu.raise_errors()
         return self._passed.is_set()
 
+    def waiting(self) -> Any:
+        return self._passed.wait
+
+
+class SharedEvent(device.SharedEvent):
+    """Two numbers in a memfd: how often it was recorded, and the number of the last record that has passed."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.file = os.memfd_create("stand-in event")
+        os.ftruncate(self.file, mmap.PAGESIZE)
+        self.numbers = np.frombuffer(mmap.mmap(self.file, mmap.PAGESIZE), np.int64)[:2]
+        self.handle = f"/proc/{os.getpid()}/fd/{self.file}".encode()
+
+    def record(self, stream: device.Stream) -> None:
+        assert isinstance(stream, Stream)
+        self.numbers[0] = number = self.numbers[0] + 1
+        stream.queue(functools.partial(self.numbers.__setitem__, 1, number))
+
+    def close(self) -> None:
+        os.close(self.file)
+        self.numbers[:] = -1, -2  # what still waits for it fails
+
+
+class OpenedEvent(Event):
+    """Another process's."""
+
+    def __init__(self, gpu: Gpu, handle: bytes) -> None:
+        assert not handle.startswith(f"/proc/{os.getpid()}/".encode()), "CUDA does not open the process's own"
+        file = os.open(handle, os.O_RDWR)
+        self.numbers = np.frombuffer(mmap.mmap(file, mmap.PAGESIZE), np.int64)[:2]
+        os.close(file)
+        self._gpu = gpu
+
+    def waiting(self) -> Any:
+        """A wait for what is recorded now."""
+        number = self.numbers[0]
+
+        def wait() -> None:
+            while self.numbers[1] < number:
+                assert self.numbers[0] >= 0, "an event was ended for which a stream waits"
+                time.sleep(2e-5)
+
+        return wait
+
 
 class Stream(device.Stream):
     numbers = itertools.count(1)
@@ -75,7 +120,7 @@ class Stream(device.Stream):
 
     def wait(self, event: device.Event) -> None:
         assert isinstance(event, Event)
-        self.queue(event._passed.wait)
+        self.queue(event.waiting())
 
     @property
     def is_capturing(self) -> bool:
@@ -91,6 +136,16 @@ def _work_off(works: queue.SimpleQueue[Any], errors: list[BaseException], pauses
         except BaseException as error:
             errors.append(error)
         del work
+
+
+def _is_shared(address: int) -> bool:
+    """Whether a file with a name is mapped there."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+            if start <= address < stop:
+                return "/mpidl-" in line
+    return False
 
 
 class _Mapping:
@@ -111,12 +166,13 @@ class _Mapping:
 class Gpu(device.Device):
     """A stand-in. seed: of the streams' pauses. exports: whether other processes can open its memory.
 
-    aware: whether the MPI library reaches its memory: "yes", "no", or it says so and "lies".
+    aware: whether the MPI library reaches its memory: "yes", "no", or it says so and "lies". events: likewise whether
+    streams wait for other processes' events. pins: what host memory of files can be pinned.
     """
 
     def __init__(self, index: int = 0, *, seed: int | None = None, exports: bool = True) -> None:
         self.index, self.seed, self.exports = index, seed, exports
-        self.aware = "no"
+        self.aware, self.events, self.pins = "no", "yes", "any"
         self.errors: list[BaseException] = []
         self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
         self._maps: dict[int, _Mapping] = {}
@@ -244,7 +300,22 @@ class Gpu(device.Device):
     def pin(self, address: int, nbytes: int) -> None:
         self._must_be_current()
         assert address not in self._pinned, "pinned twice"
+        if self.pins == "none that is shared" and _is_shared(address):
+            raise OSError("the stand-in pins no shared memory")
         self._pinned[address] = nbytes
+
+    def shared_event(self) -> SharedEvent:
+        self._must_be_current()
+        if self.events == "no":
+            raise OSError("the stand-in shares no events")
+        return SharedEvent(self)
+
+    def open_event(self, handle: bytes) -> Event:
+        self._must_be_current()
+        opened = OpenedEvent(self, handle)
+        if self.events == "lies":
+            opened.waiting = lambda: lambda: None  # type: ignore[method-assign]
+        return opened
 
     def unpin(self, address: int) -> None:
         del self._pinned[address]

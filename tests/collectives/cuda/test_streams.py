@@ -36,6 +36,26 @@ def test_an_operation_comes_after_what_its_caller_s_stream_holds(comm: Communica
         assert (standin.get(x) == comm.size * (comm.size + 1) / 2).all()
 
 
+@pytest.mark.one_node
+def test_no_host_waits_for_a_gpu(comm: Communicator, standin: Gpu) -> None:
+    """By ipc, operations return while what they come after has not begun, also on arrays from elsewhere."""
+    placed = comm.empty(1000, torch.float32, device="cuda:0")
+    standin.fill(placed, torch.ones(1000))
+    comm.all_reduce(placed)
+    comm.all_reduce(standin.put(torch.ones(1000)))  # whatever is to be set up
+    stream, gate = blocked(standin)
+    with standin.using(stream):
+        x, whole = standin.put(torch.ones(300_000)), standin.put(torch.zeros(1000 * comm.size))
+        for _ in range(3):
+            comm.all_reduce(x)
+            comm.all_reduce(placed)
+        comm.all_gather(whole, placed, [1000] * comm.size)
+        assert not stream.record().is_done()
+        gate.set()
+        assert (standin.get(x) == comm.size**3).all()
+        assert (standin.get(whole) == comm.size**4).all()
+
+
 def test_what_is_queued_after_an_operation_sees_its_result(comm: Communicator, gpu: Gpu) -> None:
     """The result is read on the caller's stream without any waiting by the host in between."""
     for _ in range(20):

@@ -64,6 +64,38 @@ def test_ranks_of_one_host_take_ipc(comm: Communicator, standin: Gpu) -> None:
     assert taken(comm, standin) == "ipc"
 
 
+@pytest.mark.one_node
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("events", ["yes", "no", "lies"])
+def test_streams_wait_for_streams_only_where_that_was_seen(comm: Communicator, standin: Gpu, events: str) -> None:
+    standin.seed = 5  # streams pause
+    standin.events = events if comm.rank == comm.size - 1 else "yes"
+    assert taken(comm, standin) == "ipc"
+    assert comm._dispatch.gpus(0)._ipc._barrier.on_gpu == (events == "yes")
+    for size in (1, 5000):
+        x, y = standin.put(torch.full((size,), comm.rank + 1.0)), comm.empty(size, torch.float32, device="cuda:0")
+        standin.fill(y, torch.full((size,), comm.rank + 1.0))
+        for _ in range(3):
+            comm.all_reduce(x, "avg")
+            comm.all_reduce(y, "avg")
+        assert (standin.get(x) == (comm.size + 1) / 2).all()
+        assert (standin.get(y) == (comm.size + 1) / 2).all()
+
+
+@pytest.mark.mpi
+def test_memory_that_cannot_be_pinned_is_replaced(
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDL_CUDA", "staged")
+    standin.pins = "none that is shared"
+    assert taken(comm, standin) == "staged"
+    assert len(standin._pinned) == 1
+    x = standin.put(torch.full((3_000_000,), float(comm.rank)))
+    comm.all_reduce(x)
+    assert (standin.get(x) == sum(range(comm.size))).all()
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("aware", ["no", "yes", "lies"])
