@@ -39,6 +39,7 @@ from .arguments import integer, root_rank
 from .buffers import Buffer, DeviceBuffer, signature
 from .checks import CheckedDispatch, wanted
 from .cuda.arrays import gpu_index
+from .cuda.pages import DevicePages
 from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
@@ -382,12 +383,17 @@ class Communicator:
         """Returns once every rank has called it."""
         return self._issue("barrier", self._dispatch.barrier, async_op)
 
-    def compound(self, name: str, task: Plain, *, async_op: bool = False) -> Work | None:
+    def compound(self, name: str, task: Plain, *, async_op: bool = False, device: Any = "cpu") -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
 
         So that what comes later may depend on what came first, and nothing comes in between. name: for errors. task:
         calls operations, none of them asynchronous, the same on every rank; with async_op it runs in another thread.
+
+        device: as torch has it, where the arrays are. On a GPU the parts come after what torch's current stream holds
+        now, and what is queued there later, or after `Work.wait`, sees what they did; while they run, and for all that
+        `task` computes, another stream is torch's current one.
         """
+        index = gpu_index("compound", device)
 
         def parts() -> None:
             self._compound_in = threading.get_ident()
@@ -397,7 +403,8 @@ class Communicator:
             finally:
                 self._compound_in = None
 
-        return self._issue("compound", parts, async_op, name=name)
+        call = parts if index is None else self._dispatch.compound(name, parts, index)
+        return self._issue("compound", call, async_op, name=name)
 
     # ---- groups and memory ------------------------------------------------------------------------------------
 
@@ -458,12 +465,15 @@ class Communicator:
         """
         return self._allocate("shared", shape, dtype, device, shared=True)
 
-    def pages(self, nbytes: int, *, shared: bool = True) -> Pages:
+    def pages(self, nbytes: int, *, shared: bool = True, device: Any = "cpu") -> Pages | DevicePages:
         """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
 
         shared: the same memory on all ranks of the node, as of `shared`, where they can share memory. Ranks of a node
         that do not reserve the pages before they write to shared ones risk to be killed where there is no room.
+        device: as torch has it; on a GPU each rank has its own, in which addresses change (`cuda.pages`).
         """
+        if gpu_index("pages", device) is not None:
+            return DevicePages(device)
         size = arguments.elements("pages: nbytes", nbytes)
         made: list[SharedMemory] = []
         self._calls.clear()  # as for any new memory

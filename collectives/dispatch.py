@@ -23,10 +23,10 @@ from . import algorithms, library
 from .buffers import Buffer, DeviceBuffer, DType
 from .coalesced import PACKED_BYTES, Item, Packed
 from .cuda import driver
-from .cuda.device import Event
+from .cuda.device import Event, Stream
 from .cuda.group import GpuGroup
 from .cuda.memory import DeviceMemory
-from .cuda.task import Run, Task
+from .cuda.task import Compound, Run, Task
 from .executor import Execution, Region, single, whole
 from .hierarchical import Hierarchy
 from .partition import Splits, cut, even_counts
@@ -65,6 +65,7 @@ class Dispatch:
         self._symmetric: Symmetric | None = None
         self._hierarchy: Hierarchy | None = None
         self._gpus: GpuGroup | None = None
+        self._branches: dict[int, Stream] = {}
         self.choose: Callable[..., str] = Selection(None, {}).choose
         self._share()
 
@@ -153,6 +154,16 @@ class Dispatch:
             with driver.open_device(index).current():
                 self._gpus = GpuGroup(self, index)
         return self._gpus
+
+    def compound(self, name: str, parts: Callable[[], None], index: int) -> Task:
+        """Operations that are ordered as one among what a GPU does; see `Communicator.compound`."""
+        return Compound(name, parts, lambda: self._branch(index), index)
+
+    def _branch(self, index: int) -> Stream:
+        """The stream on which the parts of compounds follow each other."""
+        if index not in self._branches:
+            self._branches[index] = driver.open_device(index).stream()
+        return self._branches[index]
 
     def _before(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> None:
         """Before an operation on GPU memory."""

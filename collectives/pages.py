@@ -46,6 +46,10 @@ class Pages:
         """Of the first byte."""
         return int(torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr())
 
+    def place(self, start: int) -> int:
+        """The address of a byte."""
+        return self.address + start
+
     def tensor(self, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A view of `size` elements."""
         if size == 0:

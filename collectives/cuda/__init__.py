@@ -8,6 +8,7 @@
     barrier     where ranks meet on their streams, without a host that waits for a GPU
     symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives
     aware       device addresses to an MPI library that takes them
+    place       what code that trains models asks about where its tensors lie; `copies` to and from the host, `pages`
     device      all that is asked of a GPU's driver; `driver` is CUDA through cupy, `kernels` what runs there
 
 Nothing here imports cupy before an array on a GPU shows up.

@@ -101,7 +101,7 @@ def gpu_index(operation: str, device: Any) -> int | None:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
+    if found.type not in ("cpu", driver.TORCH):
         raise ArgumentError(f"{operation}: got device {device!r}; needs a CPU or CUDA device")
     if found.type == "cpu":
         return None

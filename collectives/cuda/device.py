@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from ..about import cuda_aware
 from ..buffers import DType
 from ..reduction import Reduction
@@ -77,6 +79,14 @@ class Device(ABC):
         """The current stream of the library that an array is of, in this thread."""
 
     @abstractmethod
+    def torch_stream(self) -> Stream:
+        """torch's current stream in this thread. Equal to others of the same stream."""
+
+    @abstractmethod
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Inside, it is torch's current stream in this thread."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Blocks the host until all that was queued here by this process is done."""
 
@@ -113,6 +123,10 @@ class Device(ABC):
         """Gives it back."""
 
     @abstractmethod
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory of the host, uint8. It must live until what was queued on it is done."""
+
+    @abstractmethod
     def pin(self, address: int, nbytes: int) -> None:
         """Keeps the pages of host memory in place, so that copies go on beside the host. Raises OSError."""
 
@@ -143,6 +157,14 @@ class Device(ABC):
     @abstractmethod
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
         """An array over memory that exists, keeping `owner` alive: a torch tensor for a torch dtype, else cupy's."""
+
+    @abstractmethod
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Lets torch's allocator know that torch's current stream uses a tensor's memory."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """The same for this GPU in all processes of the host, and another one for each GPU."""
 
     def is_mpi_aware(self) -> bool:
         """Whether the MPI library says that it takes memory of this GPU; it may be wrong."""

@@ -19,6 +19,7 @@ from ..reduction import Reduction
 from . import kernels
 from .device import Device, Event, SharedEvent, Stream
 
+TORCH = "cuda"  # what torch calls these devices
 _IPC_EXPECTED = 64  # bytes of a CUDA IPC handle
 # Errors that are answers, by their numbers in CUDA.
 _NO_MEMORY = 2
@@ -129,6 +130,12 @@ class CudaStream(Stream):
         assert isinstance(event, CudaEvent)
         self._runtime.streamWaitEvent(self.ptr, event.handle)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and other.ptr == self.ptr
+
+    def __hash__(self) -> int:
+        return hash(self.ptr)
+
     @property
     def is_capturing(self) -> bool:
         """See Stream. The default stream cannot tell while another one is captured."""
@@ -185,12 +192,24 @@ class CudaDevice(Device):
     def stream_of(self, array: Any) -> CudaStream:
         """See Device. Of other libraries' arrays: the stream that their interface names, else the default one."""
         if isinstance(array, torch.Tensor):
-            handle = torch.cuda.current_stream(self.index).cuda_stream
-        elif isinstance(array, self._cupy.ndarray):
+            return self.torch_stream()
+        if isinstance(array, self._cupy.ndarray):
             handle = self._cupy.cuda.get_current_stream().ptr
         else:
             handle = array.__cuda_array_interface__.get("stream") or self._runtime.streamLegacy
         return CudaStream(self._runtime, handle, False)
+
+    def torch_stream(self) -> CudaStream:
+        """See Device."""
+        return CudaStream(self._runtime, torch.cuda.current_stream(self.index).cuda_stream, False)
+
+    def using(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """See Device."""
+        assert isinstance(stream, CudaStream)
+        made: contextlib.AbstractContextManager[Any] = torch.cuda.stream(
+            torch.cuda.ExternalStream(stream.ptr, self.index)
+        )
+        return made
 
     def synchronize(self) -> None:
         """See Device."""
@@ -246,6 +265,10 @@ class CudaDevice(Device):
     def free(self, address: int) -> None:
         """See Device."""
         self._runtime.free(address)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """See Device."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, address: int, nbytes: int) -> None:
         """See Device."""
@@ -305,6 +328,14 @@ class CudaDevice(Device):
             return torch.empty(shape, dtype=dtype, device=place)
         made = self._cupy.ndarray((nbytes,), np.dtype(np.uint8), pointer)
         return torch.as_tensor(made, device=place).view(dtype).view(shape)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See Device. Memory that is not from torch's allocator is left alone by it."""
+        tensor.record_stream(torch.cuda.current_stream(self.index))
+
+    def identity(self) -> str:
+        """See Device."""
+        return identity(self.index)
 
     def for_mpi(self, address: int, nbytes: int) -> Any:
         """See Device."""

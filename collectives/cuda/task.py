@@ -12,6 +12,7 @@ another one than those that waited for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..errors import ArgumentError
@@ -39,21 +40,58 @@ class Task:
         device = driver.open_device(self._index)
         array = next(_on_gpu(arrays))
         with device.current():
-            stream = device.stream_of(array)
-            if stream.is_capturing:
-                raise ArgumentError(
-                    f"{self._operation}: called while a CUDA graph is captured, which cannot hold what the host does "
-                    "for it; needs to be called outside of the capture"
-                )
-            return Started(self._run, self._hold if hold else None, device, stream, array, arrays)
+            current = partial(device.stream_of, array)
+            return Started(self._run, self._hold if hold else None, device, self._open(current()), current, arrays)
+
+    def _open(self, stream: Stream) -> Stream:
+        """The stream, unless nothing can be queued on it."""
+        if stream.is_capturing:
+            raise ArgumentError(
+                f"{self._operation}: called while a CUDA graph is captured, which cannot hold what the host does "
+                "for it; needs to be called outside of the capture"
+            )
+        return stream
+
+
+class Compound(Task):
+    """Several operations as one, on a stream of their own, which is torch's current one for them.
+
+    parts: calls them, in the thread whose turn it is. branch: gives the stream.
+    """
+
+    def __init__(self, name: str, parts: Callable[[], None], branch: Callable[[], Stream], device: int) -> None:
+        self._parts, self._branch = parts, branch
+        super().__init__(name, self._run_parts, lambda *_: None, device)
+
+    def start(self, arrays: Any, hold: bool) -> Started:
+        """See Task; in the place of torch's current stream."""
+        device = driver.open_device(self._index)
+        with device.current():
+            stream = self._open(device.torch_stream())
+            return Started(self._run, None, device, stream, device.torch_stream, arrays)
+
+    def _run_parts(self, begin: Event) -> Event:
+        stream = self._branch()
+        stream.wait(begin)
+        with driver.open_device(self._index).using(stream):
+            self._parts()
+        return stream.record()
 
 
 class Started:
-    """One issue of a task."""
+    """One issue of a task. stream: the caller's. current: gives the one that is its library's current one then."""
 
-    def __init__(self, run: Run, hold: Hold | None, device: Device, stream: Stream, array: Any, arrays: Any) -> None:
+    def __init__(
+        self,
+        run: Run,
+        hold: Hold | None,
+        device: Device,
+        stream: Stream,
+        current: Callable[[], Stream],
+        arrays: Any,
+    ) -> None:
         self._run, self._hold, self._device, self._stream = run, hold, device, stream
-        self._array, self._arrays = array, arrays
+        self._current, self._arrays = current, arrays
         self._begin = stream.record()
         self.end: Event | None = None
 
@@ -78,7 +116,7 @@ class Started:
         """What this thread queues from now on, with the library that the arrays are of, runs after the end."""
         if self.end is not None:
             with self._device.current():
-                self._device.stream_of(self._array).wait(self.end)
+                self._current().wait(self.end)
 
 
 class GpuWork(Work):

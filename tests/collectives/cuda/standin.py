@@ -206,6 +206,9 @@ class Gpu(device.Device):
         self._must_be_current()
         return self.current_stream
 
+    def torch_stream(self) -> Stream:
+        return self.current_stream
+
     @property
     def current_stream(self) -> Stream:
         found: Stream = getattr(self._local, "stream", self._default)
@@ -296,6 +299,18 @@ class Gpu(device.Device):
             mapping = self._maps.pop(address)
             self._starts = sorted(self._maps)
         mapping.close()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        made = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        self._pinned[made.data_ptr()] = max(nbytes, 1)
+        weakref.finalize(made.untyped_storage(), self._pinned.pop, made.data_ptr()).atexit = False
+        return made[:nbytes]
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def identity(self) -> str:
+        return "stand-in"
 
     def pin(self, address: int, nbytes: int) -> None:
         self._must_be_current()

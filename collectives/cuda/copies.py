@@ -1,0 +1,84 @@
+"""Copies between a model's place and the host's memory, beside what computes in either.
+
+    current stream   ... gradients  B  . . . . . . . . . . . . . .  E  ...   (join)
+    line of copies                    g0 | g1 | g2 | ...
+    host                                 g0 is there: a step on it, while g1 comes
+
+A line's copies run one after another, each after what the caller's current stream held when it was started.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from .device import Device, Event
+
+
+class Arrival(Protocol):
+    """The end of a copy."""
+
+    def wait(self) -> None:
+        """Blocks the host until it is there."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is there."""
+
+
+class Copies:
+    """Of a model in the host's memory: done at once."""
+
+    def room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host from and to which is copied: so many elements."""
+        return torch.empty(size, dtype=dtype)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """target = source: both contiguous and of one dtype, that of the host from `room`."""
+        target.copy_(source)
+        return _Done()
+
+    def join(self) -> None:
+        """What the current stream gets from now on runs after all that was started."""
+
+    def finish(self) -> None:
+        """Blocks the host until all that was started is done."""
+
+
+class GpuCopies(Copies):
+    """Of a model on a GPU: on a stream of their own. Tensors are held until their copy is done."""
+
+    def __init__(self, gpu: Device) -> None:
+        self._gpu = gpu
+        with gpu.current():
+            self._stream = gpu.stream()
+        self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()
+
+    def room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """See Copies."""
+        return self._gpu.host_memory(size * dtype.itemsize).view(dtype)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """See Copies."""
+        with self._gpu.current():
+            self._stream.wait(self._gpu.torch_stream().record())
+            self._gpu.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size(), self._stream)
+            end = self._stream.record()
+        while self._under_way and self._under_way[0][0].is_done():
+            self._under_way.popleft()
+        self._under_way.append((end, target, source))
+        return end
+
+    def join(self) -> None:
+        """See Copies."""
+        with self._gpu.current():
+            self._gpu.torch_stream().wait(self._stream.record())
+
+    def finish(self) -> None:
+        """See Copies."""
+        with self._gpu.current():
+            self._stream.record().wait()
+        self._under_way.clear()

@@ -1,0 +1,143 @@
+"""Where a model's tensors lie, and what differs by it: the host's memory, or that of one GPU.
+
+On the host, work is done when its call returns. On a GPU it is queued on streams, and whoever uses it on another
+stream, in another process or on the host has to be ordered after it. What trains models asks its Place for that, and
+knows of no GPU itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ArgumentError
+from . import driver
+from .arrays import gpu_index
+from .copies import Copies, GpuCopies
+from .device import Stream
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+
+
+class Place:
+    """The host's memory: there is nothing to wait for, to order or to keep. device: as torch has it."""
+
+    device = torch.device("cpu")
+
+    def stream(self) -> Stream | None:
+        """torch's current stream in this thread; equal to others of the same one."""
+        return None
+
+    def follow(self, streams: Collection[Stream | None]) -> None:
+        """What the current stream gets from now on runs after what these hold."""
+
+    def lead(self, stream: Stream | None) -> None:
+        """What another stream gets from now on runs after what the current one holds."""
+
+    def settle(self) -> None:
+        """Blocks the host until all that the current stream holds is done, so that other processes see it."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The current stream uses memory that may have been allocated on another: freed, it goes to nobody before."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Raises ArgumentError while a CUDA graph is captured. what: that cannot be in one."""
+
+    def is_one_for(self, comm: Communicator) -> bool:
+        """Whether all ranks have their memory in the same host, or on the same GPU. Collective."""
+        return comm.nodes == 1
+
+    def alone(self, part: torch.Tensor) -> torch.Tensor:
+        """The memory of a flat tensor as one whose storage is no larger, so that it counts as what it is."""
+        if part.numel() == 0:
+            return torch.empty(0, dtype=part.dtype, device=part.device)
+        return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)
+
+    def copies(self) -> Copies:
+        """A line of copies between here and the host's memory."""
+        return Copies()
+
+
+class GpuPlace(Place):
+    """The memory of one GPU. index: its number in this process."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device(driver.TORCH, index)
+        self._gpu = driver.open_device(index)
+
+    def stream(self) -> Stream:
+        """See Place."""
+        return self._gpu.torch_stream()
+
+    def follow(self, streams: Collection[Stream | None]) -> None:
+        """See Place."""
+        with self._gpu.current():
+            current = self._gpu.torch_stream()
+            for stream in streams:
+                if stream is not None and stream != current:
+                    current.wait(stream.record())
+
+    def lead(self, stream: Stream | None) -> None:
+        """See Place."""
+        with self._gpu.current():
+            current = self._gpu.torch_stream()
+            if stream is not None and stream != current:
+                stream.wait(current.record())
+
+    def settle(self) -> None:
+        """See Place."""
+        with self._gpu.current():
+            self._gpu.torch_stream().record().wait()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See Place."""
+        self._gpu.keep(tensor)
+
+    def refuse_capture(self, what: str) -> None:
+        """See Place."""
+        with self._gpu.current():
+            if self._gpu.torch_stream().is_capturing:
+                raise ArgumentError(
+                    f"{what}: called while a CUDA graph is captured, which cannot hold what the host and other ranks "
+                    "do for it; needs to be called outside of the capture"
+                )
+
+    def is_one_for(self, comm: Communicator) -> bool:
+        """See Place."""
+        return comm.nodes == 1 and len(set(comm.mpi.allgather(self._gpu.identity()))) == 1
+
+    def alone(self, part: torch.Tensor) -> torch.Tensor:
+        """See Place."""
+        with self._gpu.current():
+            made: torch.Tensor = self._gpu.array(part.data_ptr(), tuple(part.shape), part.dtype, part)
+        return made
+
+    def copies(self) -> Copies:
+        """See Place."""
+        return GpuCopies(self._gpu)
+
+
+HOST = Place()
+
+
+def place_at(device: Any) -> Place:
+    """The Place of a device, as torch has it. Raises ArgumentError where it is a GPU that cannot be used."""
+    index = gpu_index("device", device)
+    return HOST if index is None else GpuPlace(index)
+
+
+def why_not() -> str:
+    """Why torch tensors on GPUs cannot be used here; empty if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU" if torch.version.cuda else "this torch is built without CUDA"
+    return driver.missing()
+
+
+def take_turn(local_rank: int) -> torch.device:
+    """The GPU of a rank, torch's current one from here on: ranks of a host take those that they see in turn."""
+    device = torch.device(driver.TORCH, local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
