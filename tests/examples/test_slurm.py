@@ -118,10 +118,10 @@ def test_several_nodes_heed_a_signal_before_the_training_is_started(slurm, tmp_p
 
 @pytest.mark.parametrize("script", ALL)
 def test_what_the_scripts_ask_the_example_for_it_has(script: str) -> None:
-    """Every option of the example that stands in a script."""
+    """Every option that stands in a script, of the example or of what all examples have."""
     text = (SCRIPTS / script).read_text().partition("gpt2_zero3.py")[2]
     options = {word for word in text.partition("\n\n")[0].split() if word.startswith("--")}
-    source = (launch.ROOT / "examples" / "gpt2_zero3.py").read_text()
+    source = "".join((launch.ROOT / path).read_text() for path in ("examples/gpt2_zero3.py", "mpidl/resuming.py"))
     assert options >= {"--checkpoint-dir", "--save-every"}
     assert [option for option in options if f'"{option}"' not in source] == []
 
