@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/gpt2_zero3.py                            # Python's standard library, stage 3
     mpirun -n 4 python examples/gpt2_zero3.py --data my_text.txt --steps 1000 --zero 2
     mpirun -n 4 python examples/gpt2_zero3.py --dtype bf16 --offload disk --delayed-update
+    mpirun -n 4 python examples/gpt2_zero3.py --device cuda --model gpt2 --block-size 1024 --batch 4
     python examples/gpt2_zero3.py                                        # a world of one
 
 The parts that make it parallel are marked with >>>.
@@ -70,9 +71,8 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
     train.add_argument(
         "--dtype",
-        default="fp32",
         choices=["fp32", *HALVES],
-        help="bf16, fp16: parameters with fp32 masters; DDP: autocast",
+        help="bf16, fp16: parameters with fp32 masters; DDP: autocast; fp32 on CPUs, bf16 on GPUs by default",
     )
     train.add_argument(
         "--checkpoint-activations",
@@ -88,7 +88,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument(
         "--delayed-update", nargs="?", const=40, type=at_least(0), metavar="N", help="a step late, after N (40) steps"
     )
-    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="where to compute")
+    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
     add_options(parser)
     train.add_argument(
@@ -109,9 +109,8 @@ def parse(comm: Any) -> argparse.Namespace:
             options.batch, options.grad_accum = shares(options.global_batch, comm.size, options.batch)
         if options.min_lr is not None and options.min_lr > options.lr:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
-        if options.device == "cuda":
-            missing = "" if torch.cuda.is_available() else "; torch sees no GPU here"
-            raise UsageError(f"--device cuda: DDP and ZeRO train in CPU memory only in this version{missing}")
+        options.device = "cpu" if options.device == "auto" else options.device
+        options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
         if options.offload_activations and not options.checkpoint_activations:
             raise UsageError("--offload-activations is for --checkpoint-activations")
         if options.init_from and (options.layers or options.heads or options.embd):
@@ -159,7 +158,7 @@ def store_of(folder: Path | None) -> mpidl.activations.CheckpointStore | None:
         raise UsageError(f"--offload-activations: {error}") from None
 
 
-def parallelise(options: argparse.Namespace, model: GPT2) -> tuple[Any, Any, Any]:
+def parallelise(options: argparse.Namespace, model: GPT2, device: torch.device) -> tuple[Any, Any, Any]:
     """What to call for the loss, the optimizer, and the context in which gradients only accumulate.
 
     With --dtype bf16 or fp16 ZeRO keeps the parameters in 16 bits beside fp32 masters, DDP computes by autocast.
@@ -188,6 +187,7 @@ def parallelise(options: argparse.Namespace, model: GPT2) -> tuple[Any, Any, Any
         params=groups,
         precision=precision,
         weights=Safetensors(options.init_from, our_name) if options.zero == 3 and options.init_from else None,
+        device=device,
         **settings,
     )
     # Stages 2 and 3 would have to keep whole gradients to save the communication of the micro-steps.
@@ -222,18 +222,20 @@ def mean_over_ranks(comm: Any, value: float) -> float:
 
 
 @torch.no_grad()
-def validate(comm: Any, call: Any, batches: TokenBatches, options: argparse.Namespace) -> float:
+def validate(comm: Any, call: Any, batches: TokenBatches, options: argparse.Namespace, device: torch.device) -> float:
     """Mean loss over all tokens of the validation sequences of all ranks."""
     sums = np.zeros(2)
     call.eval()
     for x, y, counted in batches.validate(options.eval_sequences):
-        sums += call(x, y).item() * counted, counted
+        sums += call(x.to(device), y.to(device)).item() * counted, counted
     call.train()
     comm.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
-def sample(comm: Any, options: argparse.Namespace, model: GPT2, optimizer: Any, tokenizer: Any) -> str:
+def sample(
+    comm: Any, options: argparse.Namespace, model: GPT2, optimizer: Any, tokenizer: Any, device: torch.device
+) -> str:
     """Text from the model, on rank 0."""
     whole = (
         optimizer.gathered(writable=False) if options.zero else contextlib.nullcontext()
@@ -242,8 +244,8 @@ def sample(comm: Any, options: argparse.Namespace, model: GPT2, optimizer: Any, 
     model.eval()
     with whole:
         if comm.rank == 0:
-            random = torch.Generator().manual_seed(options.seed)
-            start = torch.from_numpy(tokenizer.encode("\n")).long()[None]
+            random = torch.Generator(device).manual_seed(options.seed)
+            start = torch.from_numpy(tokenizer.encode("\n")).long()[None].to(device)
             tokens = model.generate(start, options.sample, options.block_size, 0.8, 50, random)
             text = tokenizer.decode(tokens[0, start.shape[1] :].tolist())
         comm.barrier()
@@ -257,6 +259,8 @@ def main() -> None:
     stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.manual_seed(options.seed)
+    # >>> With --device cuda a GPU for each rank, in turn.
+    device = mpidl.agree_or_exit(comm, lambda: mpidl.pick_device(comm, options.device))
 
     # >>> What is wrong on one rank alone ends them all, before they would wait for each other.
     tokenizer = mpidl.agree_or_exit(comm, lambda: make_tokenizer(options.tokenizer, options.vocab))
@@ -269,7 +273,8 @@ def main() -> None:
         config = configure(options, tokenizer.vocab_size)
         if options.zero == 3:
             return batches, mpidl.deferred_init(GPT2, config)  # >>> no rank ever holds all of it
-        return batches, load_pretrained(options.init_from, config) if options.init_from else GPT2(config)
+        model = load_pretrained(options.init_from, config) if options.init_from else GPT2(config)
+        return batches, model.to(device)
 
     batches, model = mpidl.agree_or_exit(comm, prepare)
     if options.checkpoint_activations:
@@ -279,18 +284,20 @@ def main() -> None:
 
     def prepare_training() -> tuple[Any, Any, Any]:
         try:
-            return parallelise(options, model)
+            return parallelise(options, model, device)
         except ConfigurationError as error:  # weights that do not fit
             raise UsageError(str(error)) from None
 
     call, optimizer, accumulating = mpidl.agree_or_exit(comm, prepare_training)
-    scaler = mpidl.GradScaler(enabled=options.dtype == "fp16")  # >>> all ranks take or skip a step together
+    scaler = mpidl.GradScaler(
+        device.type, enabled=options.dtype == "fp16"
+    )  # >>> all ranks take or skip a step together
     half = HALVES.get(options.dtype)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
     how = f"ZeRO stage {options.zero}" if options.zero else "DDP"
     say(
         f"GPT-2 of {parameters / 1e6:.1f} M parameters, {how} on {comm.size} rank{'s' * (comm.size > 1)}, "
-        f"{torch.get_num_threads()} thread(s) each; {len(batches.train) / 1e6:.2f} M tokens of "
+        f"{torch.get_num_threads()} thread(s) each, on {device.type}; {len(batches.train) / 1e6:.2f} M tokens of "
         f"{options.data}, {batches.tokens_per_step} a step",
         flush=True,
     )
@@ -298,7 +305,7 @@ def main() -> None:
     def evaluate() -> float:
         if options.delayed_update is not None:
             optimizer.flush()  # >>> the weights of the update that is under way
-        return validate(comm, call, batches, options)
+        return validate(comm, call, batches, options, device)
 
     names = "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule"
     names += " beta1 beta2 weight_decay clip dtype delayed_update seed"
@@ -316,10 +323,11 @@ def main() -> None:
     for step in range(begin, options.steps):
         start = time.perf_counter()
         loss_sum = 0.0
-        for micro, (x, y) in enumerate(batches.step(step)):
+        for micro, batch in enumerate(batches.step(step)):
+            x, y = (part.to(device) for part in batch)
             last = micro == options.grad_accum - 1
             with contextlib.nullcontext() if last else accumulating():
-                with torch.autocast("cpu", half, enabled=half is not None and not options.zero):
+                with torch.autocast(device.type, half, enabled=half is not None and not options.zero):
                     loss = call(x, y) / options.grad_accum
                 scaler.scale(loss).backward()
             loss_sum += loss.item()
@@ -353,7 +361,7 @@ def main() -> None:
     peak = np.array([mpidl.memory.peak_rss_mib()])
     comm.all_reduce(peak, "max")
     if options.sample:
-        text = sample(comm, options, model, optimizer, tokenizer)
+        text = sample(comm, options, model, optimizer, tokenizer, device)
         say(f"--- a sample of {options.sample} tokens ---\n{text}\n---", flush=True)
     median = statistics.median(s["ms"] for s in steps) if steps else None
     if comm.rank == 0 and options.json:

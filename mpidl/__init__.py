@@ -26,7 +26,7 @@ from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .nonfinite_guard import NonfiniteGuard
 from .objects import all_gather_object, broadcast_object
 from .replicas import check_replicas
-from .runtime import agree_or_exit, init
+from .runtime import agree_or_exit, init, pick_device
 from .signals import STOPPED, StopSignal
 from .sync_batch_norm import SyncBatchNorm
 from .version import __version__
@@ -66,4 +66,5 @@ __all__ = [
     "init",
     "memory",
     "optim",
+    "pick_device",
 ]

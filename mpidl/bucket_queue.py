@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from collectives.cuda.place import HOST, Place
+
 from .backward import BackwardWatch
 from .buckets import GradientBucket
 
@@ -28,6 +30,7 @@ class BucketQueue:
     finish(): called at the end of a backward pass, after all buckets have been launched.
     missing(bucket, index): called for every parameter that the pass did not reach, before its bucket is launched.
     late(bucket, index): called instead of take for a gradient that comes after its bucket was launched.
+    place: of the parameters. Autograd computes each gradient on the stream of its part of the forward pass.
 
     synchronise: whether a pass communicates. hold: launch nothing before the pass ends. expected: how often a
     parameter's gradient arrives in a pass, once if it is not in there. arrivals: how often each did in this pass, in
@@ -44,6 +47,7 @@ class BucketQueue:
         finish: Callable[[], None],
         missing: OfParameter,
         late: OfParameter | None = None,
+        place: Place = HOST,
     ) -> None:
         self.synchronise = True
         self.hold = False
@@ -53,6 +57,7 @@ class BucketQueue:
         self._watch = watch
         self._take, self._launch, self._finish, self._missing = take, launch, finish, missing
         self._late = late or take
+        self._place = place
         self._handles: dict[torch.nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         self.set_buckets(buckets)
         watch.at_end.append(self._end)
@@ -88,6 +93,7 @@ class BucketQueue:
         if bucket.launched:
             self._late(bucket, index)
             return
+        bucket.streams.add(self._place.stream())
         self._take(bucket, index)
         if times >= self.expected.get(parameter, 1):
             self.mark_ready(bucket, index)
@@ -102,6 +108,7 @@ class BucketQueue:
     def _start(self, bucket: GradientBucket) -> None:
         self._next += 1
         bucket.launched = True
+        self._place.follow(bucket.streams)
         for index, p in enumerate(bucket.parameters):
             if p not in self.arrivals:
                 self._missing(bucket, index)
@@ -130,6 +137,7 @@ class BucketQueue:
         self.arrivals = {}
         for bucket in self.buckets:
             bucket.launched = False
+            bucket.streams.clear()
             bucket.ready = [self.expected.get(p, 1) == 0 for p in bucket.parameters]
 
     @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -132,7 +133,8 @@ class GradientBucket:
 
     ranks: over how many the bucket is to be cut evenly. flat: the storage, `layout.padded` elements, or None while it
     is not needed. views: the parameters' places in it. ready: per parameter, whether this backward pass is through
-    with it. launched: whether this pass has started the collective. work: the collective under way.
+    with it. launched: whether this pass has started the collective. work: the collective under way. streams: those
+    whose work has filled it in this pass (`Place.stream`).
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: int = 1) -> None:
@@ -144,6 +146,7 @@ class GradientBucket:
         self.ready = [False] * len(self.parameters)
         self.launched = False
         self.work: Work | None = None
+        self.streams: set[Any] = set()
 
     def allocate(self, storage: torch.Tensor) -> None:
         """Lays the bucket out in `storage`, at least `layout.padded` elements."""

@@ -16,6 +16,7 @@ import torch
 from collectives import Communicator
 
 from .errors import ConfigurationError, TrainingError
+from .scalars import values_of
 from .trained_by import trainer_of
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -73,13 +74,12 @@ def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Com
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
     kinds = [torch.float64 if s.dtype == torch.float64 else torch.float32 for s in shards]
-    norms = np.array(
-        [
-            float(torch.linalg.vector_norm(s, norm_type, dtype=kind))
-            for s, kind in zip(shards, kinds, strict=True)
-            if s.numel()
-        ]
-    )
+    of_each = [
+        torch.linalg.vector_norm(s, norm_type, dtype=kind).double()
+        for s, kind in zip(shards, kinds, strict=True)
+        if s.numel()
+    ]
+    norms = np.array(values_of(of_each), np.float64)
     infinite = math.isinf(norm_type)
     with np.errstate(over="ignore"):
         local = norms.max(initial=0.0) if infinite else (norms**norm_type).sum()

@@ -20,15 +20,21 @@ from .ddp import DistributedDataParallel
 from .errors import ConfigurationError
 from .objects import all_gather_object
 from .runtime import default_communicator
+from .scalars import values_of
 from .trained_by import trainer_of_model
 
 Found = list[tuple[str, int]]
 
 
+def are_finite(gradients: Iterable[torch.Tensor]) -> list[bool]:
+    """Of each, whether all elements are numbers and finite; of a sparse gradient those that are stored."""
+    stored = [g._values() if g.layout == torch.sparse_coo else g for g in gradients]
+    return values_of([values.isfinite().all() for values in stored])
+
+
 def is_finite(gradient: torch.Tensor) -> bool:
-    """Whether all elements are numbers and finite; of a sparse gradient those that are stored."""
-    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
-    return bool(values.isfinite().all())
+    """The same of one."""
+    return are_finite([gradient])[0]
 
 
 def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator | None = None) -> Found | None:
@@ -43,7 +49,8 @@ def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator
             "find_nonfinite_gradients: a ZeroOptimizer trains this model; use its find_nonfinite()"
         )
     plain = model.module if isinstance(model, DistributedDataParallel) else model
-    spoilt = [name for name, p in plain.named_parameters() if p.grad is not None and not is_finite(p.grad)]
+    given = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    spoilt = [name for name, fine in zip(given, are_finite(given.values()), strict=True) if not fine]
     return _of_all_ranks(default_communicator(process_group), spoilt[::-1])
 
 

@@ -16,10 +16,10 @@ def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: 
 
     tensors: on every rank the same number, shapes and dtypes, in the same order; of any layout in memory.
     """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.data)
-    for group in by_dtype.values():
+        alike.setdefault((tensor.dtype, tensor.device.type), []).append(tensor.data)
+    for group in alike.values():
         if len(group) == 1 and group[0].is_contiguous():
             comm.broadcast(group[0], root)
             continue

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from collectives import Communicator
+from collectives.cuda.place import take_turn, why_not
 from collectives.witness import tell, witnessed
 
 from .ending import end_job_with_any_rank
@@ -61,6 +62,22 @@ def init() -> Communicator:
         _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])
         _default = comm
     return _default
+
+
+def pick_device(comm: Communicator, kind: str = "cuda") -> torch.device:
+    """Where this rank trains: "cpu", or with "cuda" one of the GPUs that it sees, torch's current one from here on.
+
+    The ranks of a node take its GPUs in turn, by their local rank; several may share one. A launcher that shows each
+    rank a GPU of its own has chosen already. Raises UsageError where no GPU can be used: call it in `agree_or_exit`.
+    """
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"device: got {kind!r}; needs cpu or cuda")
+    if kind == "cpu":
+        return torch.device("cpu")
+    why = why_not()
+    if why:
+        raise UsageError(f"device cuda: no GPU can be used here: {why}")
+    return take_turn(comm.local_rank)
 
 
 def default_communicator(given: Communicator | None) -> Communicator:

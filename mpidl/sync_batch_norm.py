@@ -116,6 +116,7 @@ class SyncBatchNorm(_BatchNorm):
         if count == 1:
             whole = torch.Size([1, self.num_features, *[1] * (input.dim() - 2)])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {whole}")
+        mean, m2 = mean.to(input.device), m2.to(input.device)
         self._track(count, mean, m2)
         mean, variance = mean.to(_kind(input)), (m2 / max(count, 1)).to(_kind(input))
         output: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, comm)  # type: ignore[no-untyped-call]
@@ -175,6 +176,7 @@ def _whole_statistics(
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Count, mean and M2 (float64, one a channel) of all ranks' samples; bitwise the same everywhere. Collective.
 
+    They go through the host's memory wherever x is: the host has to see the count and what is wrong with an input.
     flows: whether a gradient will flow back to x. It goes with the statistics, like all that the ranks must have
     alike, so that they raise the same error where it is not so.
     """

@@ -238,12 +238,10 @@ class _Record:
             if part.device != self._device:
                 return part.to(self._device, non_blocking=True)
             return part if self.slot.fetches_copies else part.clone()
-        if self._device.type == "cuda":  # the collectives move CPU memory
-            torch.cuda.current_stream(self._device).synchronize()
-            part = part.cpu()
-        whole = torch.empty(self._elements, dtype=part.dtype)
+        part = part.to(self._device, non_blocking=True)
+        whole = torch.empty(self._elements, dtype=part.dtype, device=self._device)
         self._group.all_gather(whole, part)
-        return whole.to(self._device)
+        return whole
 
 
 def _unpack(kept: _Record | torch.Tensor) -> torch.Tensor:

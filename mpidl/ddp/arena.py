@@ -17,8 +17,8 @@ from ..buckets import GradientBucket, aligned
 class Arena:
     """The storage of buckets, one array a dtype, with room for the same parameters in any order and any buckets."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm, self._device = comm, device
         self._arrays: dict[torch.dtype, torch.Tensor] = {}
 
     def lay_out(self, buckets: Sequence[GradientBucket]) -> None:
@@ -38,4 +38,4 @@ class Arena:
         self._arrays = kept  # the others are given up before new ones are made
         for dtype, size in needed.items():
             if dtype not in kept:
-                self._arrays[dtype] = self._comm.empty(size, dtype)
+                self._arrays[dtype] = self._comm.empty(size, dtype, device=self._device)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from collectives.cuda.place import Place
 
 from ..backward import BackwardWatch, goes_to
 from ..bucket_queue import BucketQueue
@@ -40,8 +41,9 @@ class Reducer:
     """Averages the gradients of a module's parameters.
 
     names: the parameters to take care of, trained or not, and their names; which of them train may change between
-    passes, alike on all ranks. bucket_cap: bytes. as_views: `.grad` becomes a view of the bucket, else keeps its own
-    memory. buffers: those to make alike after each pass. watch: must see the module's forward passes.
+    passes, alike on all ranks. place: where they lie. bucket_cap: bytes. as_views: `.grad` becomes a view of the
+    bucket, else keeps its own memory. buffers: those to make alike after each pass. watch: must see the module's
+    forward passes.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Reducer:
         comm: Communicator,
         watch: BackwardWatch,
         *,
+        place: Place,
         bucket_cap: float,
         find_unused: bool,
         static_graph: bool,
@@ -69,7 +72,8 @@ class Reducer:
         self.rounds: JoinRounds | None = None
         self.shadowing = False  # this rank has no batches left and stands in for its part of the others' passes
         self.share = 1.0  # what the mean over all ranks is multiplied by
-        self._arena = Arena(comm)
+        self._place = place
+        self._arena = Arena(comm, place.device)
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
@@ -77,7 +81,14 @@ class Reducer:
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
         self.queue = BucketQueue(
-            [], watch, take=self._take, launch=self._launch, finish=self._finish, missing=self._miss, late=self._late
+            [],
+            watch,
+            take=self._take,
+            launch=self._launch,
+            finish=self._finish,
+            missing=self._miss,
+            late=self._late,
+            place=place,
         )
         self.queue.hold = static_graph
         watch.concerns = self.reached_from
@@ -134,7 +145,7 @@ class Reducer:
     def retire(self) -> None:
         """Takes the hooks off the parameters; gradients stay."""
         self.queue.set_buckets([])
-        self._arena = Arena(self.comm)
+        self._arena = Arena(self.comm, self._place.device)
 
     def _lay_out(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Cuts the parameters into buckets in this order; gradients that lie in the old ones move along."""

@@ -26,18 +26,18 @@ def mean_of_sparse(comm: Communicator, parameter: torch.Tensor, gradient: torch.
     """
     dense = gradient is not None and gradient.layout == torch.strided
     if gradient is None:
-        rows = torch.empty(0, dtype=torch.int64)
-        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     elif dense:
-        rows, values = torch.arange(len(gradient)), gradient.contiguous()
+        rows, values = torch.arange(len(gradient), device=gradient.device), gradient.contiguous()
     else:
         merged = gradient.coalesce()
         rows, values = merged.indices()[0].contiguous(), merged.values().contiguous()
     theirs = np.empty(2 * comm.size, np.int64)
     comm.all_gather(theirs, np.array([len(rows), dense], np.int64))
     counts, is_dense = theirs[::2].tolist(), theirs[1::2]
-    all_rows = torch.empty(sum(counts), dtype=torch.int64)
-    all_values = torch.empty((sum(counts), *values.shape[1:]), dtype=values.dtype)
+    all_rows = torch.empty(sum(counts), dtype=torch.int64, device=rows.device)
+    all_values = torch.empty((sum(counts), *values.shape[1:]), dtype=values.dtype, device=values.device)
     width = values[:1].numel() if len(values) else int(np.prod(values.shape[1:]))
     comm.all_gather(all_rows, rows, counts)
     comm.all_gather(all_values.view(-1), values.view(-1), [count * width for count in counts])

@@ -26,6 +26,7 @@ from ..buckets import MIB
 from ..compiling import uncompiled
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..errors import ConfigurationError
+from ..place import place_of
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
 from ..sync_batch_norm import SyncBatchNorm
@@ -39,7 +40,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     The arguments have the names, order and meaning of `torch.nn.parallel.DistributedDataParallel`:
 
-    module: the model, on every rank alike in structure.
+    module: the model, on every rank alike in structure, in the host's memory or on one GPU. Forward passes, backward
+        passes and steps may be on any streams that the program has ordered after each other.
     device_ids, output_device: None, or the one device on which the module lies, to which inputs are then moved.
     broadcast_buffers: rank 0's buffers (running statistics, ...) are broadcast before each synchronised forward pass.
     init_sync: rank 0's parameters and buffers are broadcast now.
@@ -94,6 +96,7 @@ class DistributedDataParallel(torch.nn.Module):
             self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb) * MIB
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
             self.device = arguments.device(module, device_ids, output_device)
+            self._place = place_of("module", module, self.parameters_to_ignore)
             self.module = module
             if not self._named_parameters():
                 raise ConfigurationError("module: it has no parameter that requires a gradient")
@@ -113,6 +116,7 @@ class DistributedDataParallel(torch.nn.Module):
             "static_graph": self.static_graph,
             "broadcast_buffers": self.broadcast_buffers,
             "parameters_to_ignore": sorted(self.parameters_to_ignore),
+            "device": self._place.device.type,
         }
         check_settings_agree(comm, "DistributedDataParallel", settings)
         check_models_agree(comm, self.module)
@@ -125,6 +129,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._named_parameters(frozen=True),
             lane.comm,
             self._watch,
+            place=self._place,
             bucket_cap=self.bucket_bytes_cap,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
@@ -142,6 +147,8 @@ class DistributedDataParallel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         synchronised = torch.is_grad_enabled() and not self._quiet and not inside_backward()
+        if synchronised:
+            self._place.refuse_capture("DistributedDataParallel")
         if self._reducer is None and synchronised:
             self._set_up(broadcast=True)
         if self._reducer is not None:
@@ -279,13 +286,14 @@ class DistributedDataParallel(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("process_group", "_reducer", "_watch", "_hook"):
+        for name in ("process_group", "_reducer", "_watch", "_hook", "_place"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reducer = None
+        self._place = place_of("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
         if "process_group" not in self.__dict__:
             self.process_group = default_communicator(None)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives import Communicator
+from collectives.cuda.pages import DevicePages
 from collectives.pages import Pages
 
 from ..buckets import Layout, layout_of
+from .construction.target import placeholder
 from .released import Touched, release, restore
 from .shards import ParameterShard
 from .units import Unit, flat_groups
@@ -28,21 +30,22 @@ _CONSUMERS = "_mpidl_consumers"  # of a tensor that is a unit's output: what to 
 class FlatParameters:
     """Parameters of a unit that have one dtype and all train, or all do not. start: of `whole` in the pages, bytes."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, pages: Pages, start: int) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, pages: Pages | DevicePages, start: int
+    ) -> None:
         first = parameters[0]
         self._pages, self._start = pages, start
         self._parameters = list(parameters)
         self._shapes = [p.shape for p in parameters]
         self.layout: Layout = layout_of(parameters, comm.size)
         self._rank = comm.rank
-        values = comm.empty(self.layout.shard_size, first.dtype).zero_()
+        values = comm.empty(self.layout.shard_size, first.dtype, device=first.device).zero_()
         for p, piece in zip(parameters, self.layout.pieces(comm.rank), strict=True):
             part = p.detach().reshape(-1)[piece.start : piece.stop]
             values[piece.offset : piece.offset + part.numel()] = part
         self.shard = ParameterShard(self._parameters, self.layout, values, first.requires_grad)
         self._dtype = first.dtype
-        filler = torch.full((), float("nan") if first.dtype.is_floating_point else 0, dtype=first.dtype)
-        self._fillers = [filler.expand(shape) for shape in self._shapes]
+        self._fillers = [placeholder(shape, first.dtype, first.device) for shape in self._shapes]
         self._private: torch.Tensor | None = None
 
     @property
@@ -52,7 +55,7 @@ class FlatParameters:
 
     def places(self) -> dict[torch.nn.Parameter, int]:
         """The addresses of the parameters in `whole`."""
-        start, each = self._pages.address + self._start, self._dtype.itemsize
+        start, each = self._pages.place(self._start), self._dtype.itemsize
         places = zip(self._parameters, self.layout.offsets, strict=True)
         return {p: start + offset * each if p.numel() else 0 for p, offset in places}
 
@@ -112,7 +115,7 @@ class GatheredUnit:
     inputs whose gradient is to come.
     """
 
-    def __init__(self, number: int, unit: Unit, comm: Communicator, pages: Pages, start: int) -> None:
+    def __init__(self, number: int, unit: Unit, comm: Communicator, pages: Pages | DevicePages, start: int) -> None:
         self.number, self.name = number, unit.name
         self._reserves = comm.local_rank == 0 or not pages.shared
         self.flats: list[FlatParameters] = []

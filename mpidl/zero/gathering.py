@@ -19,8 +19,10 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from collectives import Communicator, Work
+from collectives.cuda.place import HOST
 
 from .traffic import Traffic
 
@@ -76,10 +78,10 @@ class Round:
 
 
 class Rounds:
-    """Starts rounds; they run in the order in which they are started. comm: for nothing else."""
+    """Starts rounds; they run in the order in which they are started. comm: for nothing else. device: of the units."""
 
-    def __init__(self, comm: Communicator, units: Sequence[Gatherable]) -> None:
-        self.traffic = Traffic()
+    def __init__(self, comm: Communicator, units: Sequence[Gatherable], device: torch.device = HOST.device) -> None:
+        self.traffic, self._device = Traffic(), device
         self._comm, self._units = comm, list(units)
         self._whole: set[int] = set()  # on all ranks the same
         self._message, self._table = _messages(comm, len(self._units))
@@ -97,7 +99,9 @@ class Rounds:
             words[number // _BITS] |= 1 << (number % _BITS)
         message = [-1 if wanted is None else wanted, purpose, *words]
         self._last = started = Round()
-        started.work = self._comm.compound("gather units", lambda: self._run(message, started), async_op=True)
+        started.work = self._comm.compound(
+            "gather units", lambda: self._run(message, started), async_op=True, device=self._device
+        )
         return started
 
     def done(self, held: Collection[int]) -> Round:
@@ -113,7 +117,7 @@ class Rounds:
             for number in sorted(self._whole.intersection(numbers)):
                 self._gather(number)
 
-        self._comm.compound("gather units", task)
+        self._comm.compound("gather units", task, device=self._device)
 
     def _run(self, message: list[int], started: Round) -> None:
         self._message[:] = message

@@ -75,7 +75,8 @@ class ShardGroup:
                 self.shards.reduce_scatter(own, whole, "avg", algorithm=algorithm)
                 replicas.all_reduce(own, "avg")
 
-            work = self._reducing.compound("reduce_scatter and all_reduce over replicas", both, async_op=True)
+            name = "reduce_scatter and all_reduce over replicas"
+            work = self._reducing.compound(name, both, async_op=True, device=whole.device)
         assert work is not None
         return work
 

@@ -38,11 +38,11 @@ _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"
 class _Place:
     """How the engine has laid a parameter out.
 
-    values: what its data was then. addresses: where it may lie. counted: whether writing to it in place is wrong.
+    values: what its data was then. address: where it lay. counted: whether writing to it in place is wrong.
     """
 
     values: torch.Tensor
-    addresses: frozenset[int]
+    address: int
     counted: bool
 
 
@@ -69,13 +69,11 @@ class WeightGuard:
 
     def watch(self, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Takes in the parameters that have come into shards, as they are laid out now."""
-        whole = self._parameters.places() if isinstance(self._parameters, ShardedParameters) else {}
         replicated = isinstance(self._parameters, ReplicatedParameters)
         with torch._C.DisableTorchFunctionSubclass():
             for p in (p for shard in self._parameters.shards for p in shard.parameters if p not in self._places):
-                addresses = frozenset({p.data_ptr(), whole.get(p, p.data_ptr())})
                 # What every rank has whole, and no master overwrites, the ranks may change alike.
-                self._places[p] = _Place(p.data, addresses, not replicated or slices[p].is_master)
+                self._places[p] = _Place(p.data, p.data_ptr(), not replicated or slices[p].is_master)
                 self._versions[p] = p._version
                 claim(p, self._trainer)
 
@@ -125,7 +123,7 @@ class WeightGuard:
         with torch._C.DisableTorchFunctionSubclass():
             for p, place in self._places.items():
                 was = place.values
-                if p.data_ptr() not in place.addresses or p.dtype != was.dtype or p.shape != was.shape:
+                if not self._lies_right(p) or p.dtype != was.dtype or p.shape != was.shape:
                     return (
                         f"{self._names[p]}: other memory was put in its place, now {tuple(p.shape)} {p.dtype}, as "
                         "`p.data = ...` and `model.to(...)` do, but the ZeroOptimizer trains the "
@@ -133,6 +131,12 @@ class WeightGuard:
                         f"`with optimizer.gathered(...):`; {_HEALS}"
                     )
         return None
+
+    def _lies_right(self, p: torch.nn.Parameter) -> bool:
+        address = p.data_ptr()
+        if address == self._places[p].address:
+            return True
+        return isinstance(self._parameters, ShardedParameters) and address == self._parameters.place(p)
 
     def _written(self) -> list[torch.nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -184,7 +188,7 @@ class WeightGuard:
         if self._moved() is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 for p, place in self._places.items():
-                    if p.data_ptr() not in place.addresses or p.dtype != place.values.dtype:
+                    if not self._lies_right(p) or p.dtype != place.values.dtype:
                         p.data = place.values
 
     def accept(self) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from collectives import Communicator, Work
+from collectives.cuda.place import Place
 
 from ..buckets import Layout, aligned, layout_of
 from .shards import ParameterShard
@@ -25,11 +26,13 @@ from .units import Unit, flat_groups
 class NodeSharedParameters:
     """Moves a model's parameters into shared memory.
 
-    units: from `units.cut`. arenas: from `shared_arenas`.
+    units: from `units.cut`. arenas: from `shared_arenas`. place: where both lie.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator, arenas: dict[torch.dtype, torch.Tensor]) -> None:
-        self._comm = comm
+    def __init__(
+        self, units: Sequence[Unit], comm: Communicator, arenas: dict[torch.dtype, torch.Tensor], place: Place
+    ) -> None:
+        self._comm, self._place = comm, place
         self.traffic = Traffic()  # none, ever
         self._arenas = arenas
         self._flats = []
@@ -38,11 +41,13 @@ class NodeSharedParameters:
             layout, dtype = layout_of(parameters, comm.size), parameters[0].dtype
             start = taken[dtype]
             taken[dtype] += aligned(layout.padded, dtype)
-            self._flats.append(_SharedFlat(parameters, layout, arenas[dtype][start : start + layout.padded], comm.rank))
+            self._flats.append(
+                _SharedFlat(parameters, layout, arenas[dtype][start : start + layout.padded], comm.rank, place)
+            )
         if comm.local_rank == 0:
             for flat in self._flats:
                 flat.fill()
-        comm.barrier()
+        self._meet()
         for flat in self._flats:
             flat.share()
         self.shards = [flat.shard for flat in self._flats]
@@ -52,7 +57,8 @@ class NodeSharedParameters:
         """Nothing to do: the parameters are where they stay."""
 
     def settle(self) -> None:
-        """Nothing to do: that every rank is through with backward is known once the ranks agree on what it reached."""
+        """Returns when this rank is through with backward; that all are is known once they agree on what it reached."""
+        self._place.settle()
 
     def wait(self, work: Work) -> None:
         """Waits for a reduction."""
@@ -63,6 +69,11 @@ class NodeSharedParameters:
 
     def after_step(self) -> None:
         """Waits until every rank has written its shards."""
+        self._meet()
+
+    def _meet(self) -> None:
+        """Waits until every rank has done what it was to do to the shared memory."""
+        self._place.settle()
         self._comm.barrier()
 
     @contextmanager
@@ -81,10 +92,10 @@ class NodeSharedParameters:
         try:
             yield
         finally:
-            self._comm.barrier()
+            self._meet()
             for flat in chosen:
                 flat.keep_changes()
-            self._comm.barrier()
+            self._meet()
 
     def remove(self) -> None:
         """Nothing to do: there are no hooks."""
@@ -98,12 +109,17 @@ class _SharedFlat:
     """Parameters of a unit that have one dtype and all train, or all do not. whole: their place in the arena."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], layout: Layout, whole: torch.Tensor, rank: int
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        whole: torch.Tensor,
+        rank: int,
+        place: Place,
     ) -> None:
         self._whole, self._rank = whole, rank
         self._views = layout.views(whole, [p.shape for p in parameters])
         self._private: torch.Tensor | None = None
-        own = _by_itself(layout.shard(whole, rank))
+        own = place.alone(layout.shard(whole, rank))
         self.shard = ParameterShard(list(parameters), layout, own, parameters[0].requires_grad)
 
     def fill(self) -> None:
@@ -132,20 +148,16 @@ class _SharedFlat:
         self.share()
 
 
-def shared_arenas(units: Sequence[Unit], comm: Communicator) -> dict[torch.dtype, torch.Tensor] | None:
-    """Memory that all ranks share for the units' parameters, one array a dtype; None if they cannot. Collective."""
-    if comm.nodes > 1:
+def shared_arenas(units: Sequence[Unit], comm: Communicator, place: Place) -> dict[torch.dtype, torch.Tensor] | None:
+    """Memory that all ranks share for the units' parameters, one array a dtype; None if they cannot. Collective.
+
+    Ranks with GPUs of their own would reach that of one of them only at the speed of what connects them.
+    """
+    if not place.is_one_for(comm):
         return None
     sizes: dict[torch.dtype, int] = {}
     for parameters in flat_groups(units):
         dtype = parameters[0].dtype
         sizes[dtype] = sizes.get(dtype, 0) + aligned(layout_of(parameters, comm.size).padded, dtype)
-    arenas = {dtype: comm.shared(size, dtype) for dtype, size in sizes.items()}
+    arenas = {dtype: comm.shared(size, dtype, device=place.device) for dtype, size in sizes.items()}
     return arenas if comm.size == 1 or all(comm.is_shared(arena) for arena in arenas.values()) else None
-
-
-def _by_itself(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage is no larger, so that it counts as what it is."""
-    if part.numel() == 0:
-        return torch.empty(0, dtype=part.dtype)
-    return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)

@@ -27,8 +27,9 @@ from ..clip import clamp_, norm_over_shards, scale_
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..ddp.arguments import communicator, flag
 from ..errors import ConfigurationError, TrainingError
-from ..nonfinite import NonfiniteWatch, is_finite
+from ..nonfinite import NonfiniteWatch, are_finite
 from ..optim.trust import TrustRatioOptimizer, squared_norms_over
+from ..place import place_of
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
 from . import arguments, state
@@ -82,6 +83,8 @@ class ZeroOptimizer(StatefulOptimizer):
         has parameters or buffers of its own. By default the modules' `reset_parameters`. After an error in either the
         model must be built anew.
     weights: a safetensors file or directory, or `zero.Safetensors`, from which a rank reads its slices.
+    device: where a model on the meta device gets its values, the host's memory by default. Any other one trains where
+        it lies: in the host's memory or on one GPU.
 
     Every rank must make the same calls. `backward()` reduces gradients over the ranks (their mean) and adds them to
     those of earlier passes, until `zero_grad`; a parameter's own `.grad` stays None. `param_groups` holds the model's
@@ -106,6 +109,7 @@ class ZeroOptimizer(StatefulOptimizer):
         offload: Offload | str | None = None,
         init_fn: InitFn | None = None,
         weights: Weights = None,
+        device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         self._comm = default_communicator(communicator(process_group))
@@ -119,13 +123,14 @@ class ZeroOptimizer(StatefulOptimizer):
         self.stage = stage
         groups = check_everywhere(self._comm, lambda: arguments.groups(model, params))
         elsewhere = check_everywhere(self._comm, lambda: Offload.of(offload))
+        self._place = check_everywhere(self._comm, lambda: place_of("model", model, device=device))
         alike = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": bucket_cap_mb}
-        alike |= {**flags, "offload": elsewhere is not None}
+        alike |= {**flags, "offload": elsewhere is not None, "device": self._place.device.type}
         check_settings_agree(self._comm, "ZeroOptimizer", {**alike, **arguments.comparable(kwargs)})
         check_models_agree(self._comm, model)
         conversion = check_everywhere(self._comm, lambda: Conversion.of(model, precision))
         check_settings_agree(self._comm, "precision", conversion.settings())
-        plan = check_everywhere(self._comm, lambda: Construction.of(model, init_fn, weights))
+        plan = check_everywhere(self._comm, lambda: Construction.of(model, init_fn, weights, self._place.device))
         chosen = check_everywhere(self._comm, lambda: cut(model, units)) if stage == 3 else []
         check_settings_agree(self._comm, "units", {"names": [unit.name for unit in chosen]})
         check_settings_agree(self._comm, "params", arguments.outline(model, groups))
@@ -133,7 +138,9 @@ class ZeroOptimizer(StatefulOptimizer):
         halves = conversion.precision.param_dtype is not None
         self._offloaded = None
         if elsewhere is not None:
-            self._offloaded = OffloadedOptimizer(self._group, elsewhere, optimizer_class, kwargs, groups, halves)
+            self._offloaded = OffloadedOptimizer(
+                self._group, elsewhere, optimizer_class, kwargs, groups, halves, self._place
+            )
         self._names = state.StateNames.of(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self._trained = trained
@@ -156,7 +163,7 @@ class ZeroOptimizer(StatefulOptimizer):
             rotating, lasting = 2, sum(group[0].requires_grad for group in flat_groups(chosen[-1:]))
         else:
             buckets = assign(reversed(trained), self._bucket_bytes)
-            self._parameters = ReplicatedParameters(model, buckets, self._group.shards)
+            self._parameters = ReplicatedParameters(model, buckets, self._group.shards, self._place)
             rotating, lasting = 3, 0
         names = {p: name for name, p in model.named_parameters()}
         self._gradients = GradientShards(
@@ -170,6 +177,7 @@ class ZeroOptimizer(StatefulOptimizer):
             end_pass=self._parameters.end_pass,
             rotating=rotating,
             lasting=lasting,
+            place=self._place,
         )
         self._shards, self._slices = [], {}
         self._slice([shard for shard in self._parameters.shards if shard.trains])
@@ -201,14 +209,15 @@ class ZeroOptimizer(StatefulOptimizer):
         self, units: list[Unit], share_in_node: bool, reshard_after_forward: bool
     ) -> NodeSharedParameters | ShardedParameters:
         comm = self._group.shards
-        arenas = shared_arenas(units, comm) if share_in_node or comm.size == 1 else None
+        arenas = shared_arenas(units, comm, self._place) if share_in_node or comm.size == 1 else None
         if arenas is not None:
-            return NodeSharedParameters(units, comm, arenas)
+            return NodeSharedParameters(units, comm, arenas, self._place)
         return ShardedParameters(
             self._model,
             units,
             comm,
             self._watch,
+            self._place,
             share_in_node=share_in_node,
             reshard_after_forward=reshard_after_forward,
         )
@@ -306,6 +315,7 @@ class ZeroOptimizer(StatefulOptimizer):
         on every rank, before anything is changed, for parameters that were unfrozen and not added, and for weights that
         were changed other than by a step, inside `gathered` or by loading.
         """
+        self._place.refuse_capture("ZeroOptimizer.step")
         problem = self._guard.problem(self._slices)
         loss = None
         if closure is not None:
@@ -387,7 +397,7 @@ class ZeroOptimizer(StatefulOptimizer):
         shards = self._reduced()
         for shard in shards:
             shard.mul_(inverse_scale)
-        return not all(is_finite(shard) for shard in shards)
+        return not all(are_finite(shards))
 
     def watch_nonfinite(self, on: bool = True) -> None:
         """From now on `find_nonfinite` also knows the rank. Costs one more reading of every gradient."""
@@ -407,8 +417,8 @@ class ZeroOptimizer(StatefulOptimizer):
         if watched is not None:
             return [*watched]
         reduced = self._reduced()
-        spoilt = [not is_finite(part.of(reduced[part.number])) for part in self._slices.values()]
-        flags = np.array(spoilt, np.uint8)
+        fine = are_finite(part.of(reduced[part.number]) for part in self._slices.values())
+        flags = np.array([not each for each in fine], np.uint8)
         self._comm.all_reduce(flags, "max")
         found = [p for p, flag in zip(self._slices, flags, strict=True) if flag]
         return [(name, None if self._comm.size > 1 else 0) for name in self._names_of(found)] or None

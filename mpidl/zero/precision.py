@@ -124,7 +124,7 @@ class Conversion:
         for p, dtype in self.dtypes.items():
             if p.dtype != dtype:
                 originals[p] = p.data
-                p.data = placeholder(p.shape, dtype)
+                p.data = placeholder(p.shape, dtype, p.device)
                 p.grad = None
         of, hooks = self.precision, []
         if of.param_dtype is not None:

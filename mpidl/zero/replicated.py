@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from collectives import Communicator, Work
+from collectives.cuda.place import Place
 
 from .. import lanes
 from ..buckets import layout_of
@@ -31,15 +32,20 @@ from .traffic import Traffic
 class ReplicatedParameters:
     """Moves each group's parameters into one flat buffer, of which a shard is this rank's to update.
 
-    groups: the same groups as the gradient buckets, so that a shard of one is the shard of the other.
+    groups: the same groups as the gradient buckets, so that a shard of one is the shard of the other. place: where the
+    parameters lie.
     """
 
     def __init__(
-        self, model: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], comm: Communicator
+        self,
+        model: torch.nn.Module,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        comm: Communicator,
+        place: Place,
     ) -> None:
         lane = lanes.take(comm)  # beside what the next forward pass communicates
         weakref.finalize(self, lane.give_back).atexit = False
-        self._model, self._comm = model, lane.comm
+        self._model, self._comm, self._place = model, lane.comm, place
         self._coming: list[_OnTheWay] = []
         self._handle = model.register_forward_pre_hook(_before_forward, prepend=True)
         self.traffic = Traffic()
@@ -52,7 +58,7 @@ class ReplicatedParameters:
         first = len(self.shards)
         for group in groups:
             layout = layout_of(group, self._comm.size)
-            flat = self._comm.empty(layout.padded, group[0].dtype)
+            flat = self._comm.empty(layout.padded, group[0].dtype, device=self._place.device)
             flat[sum(layout.sizes) :].zero_()
             for p, view in zip(group, layout.views(flat, [p.shape for p in group]), strict=True):
                 view.copy_(p.detach())
@@ -83,7 +89,7 @@ class ReplicatedParameters:
         for flat, shard in zip(reversed(self._whole), reversed(self.shards), strict=True):
             work = self._comm.all_gather(flat, shard.values, async_op=True)
             assert work is not None
-            self._coming.append(_OnTheWay(work, shard.parameters))
+            self._coming.append(_OnTheWay(work, shard.parameters, self._place))
             self.traffic.gathers += 1
             self.traffic.gathered_bytes += flat.nbytes
         if any(_is_compiled(module) for module in self._model.modules()):
@@ -107,14 +113,16 @@ class ReplicatedParameters:
 class _OnTheWay:
     """A bucket that is being gathered; its parameters keep it until then, also when there is no engine any more."""
 
-    def __init__(self, work: Work, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, work: Work, parameters: Sequence[torch.nn.Parameter], place: Place) -> None:
         self._work, self._parameters = work, parameters
+        self._place, self._stream = place, place.stream()  # on which the step was, and most uses will be
         for p in parameters:
             watch(p, lambda: self._touched)
 
     def arrive(self) -> None:
         """Returns when it is there."""
         self._work.wait()
+        self._place.lead(self._stream)
         for p in self._parameters:
             unwatch(p)
 

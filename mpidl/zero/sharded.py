@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from collectives import Communicator, Work, WorkTimeout
+from collectives.cuda.place import HOST, Place
 from collectives.positions import listing
 
 from .. import lanes
@@ -40,8 +41,9 @@ _APART = 10.0  # seconds for reductions that all ranks have started
 class ShardedParameters:
     """Gathers the units of a model as it runs, and lets them go.
 
-    units: from `units.cut`; the last one is the model's own. names: of the parameters. share_in_node: gather once for
-    all ranks of a node. reshard_after_forward: let units go between their forward and their backward pass.
+    units: from `units.cut`; the last one is the model's own. place: where the parameters lie. names: of
+    the parameters. share_in_node: gather once for all ranks of a node, in the host's memory. reshard_after_forward: let
+    units go between their forward and their backward pass.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ShardedParameters:
         units: Sequence[Unit],
         comm: Communicator,
         watch: BackwardWatch,
+        place: Place = HOST,
         *,
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
@@ -62,18 +65,19 @@ class ShardedParameters:
         comm = lane.comm  # whose memory the pages must be, to be gathered into as what they are
         lane.settle_by(partial(leave, comm, len(units)))
         rooms = [GatheredUnit.room(unit, comm.size) for unit in units]
-        pages = comm.pages(sum(rooms), shared=share_in_node)
+        pages = comm.pages(sum(rooms), shared=share_in_node, device=place.device)
         self._units = [
             GatheredUnit(number, unit, comm, pages, sum(rooms[:number])) for number, unit in enumerate(units)
         ]
         self._root = self._units[-1]
-        self._rounds = Rounds(comm, self._units)
+        self._rounds = Rounds(comm, self._units, place.device)
         self._forecast = Forecast()
         self._coming: dict[GatheredUnit, Round] = {}
         self._running = 0  # forward passes of the model, or of parts that hold units, under way
         self._training = False  # whether there was a forward pass with gradients since the last step
         self._leaves: list[torch.utils.hooks.RemovableHandle] = []
         self._unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
+        self._flat_of = {p: flat for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
         self._names = names
         # Backward order: the blocks from last to first, then the model's own.
         order = [*reversed(self._units[:-1]), self._root]
@@ -101,9 +105,9 @@ class ShardedParameters:
         for unit in self._units:
             unit.let_go(self._touched)
 
-    def places(self) -> dict[torch.nn.Parameter, int]:
-        """The addresses at which the parameters lie while they are whole."""
-        return {p: place for unit in self._units for flat in unit.flats for p, place in flat.places().items()}
+    def place(self, parameter: torch.nn.Parameter) -> int:
+        """The address at which a parameter lies while it is whole; on a GPU since it was gathered last."""
+        return self._flat_of[parameter].places()[parameter]
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from collectives import Communicator, Work
+from collectives.cuda.place import HOST, Place
 
 from ..backward import BackwardWatch
 from ..bucket_queue import BucketQueue
@@ -63,7 +65,12 @@ class _Storage:
     """
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], comm: Communicator, rotating: int, lasting: Sequence[GradientBucket]
+        self,
+        buckets: Sequence[GradientBucket],
+        comm: Communicator,
+        rotating: int,
+        lasting: Sequence[GradientBucket],
+        device: torch.device,
     ) -> None:
         self._own: dict[GradientBucket, torch.Tensor] = {}
         self._rotating: list[torch.Tensor] = []  # those that no bucket has
@@ -75,7 +82,7 @@ class _Storage:
             if not any(sizes):
                 continue
             # One allocation, in which each rank may choose another buffer.
-            flats = comm.empty(sum(sizes), dtype).split(sizes)
+            flats = comm.empty(sum(sizes), dtype, device=device).split(sizes)
             self._own.update(zip(own, flats, strict=False))
             self._rotating += [flat for flat in flats[len(own) :] if flat.numel()]
         self._places = {flat.data_ptr(): flat for flat in self._rotating}
@@ -113,7 +120,7 @@ class GradientShards:
     reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting: how
     many groups, the last ones, have buffers of their own, as they fill all through a pass.
 
-    counted: as of `Traffic`.
+    counted: as of `Traffic`. place: of the parameters.
 
     Gradients of several passes add up until `clear`. A parameter's `.grad` is taken away as soon as it is complete.
     """
@@ -130,7 +137,10 @@ class GradientShards:
         end_pass: Callable[[], None] = lambda: None,
         rotating: int = 3,
         lasting: int = 0,
+        place: Place = HOST,
     ) -> None:
+        self._place = place
+        self._landed: set[Any] = set()  # streams that were the last to read a rotating buffer
         self._over, self._comm = over, over.shards
         self._names = names
         self._keep_whole = keep_whole
@@ -145,7 +155,7 @@ class GradientShards:
         self._flying: deque[_Gradients] = deque()
         buckets = self._make(groups)
         self._lasting = buckets[len(buckets) - lasting :]
-        self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting)
+        self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting, place.device)
         self.queue = BucketQueue(
             buckets,
             watch,
@@ -154,6 +164,7 @@ class GradientShards:
             finish=self._finish_pass,
             missing=lambda *_: None,
             late=self._late,
+            place=place,
         )
         watch.at_begin.append(_refuse_double_backward)
         watch.at_abandon.append(self._finish)
@@ -162,7 +173,7 @@ class GradientShards:
         """More buckets, reduced after those there are. Collective."""
         self.queue.set_buckets([*self.queue.buckets, *self._make(groups)])
         if not self._keep_whole:  # they may need larger buffers
-            self._storage = _Storage(self.queue.buckets, self._comm, self._rotating, self._lasting)
+            self._storage = _Storage(self.queue.buckets, self._comm, self._rotating, self._lasting, self._place.device)
 
     def _make(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[GradientBucket]:
         buckets = [GradientBucket(group, self._comm.size) for group in groups]
@@ -171,7 +182,7 @@ class GradientShards:
             count = len(bucket.parameters)
             self._of[bucket] = _Gradients(bucket, [False] * count, [False] * count)
             if self._keep_whole:
-                bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype))
+                bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
 
     def shard(self, number: int) -> torch.Tensor:
@@ -187,7 +198,8 @@ class GradientShards:
         gradients = self._of[self.queue.buckets[number]]
         if gradients.shard is None:
             bucket = gradients.bucket
-            gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype)
+            gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype, device=self._place.device)
+        self._place.keep(gradients.shard)
         return gradients.shard
 
     def widen(self) -> None:
@@ -210,7 +222,7 @@ class GradientShards:
         """
         gradients = self._of[self.queue.buckets[number]]
         dtype = torch.float32 if wide and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
-        gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype)
+        gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype, device=self._place.device)
         gradients.reached = list(reached)
         return gradients.shard
 
@@ -267,7 +279,8 @@ class GradientShards:
             while (flat := self._storage.take(bucket)) is None and self._flying:
                 self._land()
             if flat is None:  # more are open than usual, as under no_sync
-                flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype)
+                flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
+            self._place.follow(self._landed)
             bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
             gradients.shard = gradients.shard.clone()
@@ -309,10 +322,12 @@ class GradientShards:
     def _give_back(self, bucket: GradientBucket) -> None:
         assert bucket.flat is not None
         self._storage.give_back(bucket.flat)
+        self._landed.add(self._place.stream())
         bucket.release()
 
     def _finish_pass(self) -> None:
         self._finish()
+        self._landed.clear()  # the next pass comes after this one
         self._end_pass()
 
     def _finish(self) -> None:

@@ -105,7 +105,8 @@ def scatter_model(
                 broadcast_states(over.world, [place])
     for name, p in names.parameters.items():
         if p in slices and slices[p].is_master:
-            whole = state_dict[name].detach().to(slices[p].values.dtype).contiguous() if over.is_root else None
+            master = slices[p].values
+            whole = state_dict[name].detach().to(master.device, master.dtype).contiguous() if over.is_root else None
             over.scatter(slices[p].values.detach(), whole, _counts(over, p, slices[p]))
 
 
@@ -156,9 +157,9 @@ def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: A
     """One value of an optimizer's state: what has the slice's shape is gathered, anything else is alike everywhere."""
     if not torch.is_tensor(value) or value.shape != part.values.shape:
         return value.detach().cpu().clone() if torch.is_tensor(value) else value
-    whole = torch.empty(p.numel(), dtype=value.dtype) if over.is_root else None
+    whole = torch.empty(p.numel(), dtype=value.dtype, device=value.device) if over.is_root else None
     over.gather(whole, value.detach().contiguous(), _counts(over, p, part))
-    return None if whole is None else whole.view(p.shape)
+    return None if whole is None else whole.view(p.shape).cpu()
 
 
 def _counts(over: ShardGroup, p: torch.nn.Parameter, part: Slice) -> list[int]:
@@ -190,6 +191,8 @@ def scatter_optimizer(
             for key, alike in outline["state"].get(number, {}).items():
                 whole = state_dict["state"][number][key] if over.is_root else None
                 entry[key] = _scatter_entry(over, p, part, alike, whole)
+                if torch.is_tensor(alike) and (group.get("fused") or group.get("capturable")):
+                    entry[key] = entry[key].to(part.values.device)  # where such steps count
             inner.state[part.values] = entry
 
 
@@ -243,7 +246,8 @@ def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, alike: 
     if not isinstance(alike, _Cut):
         return alike.clone() if torch.is_tensor(alike) else alike
     counts = _counts(over, p, part)
-    own = torch.empty(counts[over.rank], dtype=alike.dtype)
-    over.scatter(own, whole.detach().contiguous() if over.is_root else None, counts)
+    where = part.values.device
+    own = torch.empty(counts[over.rank], dtype=alike.dtype, device=where)
+    over.scatter(own, whole.detach().contiguous().to(where) if over.is_root else None, counts)
     # As torch does: a state saved with 16-bit parameters goes on in the master's dtype.
     return own.to(part.values.dtype) if own.is_floating_point() else own

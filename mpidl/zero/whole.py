@@ -114,7 +114,7 @@ class _Held:
         values = self.memory.reshape(-1)
         if not full:
             values = values[:: max(1, values.numel() // _SAMPLES)]
-        return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)
+        return zlib.crc32(values.contiguous().view(torch.uint8).cpu().numpy().data)
 
 
 def _agree(comm: Communicator, model: torch.nn.Module, held: Sequence[_Held], from_rank: int | None) -> str | None:

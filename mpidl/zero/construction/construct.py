@@ -35,8 +35,8 @@ Weights = Safetensors | str | Path | None
 class Construction:
     """What of a model has no values yet, and where they come from."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
         self._stored = StateNames.of(model).tensors(model)
         self._parameters = [p for p in model.parameters() if p.is_meta]
         self._buffers = [b for b in model.buffers() if b.is_meta]
@@ -47,11 +47,14 @@ class Construction:
         self._others: list[torch.Tensor] = []  # attributes that are no parameters or buffers
 
     @classmethod
-    def of(cls, model: torch.nn.Module, init_fn: InitFn | None, weights: Weights) -> Construction:
-        """Plans it. ConfigurationError for tensors that nothing gives values, and for files that do not fit."""
+    def of(cls, model: torch.nn.Module, init_fn: InitFn | None, weights: Weights, device: torch.device) -> Construction:
+        """Plans it. ConfigurationError for tensors that nothing gives values, and for files that do not fit.
+
+        device: where the values are to be. They are computed in the host's memory, and so the same for any.
+        """
         if init_fn is not None and not callable(init_fn):
             raise ConfigurationError(f"init_fn: got {init_fn!r}; needs a function of a module")
-        plan = cls(model)
+        plan = cls(model, device)
         left = dict.fromkeys([*plan._parameters, *plan._buffers])
         names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
         if weights is not None:
@@ -95,9 +98,10 @@ class Construction:
             for operation, start in zip(drawing, starts, strict=True):
                 operation.start = start
         for p in self._parameters:
-            become(p, torch.nn.Parameter(placeholder(p.shape, p.dtype), p.requires_grad))
+            become(p, torch.nn.Parameter(placeholder(p.shape, p.dtype, self._device), p.requires_grad))
         for tensor in (*self._buffers, *self._others):
-            become(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad))
+            own = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+            become(tensor, own.requires_grad_(tensor.requires_grad))
 
     def finish(
         self,
@@ -117,7 +121,7 @@ class Construction:
         inside = {p for shard in shards for p in shard.parameters}
         whole = [p for p in model.parameters() if p in empty and p not in inside]
         for p in whole:
-            p.data = torch.empty(p.shape, dtype=p.dtype)
+            p.data = torch.empty(p.shape, dtype=p.dtype, device=self._device)
         targets = targets_of(model, rank, shards, slices)
         targets.update({t: [Target(0, t.numel(), (t.data,))] for t in self._others})
         for p in self._parameters:

@@ -39,6 +39,6 @@ def wanted(targets: Iterable[Target]) -> bool:
     return any(target.stop > target.start for target in targets)
 
 
-def placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of any shape in the memory of one element: no number, as long as nobody gives it values."""
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)

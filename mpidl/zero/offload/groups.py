@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .slices import OffloadedSlice, on_host
+from .slices import Gradient, OffloadedSlice
 from .swap import Extent, SwapFile, arrange, merged
 
 _VECTORS = 64  # elements: a multiple of what any vector register holds
@@ -107,14 +107,16 @@ class SubGroup:
         self._numbers = sorted(members)
         self.inner = make([{**settings[number], "params": members[number]} for number in self._numbers])
         self._live: list[Chunk] = []
-        self._gradients: Mapping[OffloadedSlice, torch.Tensor] = {}
+        self._gradients: Mapping[OffloadedSlice, Gradient] = {}
         self._places: list[tuple[Chunk, str, Extent, int]] = []
         self.nbytes = 0
-        self.prepare(settings, {chunk.part: chunk.part.values for chunk in chunks})  # makes sure of room in the file
+        self.prepare(
+            settings, {chunk.part: Gradient(chunk.part.values) for chunk in chunks}
+        )  # makes sure of room in the file
         for chunk in chunks:  # some optimizers have state before any step
             self.put_away(chunk)
 
-    def prepare(self, settings: Sequence[Mapping[str, Any]], gradients: Mapping[OffloadedSlice, torch.Tensor]) -> bool:
+    def prepare(self, settings: Sequence[Mapping[str, Any]], gradients: Mapping[OffloadedSlice, Gradient]) -> bool:
         """Takes what the next step needs; whether any chunk has a gradient."""
         self._gradients = gradients
         for number, group in zip(self._numbers, self.inner.param_groups, strict=True):
@@ -160,9 +162,7 @@ class SubGroup:
             if self._file is not None and chunk.keys:
                 kept = self.inner.state[parameter]
                 self.inner.state[parameter] = {k: own[k] if k in chunk.present else kept[k] for k in chunk.keys}
-            gradient = self._gradients[chunk.part][chunk.start : chunk.stop]
-            gradient = on_host(gradient) if chunk.part.elsewhere else gradient
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = self._gradients[chunk.part].range(chunk.start, chunk.stop).to(parameter.dtype)
         self.inner.step()
         self._gradients = {}
         for chunk in self._live:

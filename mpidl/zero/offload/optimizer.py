@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from collectives.cuda.place import HOST, Place
+
 from ...buckets import MIB, Piece
 from ...consistency import check_everywhere, check_settings_agree
 from ...errors import ConfigurationError, TrainingError
@@ -30,7 +32,7 @@ from .groups import MASTER, Chunk, SubGroup, cut
 from .need import Groups, Make, foresee, needed, open_file, without_parameters
 from .pipeline import BUFFERS, Pipeline
 from .settings import Offload
-from .slices import OffloadedSlice, on_host
+from .slices import Gradient, OffloadedSlice
 from .swap import SwapFile
 
 
@@ -38,7 +40,7 @@ class OffloadedOptimizer:
     """Steps on OffloadedSlices. Constructed before the model is changed; then `slice`, then `add_param_group`.
 
     optimizer_class, kwargs: of the inner optimizers, one for each sub-group.
-    groups: the model's parameters, to foresee the state. halves: they will be of 16 bits.
+    groups: the model's parameters, to foresee the state. halves: they will be of 16 bits. place: where they lie.
 
     Collective. Raises ConfigurationError on every rank where the file cannot be made.
     param_groups: settings, which a step gives to all inner optimizers. state: by `OffloadedSlice.values`.
@@ -52,6 +54,7 @@ class OffloadedOptimizer:
         kwargs: Mapping[str, Any],
         groups: Groups,
         halves: bool,
+        place: Place = HOST,
     ) -> None:
         self._over, self._comm, self._settings = over, over.world, settings
         self._plain: Make = lambda groups: optimizer_class(groups, **kwargs)
@@ -69,9 +72,10 @@ class OffloadedOptimizer:
         if settings.to == "disk":
             self._file = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
         self._pipeline = Pipeline()
+        self._down, self._up = place.copies(), place.copies()
         self._updater = ThreadPoolExecutor(1, "mpidl-offload-update") if settings.delayed_update else None
         self._under_way: Future[None] | None = None
-        self._held_back: dict[OffloadedSlice, torch.Tensor] = {}
+        self._held_back: dict[OffloadedSlice, Gradient] = {}
         self._unseen = False
         self._steps = 0
         self._failed = ""
@@ -86,7 +90,8 @@ class OffloadedOptimizer:
     def slice(self, shard: ParameterShard, number: int, piece: Piece) -> OffloadedSlice:
         """In place of a Slice."""
         index = sum(part.number == number for part in self._slices.values())
-        make = partial(OffloadedSlice, shard, number, piece, index, delayed=self._settings.delayed_update)
+        delayed = self._settings.delayed_update
+        make = partial(OffloadedSlice, shard, number, piece, index, down=self._down, up=self._up, delayed=delayed)
         try:
             part = make(room=None if self._file is None else self._room)
         except OSError as error:
@@ -110,10 +115,12 @@ class OffloadedOptimizer:
                 wholes.append(Chunk(part, number, 0, part.size, self._states(number, values.dtype)))
         order = {part: number for number, part in enumerate(self._slices.values())}  # that of the shards, on every rank
         wholes.sort(key=lambda chunk: order[chunk.part])
-        parts = [wholes]
+        parts, budget = [wholes], self._settings.buffer_mb * MIB / BUFFERS
+        sizes = [chunk.part.largest for chunk in wholes]
         if self._file is not None:
-            sizes = [chunk.part.largest for chunk in wholes] if self._stays_whole else None
-            parts = cut(wholes, self._settings.buffer_mb * MIB / BUFFERS, sizes)
+            parts = cut(wholes, budget, sizes if self._stays_whole else None)
+        elif any(chunk.part.elsewhere for chunk in wholes):  # so that one is stepped on while others are copied
+            parts = cut(wholes, budget, sizes)
         check_everywhere(self._comm, lambda: self._make(parts))
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
@@ -154,11 +161,9 @@ class OffloadedOptimizer:
         delayed = self._updater is not None and self._steps >= self._settings.delay_from
         self._steps += 1
         found = [part for part in self._slices.values() if part.gradient is not None]
-        gradients = {part: on_host(part.gradient) if delayed else part.gradient for part in found}  # type: ignore[arg-type]
-        for part in found:
-            part.gradient = None
+        self._held_back = {part: part.fetch(copied=delayed) for part in found}
+        self._down.join()  # before the next passes' gradients
         settings = [_frozen(group) for group in self.param_groups]
-        self._held_back = gradients  # type: ignore[assignment]
         if delayed:
             assert self._updater is not None
             self._under_way = self._updater.submit(self._run, settings)
@@ -225,7 +230,7 @@ class OffloadedOptimizer:
 
     def hold_back(self, parts: Iterable[OffloadedSlice]) -> None:
         """From here on these, whose values were written anew, wait to be seen, and no others."""
-        self._held_back = {part: torch.empty(0) for part in parts}
+        self._held_back = {part: Gradient(torch.empty(0)) for part in parts}
         self._unseen = bool(self._held_back)
         for part in self._held_back:
             part.hold_back()
@@ -244,6 +249,7 @@ class OffloadedOptimizer:
     def _publish(self) -> None:
         for part in self._held_back:
             part.publish()
+        self._up.finish()  # of steps that were not delayed too, before anybody changes what is copied
         self._held_back, self._unseen = {}, False
 
     def _agree(self, error: Exception | None) -> None:
@@ -265,7 +271,7 @@ class OffloadedOptimizer:
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What lies where the model computes: buffers, values that wait to be seen, and state that is not elsewhere."""
         inside = [tensor for part, tensor in self._in_memory() if not part.elsewhere]
-        gradients = [gradient for part, gradient in self._held_back.items() if not part.elsewhere]
+        gradients = [gradient.values for part, gradient in self._held_back.items() if not part.elsewhere]
         return {"optimizer": [*self._pipeline.buffers, *inside], "gradients": gradients}
 
     def offloaded_bytes(self) -> int:

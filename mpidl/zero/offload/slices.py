@@ -2,7 +2,8 @@
 
 values      what the optimizer steps on: a view of the shard for fp32 parameters on the CPU; else a master, in CPU
             memory or in the file
-staged      new values in the parameters' dtype that wait to be seen, where the masters are in the file
+staged      new values in the parameters' dtype, in CPU memory, that wait to be seen or are copied to a GPU, where
+            the values themselves cannot be: they are wider, or in the file
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from collectives.cuda.copies import Arrival, Copies
+
 from ...buckets import Piece
 from ..shards import ParameterShard
 from ..slices import Slice
@@ -18,11 +21,24 @@ from ..slices import Slice
 HALVES = (torch.float16, torch.bfloat16)
 
 
+class Gradient:
+    """A slice's gradient where the optimizer steps. arrival: until when it is on its way there."""
+
+    def __init__(self, values: torch.Tensor, arrival: Arrival | None = None) -> None:
+        self.values, self._arrival = values, arrival
+
+    def range(self, start: int, stop: int) -> torch.Tensor:
+        """Elements start .. stop, once they are there."""
+        if self._arrival is not None:
+            self._arrival.wait()
+        return self.values[start:stop]
+
+
 class OffloadedSlice(Slice):
     """A Slice that an OffloadedOptimizer steps on.
 
     room: gives the memory for a master in the file, from a slice and its dtype; None: in CPU memory.
-    delayed: new values are seen when `publish` is called.
+    delayed: new values are seen when `publish` is called. down, up: copy from and to where the parameters lie.
 
     index: of the parameter in the shard. elsewhere: the parameters are on an accelerator. in_file: the master is there.
     gradient: what `attach` gave, in the dtype and on the device of the reduction.
@@ -35,9 +51,13 @@ class OffloadedSlice(Slice):
         piece: Piece,
         index: int,
         *,
+        down: Copies,
+        up: Copies,
         room: Callable[[OffloadedSlice, torch.dtype], torch.Tensor] | None = None,
         delayed: bool = False,
     ) -> None:
+        self._down, self._up = down, up
+        self._inbox: torch.Tensor | None = None
         self.shard, self.number, self.piece, self.index = shard, number, piece, index
         own = self.of(shard.values)
         half, self.elsewhere = own.dtype in HALVES, is_elsewhere(own)
@@ -50,10 +70,10 @@ class OffloadedSlice(Slice):
         values = own
         if self.is_master:
             dtype = torch.float32 if half else own.dtype
-            values = room(self, dtype) if room is not None and self.in_file else host_empty(own, dtype)
+            values = room(self, dtype) if room is not None and self.in_file else up.room(own.numel(), dtype)
             values.copy_(own)
-        if delayed and self.in_file:
-            self.staged = host_empty(own, own.dtype)
+        if (self.in_file and (delayed or self.elsewhere)) or (half and self.elsewhere):
+            self.staged = up.room(own.numel(), own.dtype)
         self.values = torch.nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
 
     @property
@@ -78,16 +98,35 @@ class OffloadedSlice(Slice):
         """Takes the new values of elements start .. stop: into the parameters, or aside until `publish`."""
         if not self.is_master:
             return
-        if not self._delayed:
-            self.of(self.shard.values)[start:stop].copy_(new)
-        elif self.staged is not None:
+        if self.staged is not None:
             self.staged[start:stop].copy_(new)
+        if not self._delayed:
+            self._send(start, stop, new)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Makes values that were held back the parameters'."""
         if self._delayed:
-            self.of(self.shard.values).copy_(self.values if self.staged is None else self.staged)
+            self._send(0, self.size, self.values if self.staged is None else self.staged)
+
+    def _send(self, start: int, stop: int, new: torch.Tensor) -> None:
+        """Into the parameters; on a GPU from memory of the host that stays, so that nobody has to wait for it."""
+        place = self.of(self.shard.values)[start:stop]
+        if self.elsewhere:
+            kept = self.values.detach() if self.staged is None else self.staged
+            self._up.start(place, kept[start:stop])
+        else:
+            place.copy_(new)
+
+    def fetch(self, copied: bool) -> Gradient:
+        """The gradient that `attach` gave, for a step. copied: as a copy, which passes that follow do not change."""
+        given, self.gradient = self.gradient, None
+        assert given is not None
+        if not self.elsewhere:
+            return Gradient(given.clone() if copied else given)
+        if self._inbox is None or self._inbox.dtype != given.dtype:
+            self._inbox = self._down.room(self.size, given.dtype)
+        return Gradient(self._inbox, self._down.start(self._inbox, given))
 
     @torch.no_grad()
     def show(self) -> None:
@@ -113,13 +152,3 @@ class OffloadedSlice(Slice):
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Not in CPU memory, where the optimizer steps."""
     return tensor.device.type != "cpu"
-
-
-def host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """CPU memory of a tensor's size; page-locked where the tensor is on an accelerator, for copies at full speed."""
-    return torch.empty(like.shape, dtype=dtype, pin_memory=like.device.type == "cuda")
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in CPU memory, complete when this returns."""
-    return host_empty(tensor, tensor.dtype).copy_(tensor)

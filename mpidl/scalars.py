@@ -1,0 +1,13 @@
+"""Numbers out of tensors: of many together, as the host waits for a GPU once for each reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def values_of(scalars: Sequence[torch.Tensor]) -> list[Any]:
+    """What tensors of no dimension and one dtype hold."""
+    return torch.stack([s.to(scalars[0].device) for s in scalars]).tolist() if scalars else []

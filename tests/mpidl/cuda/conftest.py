@@ -1,0 +1,33 @@
+"""Fixtures: a GPU that models are trained on, real in runs with --gpu, or the stand-in in jobs of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+STANDIN = os.environ.get("MPIDL_STANDIN") == "1"
+if STANDIN:
+    from tests.mpidl.cuda import backend
+
+
+@pytest.fixture(params=["standin"] if STANDIN else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The device on which to train, of torch. It fails the test if something that was queued on it failed."""
+    if request.param == "cuda":
+        from mpi4py import MPI
+
+        yield torch.device("cuda", MPI.COMM_WORLD.Get_rank() % torch.cuda.device_count())
+        torch.cuda.synchronize()
+        return
+    from collectives.cuda import driver
+
+    made = backend.Gpu(seed=3)
+    monkeypatch.setattr(driver, "open_device", lambda index: made)
+    monkeypatch.setattr(driver, "missing", lambda: "")
+    monkeypatch.setattr(driver, "TORCH", backend.NAME)
+    with backend.plugged_in(made):
+        yield backend.DEVICE
