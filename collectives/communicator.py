@@ -104,7 +104,7 @@ class Communicator:
         self._progress.crowded = place.local_size > cores()
         self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)
         self._positions = self._dispatch.positions
-        self._messages = Messages(self._apart, self._positions)
+        self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
         tables = self._collective.bcast(tables)
         self._selection = Selection(self._dispatch.composed, tables)

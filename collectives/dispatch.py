@@ -155,6 +155,10 @@ class Dispatch:
                 self._gpus = GpuGroup(self, index)
         return self._gpus
 
+    def takes_addresses(self, other: int) -> bool:
+        """Whether the MPI library has been seen to move GPU memory to and from that rank, and nothing better serves."""
+        return self._gpus is not None and self._gpus.ways.pairs[self.rank][other] == "aware"
+
     def compound(self, name: str, parts: Callable[[], None], index: int) -> Task:
         """Operations that are ordered as one among what a GPU does; see `Communicator.compound`."""
         return Compound(name, parts, lambda: self._branch(index), index)

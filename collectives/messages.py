@@ -23,9 +23,16 @@ _LARGEST_TAG = min(TAGS) - 1
 
 
 class Messages:
-    """One rank's messages in one group. comm: for nothing else. positions: where its waits are written."""
+    """One rank's messages in one group.
 
-    def __init__(self, comm: MPI.Intracomm, positions: Positions) -> None:
+    comm: for nothing else. positions: where its waits are written. takes_addresses: whether the MPI library has been
+    seen to move GPU memory between this rank and another one.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, positions: Positions, takes_addresses: Callable[[int], bool] = lambda other: False
+    ) -> None:
+        self._takes_addresses = takes_addresses
         self._messages = comm
         self._positions = positions
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -41,7 +48,10 @@ class Messages:
         dest, tag = peer("send: dest", dest, self.rank, self.size), integer("send: tag", tag, 0, _LARGEST_TAG)
         done: Callable[[], None] = _nothing
         if isinstance(data, DeviceBuffer):
-            data, done = self._host_side(data).outgoing(x, data)
+            if self._takes_addresses(dest):
+                data = self._host_side(data).direct(x, data)
+            else:
+                data, done = self._host_side(data).outgoing(x, data)
         requests = [self._messages.Isend([s, MPI.BYTE], dest, tag) for s in _cut(data)]
         return self._message("send", dest, requests, data, done, async_op)
 
@@ -54,7 +64,10 @@ class Messages:
         source, tag = peer("recv: source", source, self.rank, self.size), integer("recv: tag", tag, 0, _LARGEST_TAG)
         done: Callable[[], None] = _nothing
         if isinstance(data, DeviceBuffer):
-            data, done = self._host_side(data).incoming(x, data)
+            if self._takes_addresses(source):
+                data = self._host_side(data).direct(x, data)
+            else:
+                data, done = self._host_side(data).incoming(x, data)
         pieces = _cut(data)
         statuses = [MPI.Status() for _ in pieces]
         requests = [self._messages.Irecv([s, MPI.BYTE], source, tag) for s in pieces]

@@ -1,4 +1,8 @@
-"""Messages from and to GPU memory: through pinned host memory, kept for the next message of about that size."""
+"""Messages from and to GPU memory: through pinned host memory, kept for the next message of about that size.
+
+An MPI library that takes device addresses gets these instead (`direct`), once the stream has come there, as it knows of
+none. Either side may: what travels is the same.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,15 @@ class HostSide:
             back()
 
         return self._seen(memory, data), finish
+
+    def direct(self, x: Any, data: DeviceBuffer) -> Buffer:
+        """The array itself, for a library that takes device addresses."""
+        with self._device.current():
+            self._device.stream_of(x).record().wait()
+        if not data.size:
+            return Buffer(np.empty(0, data.dtype.storage), data.dtype)
+        memory = self._device.for_mpi(data.address, data.nbytes)
+        return Buffer(np.frombuffer(memory, data.dtype.storage), data.dtype, x)
 
     def _take(self, nbytes: int) -> tuple[Array, Callable[[], None]]:
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length() if nbytes else 0)

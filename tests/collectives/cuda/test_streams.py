@@ -152,8 +152,21 @@ def test_copies_to_the_host_and_back_are_no_more_than_needed(
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_messages_go_from_and_to_gpu_memory(comm: Communicator, standin: Gpu) -> None:
-    """Round the ring, both ways, in the order of streams; also from a GPU to a host."""
+@pytest.mark.parametrize("aware", ["no", "all", "one"])
+def test_messages_go_from_and_to_gpu_memory(
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch, aware: str
+) -> None:
+    """Round the ring, both ways, in the order of streams; also from a GPU to a host.
+
+    aware: who hands device addresses to the MPI library; who does not goes through host memory.
+    """
+    if aware != "no":
+        standin.aware = "yes"
+        monkeypatch.setenv("MPIDL_CUDA", "aware")
+        comm.all_reduce(standin.put(torch.ones(1)))
+        if aware == "one" and comm.rank:
+            monkeypatch.setattr(comm._messages, "_takes_addresses", lambda other: False)
+    standin.copies.clear()
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for tag, size in enumerate((0, 1, 1000, 300_000)):
         stream, gate = blocked(standin)
@@ -169,6 +182,8 @@ def test_messages_go_from_and_to_gpu_memory(comm: Communicator, standin: Gpu) ->
             taken.wait()
             given.wait()
             assert (standin.get(y) == before).all()
+    straight = aware == "all" or (aware == "one" and comm.rank == 0)
+    assert bool(standin.copies) != straight
     if comm.rank == 0:
         comm.send(standin.put(torch.arange(5.0)), 1)
     elif comm.rank == 1:
