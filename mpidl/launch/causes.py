@@ -69,7 +69,11 @@ def _said_by_the_watchdog(lines: Sequence[str]) -> str:
     operation = next((found[1] for found in map(_WAITED.match, lines) if found), "")
     late = [found[1] for found in map(_LATE.match, lines) if found]
     silent = [f"{found[2]}, {found[1]}" for found in map(_SILENT.match, lines) if found]
-    return f"waited in vain in {operation} for {'; '.join(late or silent) or 'what hangs in it'}" if operation else ""
+    return (
+        f"waited in vain in {operation} for {'; '.join(dict.fromkeys(late or silent)) or 'what hangs in it'}"
+        if operation
+        else ""
+    )
 
 
 def _said_by_the_launcher(

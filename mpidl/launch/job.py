@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import pty
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from collectives.witness import Witness
 
 from ..control_group import killed_for_memory
 from .command import is_launcher
+from .deaths import Deaths
 from .last_seen import Group, last_seen
 from .roll import rank_of
 from .streams import Stream
@@ -49,6 +51,7 @@ class Job:
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
         self._witness = Witness(self.token)
+        self._deaths = Deaths()
         self._groups: Sequence[Group] = []
         # MPICH tells on standard output which process was killed.
         self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]
@@ -64,6 +67,7 @@ class Job:
             )
         except OSError:
             self._witness.close()
+            self._deaths.close()
             for stream in self._streams:
                 stream.close()
             raise
@@ -76,9 +80,16 @@ class Job:
         return [line for stream in self._streams for line in stream.lines]
 
     def rank(self, process: int, node: str) -> int | None:
-        """Of a process that has ended; None: not known."""
+        """Of a process of which the launcher says that it was the one to end; None: not known.
+
+        MPICH's may name one that it has ended itself for the sake of the other.
+        """
         told = rank_of(process, node, self._witness.processes)
-        return self._ranks.get(process) if told is None else told
+        processes = self._witness.processes.items()
+        here = {number: rank for rank, (name, number) in processes if name == platform.node()} or self._ranks
+        if told is None or here.get(process) == told:
+            return here.get(self._deaths.before(process, here))
+        return told
 
     def last_seen(self, rank: int) -> str:
         """Where a rank was, and who waited for it, once the job has ended; empty: not known."""
@@ -87,6 +98,7 @@ class Job:
     def poll(self) -> int | None:
         """What the command has returned; None while it runs. Takes note of its ranks."""
         self._witness.look()
+        self._deaths.look()
         for pid in _processes():
             if pid not in self._seen:
                 self._seen.add(pid)
@@ -95,6 +107,7 @@ class Job:
                     rank = next((variables[name] for name in _RANK if name in variables), "")
                     if rank.isdigit():
                         self._ranks[pid] = int(rank)
+                        self._deaths.watch(pid)
                         self._unmapped.add(pid)
                     else:
                         self._seen.discard(pid)  # it may be about to become one
@@ -155,6 +168,8 @@ class Job:
         self._witness.look()
         self._groups = self._witness.groups()
         self._witness.close()
+        self._deaths.look()
+        self._deaths.close()
         for directory in directories():
             self._segments.update(map(str, Path(directory).glob(f"mpidl-{self.token}-*")))
         for path in sorted(self._segments):

@@ -315,6 +315,12 @@ LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this comm
         ),
         (
             1,
+            LATE + LATE.replace("rank 0 of", "rank 2 of"),
+            "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, which is after "
+            "all_reduce (operation 2)",
+        ),
+        (
+            1,
             LATE.splitlines()[0] + "\n  arrived: ranks 0, 1, 2\n  silent for 2 s, as if stopped or gone: rank 1",
             "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, silent for 2 s, as if "
             "stopped or gone",

@@ -1,0 +1,74 @@
+"""Which process ended first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from mpidl.launch import deaths
+from mpidl.launch.deaths import Deaths
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs descriptors of processes")
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Three that wait."""
+    made = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Returns once it has ended; somebody else's child it may remain."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_their_order_is_known_though_nobody_looked_meanwhile(processes: list[subprocess.Popen[bytes]]) -> None:
+    watched = Deaths()
+    for process in processes:
+        watched.watch(process.pid)
+    watched.look()
+    for number in (1, 0, 2):
+        kill(processes[number])
+    watched.look()
+    watched.close()
+    ids = [process.pid for process in processes]
+    assert [watched.before(pid, ids) for pid in ids] == [ids[1]] * 3
+    assert watched.before(ids[2], {ids[0], ids[2]}) == ids[0]  # the other one is no rank
+
+
+def test_one_that_ended_long_before_has_nothing_to_do_with_it(
+    processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deaths, "_TOGETHER", 0.0)
+    watched = Deaths()
+    for process in processes:
+        watched.watch(process.pid)
+    for number in (2, 1):
+        kill(processes[number])
+        watched.look()
+    ids = [process.pid for process in processes]
+    assert watched.before(ids[1], ids) == ids[1]
+    assert watched.before(ids[0], ids) == ids[0]  # it runs
+    watched.close()
+
+
+def test_it_keeps_no_descriptors(processes: list[subprocess.Popen[bytes]]) -> None:
+    before = os.listdir("/proc/self/fd")
+    watched = Deaths()
+    for process in processes:
+        watched.watch(process.pid)
+    watched.watch(processes[0].pid)
+    kill(processes[0])
+    watched.look()
+    watched.close()
+    watched.look()
+    assert os.listdir("/proc/self/fd") == before
