@@ -66,6 +66,7 @@ class _Ending:
         except OperationError:  # then every rank says what it has to say
             pass
         self._noticed = threading.Event()
+        self._writing: int | None = None
 
     def of_program(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """sys.excepthook."""
@@ -128,8 +129,15 @@ class _Ending:
             os.close(reading)
             os.close(writing)
             return
+        self._writing = writing
         signal.signal(signal.SIGINT, self._notice)
         threading.Thread(target=self._wait, args=(reading,), name="mpidl-interrupt", daemon=True).start()
+
+    def do_not_listen(self) -> None:
+        """Of a forked child, whose bytes would come to its parent."""
+        if self._writing is not None and (other := signal.set_wakeup_fd(-1)) != self._writing:
+            signal.set_wakeup_fd(other)  # somebody else's
+        self._writing = None
 
     def _notice(self, number: int, frame: FrameType | None) -> NoReturn:
         self._noticed.set()
@@ -181,8 +189,25 @@ def _end(comm: Communicator, status: int) -> NoReturn:
     os._exit(status)  # mpirun then ends the other ranks
 
 
+def _of_child(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
+    """sys.excepthook of a forked child: it must not come to MPI_Finalize, which is its parent's to call."""
+    _say("".join(traceback.format_exception(kind, error, trace)))
+    os._exit(1)
+
+
+def _be_no_rank() -> None:
+    """Of a forked child, which ends for itself: the job does not end by what it raises, or by signals that it gets."""
+    UNHEARD.clear()
+    if isinstance(getattr(sys.excepthook, "__self__", None), _Ending):
+        sys.excepthook = _of_child
+    ours = getattr(threading.excepthook, "__self__", None)
+    if isinstance(ours, _Ending):
+        threading.excepthook = threading.__excepthook__
+        ours.do_not_listen()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=UNHEARD.clear)  # a forked child is no rank, and ends for itself
+    os.register_at_fork(after_in_child=_be_no_rank)
 
 
 @atexit.register

@@ -140,6 +140,33 @@ def test_an_exception_in_a_thread_ends_the_job_with_its_traceback(job) -> None:
     assert "KeyError: 'the reason'" in done.stderr
 
 
+FORK = """
+import signal
+def fork(what):
+    child = os.fork()
+    if child == 0:
+        what()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+if comm.rank:
+    fork(lambda: {}['of a child'])
+    fork(interrupt)
+    time.sleep(1.3)  # an interrupt of this process would have ended the job by now
+comm.barrier()
+print("through")
+"""
+
+
+def test_a_forked_child_ends_for_itself(job) -> None:
+    done = job(2, FORK)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "through\n" * 2
+    assert "KeyError: 'of a child'" in done.stderr
+    assert "ends the job" not in done.stderr
+
+
 def test_the_status_of_a_rank_that_exits_while_others_wait_is_the_job_s(job) -> None:
     done = job(2, "if comm.rank:\n    sys.exit(3)\ncomm.barrier()")
     assert done.returncode == 3, done.stderr
