@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from mpidl.launch import deaths
 from mpidl.launch.deaths import Deaths
+from mpidl.launch.job import Job
+
+from .test_terminal import runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs descriptors of processes")
 
@@ -72,3 +78,19 @@ def test_it_keeps_no_descriptors(processes: list[subprocess.Popen[bytes]]) -> No
     watched.close()
     watched.look()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_rank_that_ended_first_is_the_one_where_the_launcher_names_another() -> None:
+    """Processes with the variables that MPICH's gives to ranks; they end without anybody looking."""
+    job = Job(["sh", "-c", "for rank in 0 1 2; do PMI_RANK=$rank sleep 60 & done; wait"])
+    try:
+        while len(ranks := {rank: pid for pid, rank in job._ranks.items()}) < 3:
+            assert job.poll() is None
+            time.sleep(0.01)
+        for rank in (1, 0, 2):
+            os.kill(ranks[rank], signal.SIGKILL)
+            while runs(ranks[rank]):
+                time.sleep(0.001)
+    finally:
+        job.end()
+    assert [job.rank(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]

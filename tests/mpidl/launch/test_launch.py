@@ -224,7 +224,6 @@ def test_a_job_is_asked_to_end_if_what_has_started_it_is_killed(tmp_path: Path) 
         "time.sleep(60)\n"
     )
     wrapper = [sys.executable, "-m", "mpidl.launch", "--", sys.executable, "-c", job, str(tmp_path)]
-    # What it has made there is its own to remove, and stays.
     environment = launch.environment(MPIDL_SHM_DIR=str(tmp_path))
     process = subprocess.Popen(wrapper, env=environment, cwd=launch.ROOT)
     while not (tmp_path / "waits").exists():
@@ -234,6 +233,7 @@ def test_a_job_is_asked_to_end_if_what_has_started_it_is_killed(tmp_path: Path) 
     process.wait()
     while not (tmp_path / "asked").exists():  # within the test's limit
         time.sleep(0.05)
+    assert list(tmp_path.glob("mpidl-*")) == []
 
 
 def test_fewer_ranks(tmp_path: Path) -> None:
