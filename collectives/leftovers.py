@@ -3,6 +3,9 @@
 MPICH keeps the file of its shared memory, /dev/shm/mpich_shm_..., until MPI_Finalize. A job that is aborted or killed
 never comes there, and each leaves some megabytes for good. Once every rank of the node has mapped the file, its name is
 of no use any more: without it, the memory goes with the last process, however that ends.
+
+Open MPI's files, /dev/shm/sm_segment..., must keep theirs: ranks map each other's when they first talk. Its mpirun
+removes them, and where that is killed too, whoever has seen them mapped.
 """
 
 from __future__ import annotations
@@ -11,16 +14,21 @@ import contextlib
 import re
 from pathlib import Path
 
-_MAPPED = re.compile(r" (/dev/shm/mpich_shm_\w+)( \(deleted\))?$", re.MULTILINE)
+_NOT_NEEDED = re.compile(r" (/dev/shm/mpich_shm_\w+)( \(deleted\))?$", re.MULTILINE)
+_NEEDED = re.compile(r" (/dev/shm/sm_segment\.\S+)( \(deleted\))?$", re.MULTILINE)
 
 
-def mapped(process: int | str = "self") -> dict[str, bool]:
-    """MPICH's files that a process has mapped, and whether they still have their names; empty where that is unknown."""
+def mapped(process: int | str = "self", needed: bool = False) -> dict[str, bool]:
+    """Files that MPICH has mapped into a process, and whether they still have their names; empty where it is unknown.
+
+    needed: also Open MPI's.
+    """
     try:
         text = Path(f"/proc/{process}/maps").read_text()
     except OSError:
         return {}
-    return {path: not gone for path, gone in _MAPPED.findall(text)}
+    found = _NOT_NEEDED.findall(text) + (_NEEDED.findall(text) if needed else [])
+    return {path: not gone for path, gone in found}
 
 
 def remove_names() -> None:

@@ -112,7 +112,7 @@ class Job:
                     else:
                         self._seen.discard(pid)  # it may be about to become one
         for pid in list(self._unmapped):
-            if files := mapped(pid):
+            if files := mapped(pid, needed=True):
                 self._unmapped.discard(pid)
                 self._segments.update(path for path, named in files.items() if named)
         return self._process.poll()
