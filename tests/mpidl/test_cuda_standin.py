@@ -11,8 +11,11 @@ FOLDER = "tests/mpidl/cuda"
 
 
 @pytest.mark.limit(400)
-def test_the_tests_of_training_pass_on_the_standin(mpirun: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", ["auto", pytest.param("staged", marks=pytest.mark.thorough)])
+def test_the_tests_of_training_pass_on_the_standin(mpirun: Callable[..., Any], way: str) -> None:
+    """Where the ranks reach each other's memory, and where all goes through the host's: then stage 3 gathers."""
     pytest.importorskip("torch.utils.backend_registration")
-    done = mpirun(2, "-m", "pytest", "-q", "--only-mpi", "--brief", FOLDER, MPIDL_STANDIN="1", timeout=380)
+    arguments = ("-m", "pytest", "-q", "--only-mpi", "--brief", FOLDER)
+    done = mpirun(2, *arguments, MPIDL_STANDIN="1", MPIDL_CUDA=way, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -19,6 +19,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from collectives.cuda import device
 from collectives.reduction import Reduction
 from tests.collectives.cuda import standin
 
+Range = tuple[int, int]  # addresses
 NAME = "standin"
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -73,7 +75,7 @@ class Tensor(torch.Tensor):
             requires_grad=False,
         )
         made.inner = inner
-        current().kept.append(inner)
+        weakref.finalize(made, current().dropped.append, inner).atexit = False
         return made
 
     def data_ptr(self) -> int:
@@ -176,7 +178,8 @@ class Order:
         self._lock = threading.RLock()
         self._clocks: dict[int, dict[int, int]] = {}
         self._host: dict[int, int] = {}
-        self._accesses: dict[tuple[int, int], tuple[Any, dict[int, int]]] = {}  # range: the last write, reads since
+        self._accesses: dict[Range, tuple[Any, dict[int, int]]] = {}  # the last write, and reads since
+        self._near: dict[int, set[Range]] = {}  # by page: those that lie in it
 
     def _clock(self, stream: int) -> dict[int, int]:
         clock = self._clocks.setdefault(stream, {stream: 0})
@@ -209,18 +212,20 @@ class Order:
             clock[stream] += 1
             writes = set(written)
             for place in {*read, *written}:
-                for other, (write, reads) in list(self._accesses.items()):
-                    if other[0] < place[1] and place[0] < other[1]:
-                        before = {**(dict([write]) if write else {}), **(reads if place in writes else {})}
-                        for who, number in before.items():
-                            if clock.get(who, 0) < number:
-                                kind = "written" if place in writes else "read"
-                                current().errors.append(
-                                    AssertionError(f"{kind} on stream {stream} while stream {who} still uses it")
-                                )
-                        if place in writes and place[0] <= other[0] and other[1] <= place[1]:
-                            del self._accesses[other]
+                for other in self._overlapping(place):
+                    write, reads = self._accesses[other]
+                    before = {**(dict([write]) if write else {}), **(reads if place in writes else {})}
+                    for who, number in before.items():
+                        if clock.get(who, 0) < number:
+                            kind = "written" if place in writes else "read"
+                            current().errors.append(
+                                AssertionError(f"{kind} on stream {stream} while stream {who} still uses it")
+                            )
+                    if place in writes and place[0] <= other[0] and other[1] <= place[1]:
+                        self._remove(other)
                 write, reads = self._accesses.get(place, (None, {}))
+                for page in _pages(place):
+                    self._near.setdefault(page, set()).add(place)
                 if place in writes:
                     self._accesses[place] = ((stream, clock[stream]), {})
                 else:
@@ -229,8 +234,27 @@ class Order:
     def forget(self, start: int, stop: int) -> None:
         """The memory is given back; what comes to lie there has not been used yet."""
         with self._lock:
-            for other in [o for o in self._accesses if o[0] < stop and start < o[1]]:
-                del self._accesses[other]
+            for other in self._overlapping((start, stop)):
+                self._remove(other)
+
+    def forget_all(self) -> None:
+        """The same of all memory."""
+        with self._lock:
+            self._accesses.clear()
+            self._near.clear()
+
+    def _overlapping(self, place: Range) -> set[Range]:
+        near = (o for page in _pages(place) for o in self._near.get(page, ()))
+        return {other for other in near if other[0] < place[1] and place[0] < other[1]}
+
+    def _remove(self, place: Range) -> None:
+        del self._accesses[place]
+        for page in _pages(place):
+            self._near[page].discard(place)
+
+
+def _pages(place: Range) -> range:
+    return range(place[0] >> 14, (place[1] - 1 >> 14) + 1)
 
 
 def _join(clock: dict[int, int], other: dict[int, int]) -> None:
@@ -300,8 +324,8 @@ class Gpu(standin.Gpu):
         self.order = Order()
         super().__init__(seed=seed, exports=exports)
         self.waits = 0
-        # Memory that is dropped goes to others in the order of the stream, as by torch's allocator of GPU memory.
-        self.kept: list[torch.Tensor] = []
+        # Their memory goes to others in the order of the stream, as by torch's allocator of GPU memory.
+        self.dropped: list[torch.Tensor] = []
         self.name = "stand-in"
         self._default = Stream(self)
         self.ambient = self._default
@@ -332,7 +356,7 @@ class Gpu(standin.Gpu):
             stream.busy = False
             standin.Event.wait(stream.record())
             stream.busy = False
-        self.kept.clear()
+        self.dropped.clear()
 
     def copy(self, target: int, source: int, nbytes: int, stream: device.Stream) -> None:
         assert isinstance(stream, Stream)
@@ -405,12 +429,7 @@ def current() -> Gpu:
     return _gpus[-1]
 
 
-@contextlib.contextmanager
-def plugged_in(gpu: Gpu) -> Iterator[Gpu]:
-    """Inside, it is the one on which tensors are."""
+def plug_in(gpu: Gpu) -> Gpu:
+    """From here on it is the one on which tensors are."""
     _gpus.append(gpu)
-    try:
-        yield gpu
-    finally:
-        gpu.synchronize()
-        _gpus.pop()
+    return gpu

@@ -12,6 +12,14 @@ import torch
 STANDIN = os.environ.get("MPIDL_STANDIN") == "1"
 if STANDIN:
     from tests.mpidl.cuda import backend
+else:
+    collect_ignore = ["test_backend.py"]
+
+
+@pytest.fixture(scope="session")
+def standin() -> Any:
+    """One for all tests, as the world's Communicator keeps what it has set up for it."""
+    return backend.plug_in(backend.Gpu(seed=3))
 
 
 @pytest.fixture(params=["standin"] if STANDIN else [pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,9 +33,10 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     from collectives.cuda import driver
 
-    made = backend.Gpu(seed=3)
+    made = request.getfixturevalue("standin")
+    made.order.forget_all()
     monkeypatch.setattr(driver, "open_device", lambda index: made)
     monkeypatch.setattr(driver, "missing", lambda: "")
     monkeypatch.setattr(driver, "TORCH", backend.NAME)
-    with backend.plugged_in(made):
-        yield backend.DEVICE
+    yield backend.DEVICE
+    made.synchronize()
