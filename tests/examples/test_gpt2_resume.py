@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +16,6 @@ from tests.harness import launch
 OUTCOMES = str(Path(__file__).with_name("outcomes.py"))
 SIZE = ["--layers", "2", "--heads", "2", "--embd", "32", "--block-size", "16", "--warmup", "2"]
 TINY = [*SIZE, "--steps", "6", "--eval-every", "0", "--eval-sequences", "7", "--sample", "0"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    path.write_text(" ".join(rng.choice(["the", "rank", "of", "a", "shard", "is"]) for _ in range(3000)))
-    return path
 
 
 def run(ranks: int, *lines: list[Any]) -> list[tuple[int, str, str]]:

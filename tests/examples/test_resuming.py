@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +17,6 @@ from tests.harness import launch
 OUTCOMES = str(Path(__file__).with_name("outcomes.py"))
 LAST = {"bert_mlm": 6, "resnet_ddp": 10}  # steps of a training; ResNet's are two epochs of five
 STOPPED_AT = {"bert_mlm": 3, "resnet_ddp": 7}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    path.write_text(" ".join(rng.choice(["the", "rank", "of", "a", "shard", "is"]) for _ in range(3000)))
-    return path
 
 
 def options(name: str, text: Path) -> list[object]:
