@@ -2,7 +2,7 @@
 
     add_options(parser)                                  --checkpoint-dir --save-every --keep-last --resume --on-nan
     kept = Checkpoints(comm, options, stop, training, settings_of(options, "lr steps seed"))
-    loaded = kept.resume()                               what there was to go on from, and a line that says so
+    loaded = kept.resume(options.steps)                  what there was to go on from, and a line that says so
     for step in range(loaded.step if loaded else 0, options.steps):
         train_one_step()
         kept.after(step + 1, options.steps)              saves where it is due; where a signal came, ends the job

@@ -14,13 +14,12 @@ The engine of autograd makes its threads when it is first used: this module must
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -328,7 +327,6 @@ class Gpu(standin.Gpu):
         self.dropped: list[torch.Tensor] = []
         self.name = "stand-in"
         self._default = Stream(self)
-        self.ambient = self._default
 
     def stream(self) -> Stream:
         return Stream(self)
@@ -339,16 +337,7 @@ class Gpu(standin.Gpu):
     @property
     def current_stream(self) -> Any:
         """This thread's; else the one of the main thread, which autograd's threads take over."""
-        return getattr(self._local, "stream", self.ambient)
-
-    @contextlib.contextmanager
-    def in_stream(self, stream: Stream) -> Iterator[None]:
-        """Inside, it is that of the main thread."""
-        before, self.ambient = self.ambient, stream
-        try:
-            yield
-        finally:
-            self.ambient = before
+        return getattr(self._local, "stream", self._default)
 
     def come_to_the_end_of_the_stream(self) -> None:
         stream = self.current_stream
