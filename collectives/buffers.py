@@ -42,6 +42,11 @@ class DType:
         """Whether reductions run in a wider type than the data's (fp16 and bf16 in fp32)."""
         return self.accumulate != self.storage
 
+    @property
+    def wide(self) -> DType:
+        """The element type of `accumulate`."""
+        return DTYPES[self.accumulate.name] if self.widened else self
+
 
 def _dtype(name: str, accumulate: str | None = None) -> DType:
     storage = np.dtype("uint16" if name == "bfloat16" else name)

@@ -526,7 +526,6 @@ class Communicator:
         if self._guard is not None:
             self._guard.close()
         self._dispatch.close()
-        self._dispatch.topology.free()
         for comm in (self._collective, self._apart, self._owned):
             if comm is not None and comm != MPI.COMM_NULL:
                 comm.Free()

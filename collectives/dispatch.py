@@ -40,7 +40,7 @@ from .symmetric import Operation, Symmetric
 from .symmetric.meeting import Meetings
 from .symmetric.peer_memory import connect
 from .symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
-from .topology import Topology
+from .topology import Topology, discover
 from .witness import show, witnessed
 
 Array = np.ndarray[Any, Any]
@@ -51,7 +51,7 @@ class Dispatch:
 
     comm: of the group's ranks, for nothing else. place: from `topology.discover`. Collective.
 
-    choose: of its `Selection`, for the parts of an operation on GPU memory.
+    choose: of a `Selection`, for the parts of an operation on GPU memory.
     """
 
     def __init__(self, comm: MPI.Intracomm, place: Topology) -> None:
@@ -66,8 +66,9 @@ class Dispatch:
         self._hierarchy: Hierarchy | None = None
         self._gpus: GpuGroup | None = None
         self._branches: dict[int, Stream] = {}
-        self.choose: Callable[..., str] = Selection(None, {}).choose
+        self._parts: list[Dispatch] = []
         self._share()
+        self.choose: Callable[..., str] = Selection(self.composed, {}).choose
 
     def _share(self) -> None:
         """Sets up what the ranks of a node share, if they can share memory."""
@@ -173,9 +174,13 @@ class Dispatch:
         """Before an operation on GPU memory."""
 
     def close(self) -> None:
-        """Gives back what the GPUs' drivers have given."""
+        """Gives back what the GPUs' drivers have given, and the node's communicators. Collective."""
         if self._gpus is not None:
             self._gpus.close()
+        for part in self._parts:
+            part.close()
+            part.comm.Free()
+        self.topology.free()
 
     # ---- reductions -------------------------------------------------------------------------------------------
 
@@ -355,6 +360,13 @@ class Dispatch:
     def barrier(self) -> None:
         """Waits for all ranks."""
         self.comm.Barrier()
+
+    def part(self, color: int) -> Dispatch:
+        """One of the ranks that give the same colour, for what this one leaves to it. Collective."""
+        comm = self.comm.Split(color, self.rank)
+        assert isinstance(comm, MPI.Intracomm)
+        self._parts.append(Dispatch(comm, discover(comm)))
+        return self._parts[-1]
 
     def split(self, color: int, key: int) -> MPI.Comm:
         """The ranks of one colour, in the order of keys."""

@@ -33,7 +33,7 @@ from .buffers import Buffer, DType
 from .errors import OperationError
 from .partition import even_counts
 from .patience import wait_all
-from .reduction import Reduction
+from .reduction import Reduction, partial_of
 from .scratch import Scratch
 from .symmetric.meeting import Entry, Meeting, Meetings
 from .symmetric.shared_memory import Allocator, SharedMemory
@@ -149,7 +149,7 @@ class PipelinedAllReduce:
             inputs = [slot[start:stop] for slot in run.views.slots[segment % _SLOTS]]
             inputs[self._rank] = run.x.flat[low + start : low + stop]
         partial = self._partial(run, segment, stop - start)
-        _reduce(run.op, inputs, run.x.dtype, run.factors, partial)
+        partial_of(run.op).combine(inputs, [partial], run.x.dtype, run.factors, self._scratch)
         ranges = self._ranges(run, stop - start)
         coming = self._coming(run, segment, ranges)
         run.parts[segment] = [self._across.Irecv([coming[node], MPI.BYTE], node, _PARTS) for node in self._others()] + [
@@ -242,16 +242,3 @@ class PipelinedAllReduce:
 
 def _cut(size: int, parts: int) -> Ranges:
     return list(pairwise((0, *accumulate(even_counts(size, parts)))))
-
-
-def _reduce(op: Reduction, inputs: Sequence[Array], dtype: DType, factors: Sequence[float], out: Array) -> None:
-    """out = inputs[0] (op) inputs[1] (op) ..., in the accumulating dtype, neither averaged nor rounded."""
-    if not dtype.widened:
-        inner = Reduction("sum") if op.name == "avg" else op
-        inner.combine(inputs, [out], dtype, factors)
-        return
-    other = np.empty_like(out)
-    for number, (data, factor) in enumerate(zip(inputs, factors, strict=True)):
-        Reduction(op.name, factor).start(Buffer(data, dtype), other if number else out)
-        if number:
-            op.pair(out, other, out)

@@ -48,11 +48,18 @@ class PremulSum:
 class Reduction:
     """A checked operator, the same object for all calls that give the same.
 
-    factor: what this rank's contribution is multiplied by before it is added.
+    factor: what this rank's contribution is multiplied by before it is added. partial: whether more is still to be
+    reduced, so that results stay in the accumulating dtype, neither averaged nor rounded; `finish` does that then.
     """
 
     name: str
     factor: float = 1.0
+    partial: bool = False
+
+    @property
+    def averages(self) -> bool:
+        """Whether what is accumulated is divided in the end."""
+        return self.name == "avg" and not self.partial
 
     @property
     def premultiplied(self) -> bool:
@@ -103,8 +110,8 @@ class Reduction:
     ) -> list[Call]:
         """The calls that make `combine`.
 
-        An output may be the memory of an input. factors: of all inputs, for a premultiplied sum. blocks: memory that
-        the calls may use while they run.
+        An output may be the memory of an input, unless it has another dtype, as those of a partial reduction may.
+        factors: of all inputs, for a premultiplied sum. blocks: memory that the calls may use while they run.
         """
         if dtype.widened:
             return self._widened_calls(inputs, outputs, dtype, factors, blocks)
@@ -128,7 +135,7 @@ class Reduction:
                 done = target
             if address(done) != address(first):
                 calls.append((np.copyto, (first, done)))
-            if self.name == "avg" and len(parts) > 1:
+            if self.averages and len(parts) > 1:
                 calls.append((np.divide, (first, len(parts), first)))
             calls += [(np.copyto, (output[start : start + size], first)) for output in outputs[1:]]
         return calls
@@ -143,11 +150,11 @@ class Reduction:
     ) -> list[Call]:
         """The same in fp32; torch's kernels convert, as numpy's know no bf16 and are slow on fp16."""
         sources = [Buffer(a, dtype).as_torch() for a in inputs]
-        target = Buffer(outputs[0], dtype).as_torch()
+        target = Buffer(outputs[0], _WIDE if self.partial else dtype).as_torch()
         size = _WIDE_BLOCK_BYTES // 4
         block, other = (blocks.take(f"wide {name}", _WIDE_BLOCK_BYTES).view(np.float32) for name in range(2))
         kernel = _NUMPY_KERNELS[self.name]
-        rounds_alike = len(sources) == 2 and self.name in _TORCH_KERNELS
+        rounds_alike = len(sources) == 2 and self.name in _TORCH_KERNELS and not self.partial
         calls: list[Call] = []
         for start in range(0, inputs[0].size, size):
             stop = min(start + size, inputs[0].size)
@@ -163,7 +170,7 @@ class Reduction:
                         calls.append((np.multiply, (wide, np.float32(factors[rank]), wide)))
                     if rank:
                         calls.append((kernel, (accumulated, received, accumulated)))
-                if self.name == "avg" and len(sources) > 1:
+                if self.averages and len(sources) > 1:
                     calls.append((np.divide, (accumulated, len(sources), accumulated)))
                 calls.append((torch.Tensor.copy_, (target[start:stop], torch.from_numpy(accumulated))))
             calls += [(np.copyto, (output[start:stop], outputs[0][start:stop])) for output in outputs[1:]]
@@ -199,6 +206,17 @@ def check(op: Any, dtype: DType) -> Reduction:
             raise ArgumentTypeError(f"op: got {op} on {dtype.name}; a premultiplied sum needs a floating-point dtype")
         return _premultiplied(op.factor)
     raise ArgumentTypeError(f"op: got {op!r}; needs one of {_NAMES}")
+
+
+@lru_cache
+def partial_of(op: Reduction) -> Reduction:
+    """The same as a part of a larger reduction; see Reduction."""
+    return Reduction(op.name, op.factor, partial=True)
+
+
+def rest_of(op: Reduction) -> Reduction:
+    """What is left to do with the results of the partial one, in the accumulating dtype."""
+    return _check("sum", _WIDE) if op.name in ("avg", "premul_sum") else op
 
 
 @lru_cache

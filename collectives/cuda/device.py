@@ -109,7 +109,18 @@ class Device(ABC):
     ) -> None:
         """Queues outputs[i] = inputs[0] (op) inputs[1] (op) ..., as `Reduction.combine`, in one pass.
 
-        size: elements of each array. An output may be the memory of an input.
+        size: elements of each array. An output may be the memory of an input; for a partial reduction too, unless the
+        elements' type is not that which is accumulated in.
+        """
+
+    @abstractmethod
+    def finish(
+        self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: Stream
+    ) -> None:
+        """Queues out = the complete reduction, as `Reduction.finish`, of `ranks` contributions.
+
+        dtype: of out; what is accumulated is in the one of its `accumulate`. Where these are the same, so may be the
+        memory.
         """
 
     # ---- memory -----------------------------------------------------------------------------------------------

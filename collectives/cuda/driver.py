@@ -162,7 +162,7 @@ class CudaDevice(Device):
 
         self._cupy, self._runtime, self._driver = cupy, cupy.cuda.runtime, cupy.cuda.driver
         self.index = index
-        self._kernels: dict[tuple[DType, str, int, int], Any] = {}
+        self._kernels: dict[kernels.Kernel, Any] = {}
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -234,22 +234,39 @@ class CudaDevice(Device):
         stream: Stream,
     ) -> None:
         """See Device."""
+        kernel = kernels.combining(op, dtype, len(inputs), len(outputs))
+        self._launch(kernel, inputs, outputs, size, factors, stream)
+
+    def finish(
+        self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: Stream
+    ) -> None:
+        """See Device."""
+        self._launch(kernels.finishing(op, dtype, ranks), [accumulated], [out], size, [1.0], stream)
+
+    def _launch(
+        self,
+        kernel: kernels.Kernel,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        size: int,
+        factors: Sequence[float],
+        stream: Stream,
+    ) -> None:
         assert isinstance(stream, CudaStream)
         if not size or not outputs:
             return
-        key = dtype, op.name, len(inputs), len(outputs)
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            text = kernels.source(dtype, op, len(inputs), len(outputs))
-            kernel = self._kernels[key] = self._cupy.RawKernel(text, "combine", options=kernels.OPTIONS)
-        span = kernels.span([*inputs, *outputs], size, dtype.itemsize)
+        compiled = self._kernels.get(kernel)
+        if compiled is None:
+            made = self._cupy.RawKernel(kernels.source(kernel), "combine", options=kernels.OPTIONS)
+            compiled = self._kernels[kernel] = made
+        span = kernel.span(inputs, outputs, size)
         arguments = (
             *map(np.uint64, inputs),
             *map(np.uint64, outputs),
             *map(np.float64, factors),
             *map(np.uint64, (span.head, span.vectors, span.size)),
         )
-        kernel((span.blocks,), (kernels.THREADS,), arguments, stream=stream)
+        compiled((span.blocks,), (kernels.THREADS,), arguments, stream=stream)
 
     # ---- memory -----------------------------------------------------------------------------------------------
 

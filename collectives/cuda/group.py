@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from ..reduction import Reduction
 from . import driver
 from .aware import Aware
 from .device import Event
+from .levels import OPERATIONS, Levels
 from .memory import DeviceAllocator, DeviceMemory, own_memory, retired
 from .probe import discover
 from .staged import Staged
@@ -33,20 +35,26 @@ class GpuGroup:
     """One group's GPUs, as seen by one of its ranks. dispatch: its operations on host memory. Collective."""
 
     def __init__(self, dispatch: Dispatch, index: int) -> None:
-        self._device, self._rank, self._ranks = driver.open_device(index), dispatch.rank, dispatch.size
+        self._device, self.rank, self.size = driver.open_device(index), dispatch.rank, dispatch.size
         self._dispatch = dispatch
         self._retired = retired(self._device)
         self._stream = self._device.stream()  # for what is none of a way's own
         self._held: deque[tuple[Event, Any]] = deque()
         self._packing: DeviceMemory | None = None
-        self._place = 0  # of this rank's part in memory from `allocate`
         self.ways = discover(dispatch, self._device)
         self._allocator: DeviceAllocator | None = None
+        self._place = 0  # of this rank's part in memory from `allocate`
         self._ipc: Ipc | None = None
+        self._levels: Levels | None = None
         if self.ways.all == "ipc":
             self._allocator = DeviceAllocator(dispatch.topology.node, dispatch.allocator, self._device, self._retired)
             self._ipc = Ipc(dispatch, self._device, self._allocator)
             self._place = dispatch.topology.local_rank
+        elif self.ways.island:
+            island, place = divmod(dispatch.rank, self.ways.island)
+            inner, outer = (dispatch.part(color).gpus(index) for color in (island, place))
+            self._levels = Levels(inner, outer, self._device, self._retired)
+            self._allocator, self._place = inner._allocator, place
         self._aware = Aware(dispatch, self._device, self._retired) if self.ways.all == "aware" else None
         self._staged: Staged | None = None
 
@@ -57,6 +65,8 @@ class GpuGroup:
         """
         if self._ipc is not None and algorithm in ("auto", "symmetric"):
             return partial(self._ipc.run, self._ipc.prepare(operation, arguments))
+        if self._levels is not None and algorithm in ("auto", "hierarchical") and operation in OPERATIONS:
+            return self._levels.prepare(operation, arguments)
         if self._aware is not None and algorithm in ("auto", "mpi"):
             return partial(self._aware.run, operation, arguments)
         if self._staged is None:
@@ -99,7 +109,7 @@ class GpuGroup:
 
         if len(items) == 1:
             return run(items[0].whole, items[0].own, items[0].counts, begin)
-        packed = Packed(items, self._packing_memory(), self._rank if len(items[0].counts) > 1 else 0, self._copy)
+        packed = Packed(items, self._packing_memory(), self.rank if len(items[0].counts) > 1 else 0, self._copy)
         self._stream.wait(begin)
         if operation == "all_gather":
             packed.pack_own()
@@ -128,13 +138,12 @@ class GpuGroup:
         memory = None
         if self._allocator is not None:
             memory = self._allocator.allocate(nbytes, shared=shared)
-            failed = memory is None
         else:
-            try:
+            with contextlib.suppress(MemoryError):
                 memory = own_memory(self._device, self._retired, nbytes)
-            except MemoryError:
-                memory = None
-            failed = not self._dispatch.comm.allreduce(int(memory is not None), MPI.MIN)
+        failed = memory is None
+        if self._ipc is None:  # the others do not know yet
+            failed = bool(self._dispatch.comm.allreduce(int(failed), MPI.MAX))
         if failed:
             raise MemoryError(f"a GPU has no room for {nbytes} bytes that ranks share")
         assert memory is not None
@@ -166,6 +175,8 @@ class GpuGroup:
             self._held.clear()
             if self._ipc is not None:
                 self._ipc.close()
+            if self._levels is not None:
+                self._levels.close()
             if self._staged is not None:
                 self._staged.close()
             self._packing = None

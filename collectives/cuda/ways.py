@@ -5,7 +5,8 @@
     staged   through host memory: always
 
 A way is not believed but tried, once a group, by a transfer whose result is looked at. `auto` takes for an operation
-the first that serves all pairs of the group. MPIDL_CUDA names one instead, the same on every rank.
+the first that serves all pairs of the group; or, where ipc serves islands of ranks, such as hosts, ipc inside of each
+and another way between them (`levels`). MPIDL_CUDA names one way instead, the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ WAYS = ("ipc", "aware", "staged")
 
 @dataclass(frozen=True)
 class Ways:
-    """pairs[a][b]: the way between ranks a and b. all: the one that operations of all ranks take."""
+    """pairs[a][b]: the way between ranks a and b. all: the one that operations of all ranks take.
+
+    island: of so many ranks, one behind the other, each is one of an island that ipc serves; 0 if there are no such.
+    """
 
     pairs: tuple[tuple[str, ...], ...]
     all: str
+    island: int = 0
 
 
 def wanted() -> str:
@@ -56,4 +61,12 @@ def decide(asked: Sequence[str], works: Sequence[dict[str, Sequence[bool]]]) -> 
             if pairs[a][b] is None:
                 raise ArgumentError(f"{WAY}={asked[0]}: does not work between ranks {a} and {b}")
     whole = next(way for way in open_to if all(works[a][way][b] for a in ranks for b in ranks))
-    return Ways(tuple(tuple(str(way) for way in row) for row in pairs), whole)
+    return Ways(tuple(tuple(str(way) for way in row) for row in pairs), whole, _island(pairs))
+
+
+def _island(pairs: Sequence[Sequence[str | None]]) -> int:
+    """How many ranks each island has, if all have as many; 0 unless there are several of several ranks."""
+    reached = [{b for b, way in enumerate(row) if way == "ipc"} for row in pairs]
+    size = len(reached[0])
+    expected = [set(range(a - a % size, a - a % size + size)) if size else set() for a in range(len(pairs))]
+    return size if 1 < size < len(pairs) and reached == expected else 0

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from collectives.buffers import DType, address
+from collectives.buffers import address
 from collectives.cuda import kernels
-from collectives.reduction import Reduction
 
 Array = np.ndarray
 
@@ -42,18 +41,18 @@ _FP16 = r"""
 struct half { unsigned short bits; };
 inline float widen(half x) { _Float16 h; __builtin_memcpy(&h, &x, 2); return (float)h; }
 inline half narrow(float x) { _Float16 h = (_Float16)x; half y; __builtin_memcpy(&y, &h, 2); return y; }
-typedef half T; typedef float A;
+typedef half SHORT; typedef float A;
 """
 
 
-def build(folder: Path, dtype: DType, op: Reduction, inputs: int, outputs: int) -> ctypes.CDLL:
-    """The kernel as a library with `run`."""
+def build(folder: Path, kernel: kernels.Kernel) -> ctypes.CDLL:
+    """It as a library with `run`."""
     assert COMPILER
-    text = kernels.source(dtype, op, inputs, outputs).replace(kernels._FP16, _FP16)
+    text, inputs, outputs = kernels.source(kernel).replace(kernels._FP16, _FP16), kernel.inputs, kernel.outputs
     arguments = [f"in[{n}]" for n in range(inputs)] + [f"out[{n}]" for n in range(outputs)]
     arguments += [f"factor[{n}]" for n in range(inputs)]
     macros = f"#define BLOCKS {_BLOCKS}\n#define THREADS {_THREADS}\n#define ARGUMENTS {', '.join(arguments)}\n"
-    name = f"{dtype.name}-{op.name}-{inputs}-{outputs}"
+    name = f"{kernel.op}-{kernel.read.name}-{kernel.written.name}-{inputs}-{outputs}-{kernel.divisor}"
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(_PROLOGUE + text + macros + _EPILOGUE)
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
@@ -61,12 +60,12 @@ def build(folder: Path, dtype: DType, op: Reduction, inputs: int, outputs: int) 
     return ctypes.CDLL(str(library))
 
 
-def combine(
-    library: ctypes.CDLL, inputs: list[Array], outputs: list[Array], dtype: DType, factors: list[float]
+def run(
+    library: ctypes.CDLL, kernel: kernels.Kernel, inputs: list[Array], outputs: list[Array], factors: list[float]
 ) -> kernels.Span:
     """Runs it as the driver would; gives how it was cut."""
     places = [address(array) for array in inputs], [address(array) for array in outputs]
-    span = kernels.span([*places[0], *places[1]], inputs[0].size, dtype.itemsize)
+    span = kernel.span(*places, inputs[0].size)
     library.run(
         (ctypes.c_uint64 * len(inputs))(*places[0]),
         (ctypes.c_uint64 * len(outputs))(*places[1]),

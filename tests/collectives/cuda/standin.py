@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from collectives.buffers import DType, describe, unowned
+from collectives.buffers import Buffer, DType, describe, unowned
 from collectives.cuda import device
 from collectives.reduction import Reduction
 
@@ -173,6 +173,7 @@ class Gpu(device.Device):
     def __init__(self, index: int = 0, *, seed: int | None = None, exports: bool = True) -> None:
         self.index, self.seed, self.exports = index, seed, exports
         self.aware, self.events, self.pins = "no", "yes", "any"
+        self.island = 0  # memory is opened on the same one alone
         self.errors: list[BaseException] = []
         self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
         self._maps: dict[int, _Mapping] = {}
@@ -251,14 +252,22 @@ class Gpu(device.Device):
         self._must_be_current()
         if not size or not outputs:
             return
-        views = [
-            [
-                unowned(self._reach(place, size * dtype.itemsize, device=True)[0], size, dtype.storage)
-                for place in places
-            ]
-            for places in (inputs, outputs)
-        ]
-        stream.queue(lambda: op.combine(views[0], views[1], dtype, factors))
+        read = [self._view(place, size, dtype) for place in inputs]
+        written = [self._view(place, size, dtype.wide if op.partial else dtype) for place in outputs]
+        stream.queue(lambda: op.combine(read, written, dtype, factors))
+
+    def finish(
+        self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: device.Stream
+    ) -> None:
+        assert isinstance(stream, Stream)
+        self._must_be_current()
+        if not size:
+            return
+        read, written = self._view(accumulated, size, dtype.wide), Buffer(self._view(out, size, dtype), dtype)
+        stream.queue(lambda: op.finish(read, ranks, written))
+
+    def _view(self, place: int, size: int, dtype: DType) -> np.ndarray:
+        return unowned(self._reach(place, size * dtype.itemsize, device=True)[0], size, dtype.storage)
 
     def _reach(self, place: int, nbytes: int, device: bool = False) -> tuple[int, bool]:
         """Where the bytes can be touched, and whether they are device memory."""
@@ -339,10 +348,12 @@ class Gpu(device.Device):
         if not self.exports:
             raise OSError("the stand-in exports nothing")
         mapping = self._maps[address]
-        return json.dumps([f"/proc/{os.getpid()}/fd/{mapping.file}", mapping.nbytes]).encode()
+        return json.dumps([f"/proc/{os.getpid()}/fd/{mapping.file}", mapping.nbytes, self.island]).encode()
 
     def open(self, handle: bytes) -> int:
-        path, nbytes = json.loads(handle)
+        path, nbytes, island = json.loads(handle)
+        if island != self.island:
+            raise OSError("the stand-in does not reach the memory of another island")
         assert not path.startswith(f"/proc/{os.getpid()}/"), "CUDA does not open what the process has exported itself"
         return self._map(os.open(path, os.O_RDWR), nbytes)
 

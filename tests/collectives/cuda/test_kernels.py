@@ -14,9 +14,10 @@ from collectives import PremulSum
 from collectives.buffers import DTYPES, Buffer, DType
 from collectives.cuda import kernels
 from collectives.errors import CollectivesError
-from collectives.reduction import Reduction, check
+from collectives.reduction import Reduction, check, partial_of
 from tests.collectives.cuda import host_kernels
 
+FACTORS = [1.5, -2.0, 0.25]
 OPS = {"sum": "sum", "avg": "avg", "min": "min", "max": "max", "prod": "prod", "premul": PremulSum(1.5)}
 
 
@@ -57,25 +58,56 @@ def test_a_kernel_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path)
     op = served(name, dtype)
     if op is None:
         return
-    library = host_kernels.build(tmp_path, dtype, op, 3, 2)
+    kernel = kernels.combining(op, dtype, 3, 2)
+    library = host_kernels.build(tmp_path, kernel)
     for size in (1, 7, 64, 131):
         for offsets in ((0, 0, 0), (1, 1, 1), (0, 1, 2)):
             inputs = [data(dtype, size, seed, offset) for seed, offset in enumerate(offsets)]
             other = data(dtype, size, 9, offsets[0])
             expected = np.empty_like(other)
             with np.errstate(all="ignore"):
-                op.combine(inputs, [expected], dtype, [1.5, -2.0, 0.25])
-            span = host_kernels.combine(library, inputs, [inputs[0], other], dtype, [1.5, -2.0, 0.25])
+                op.combine(inputs, [expected], dtype, FACTORS)
+            span = host_kernels.run(library, kernel, inputs, [inputs[0], other], FACTORS)
             if dtype.itemsize < 16 and size != 7:
                 assert (span.vectors > 0) == (len(set(offsets)) == 1 and size > 16)
             for found in (inputs[0], other):
-                if dtype.kind == "c":  # numpy may fuse a product and a sum
-                    np.testing.assert_allclose(found, expected, 1e-4)
-                    continue
-                same = found.view(np.uint8) == expected.view(np.uint8)
-                if dtype.kind == "f":  # what a NaN's other bits are is nobody's business
-                    same = same.reshape(size, -1).all(1) | (is_nan(found, dtype) & is_nan(expected, dtype))
-                assert same.all(), (dtype.name, name, size, offsets)
+                assert_same_bits(found, expected, dtype, f"{dtype.name} {name} {size} {offsets}")
+
+
+@pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["avg", "max", "premul"])
+@pytest.mark.parametrize("dtype", [DTYPES[n] for n in ("float32", "float16", "bfloat16")], ids=lambda dtype: dtype.name)
+def test_a_reduction_in_two_parts_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path) -> None:
+    """What is not complete stays in the accumulating type, and is divided and rounded when it is."""
+    op = served(name, dtype)
+    assert op is not None
+    partly, rest = kernels.combining(partial_of(op), dtype, 3, 1), kernels.finishing(op, dtype, 6)
+    libraries = host_kernels.build(tmp_path, partly), host_kernels.build(tmp_path, rest)
+    for size in (1, 7, 64, 131):
+        for offsets in ((0, 0, 0), (1, 1, 1), (0, 1, 2)):
+            inputs = [data(dtype, size, seed, offset) for seed, offset in enumerate(offsets)]
+            wide, expected_wide = (data(dtype.wide, size, seed, offsets[0]) for seed in (7, 8))
+            out, expected = (data(dtype, size, seed, offsets[-1]) for seed in (9, 10))
+            what = f"{dtype.name} {name} {size} {offsets}"
+            with np.errstate(all="ignore"):
+                partial_of(op).combine(inputs, [expected_wide], dtype, FACTORS)
+                span = host_kernels.run(libraries[0], partly, inputs, [wide], FACTORS)
+                assert_same_bits(wide, expected_wide, dtype.wide, what)
+                op.finish(expected_wide, 6, Buffer(expected, dtype))
+                host_kernels.run(libraries[1], rest, [wide], [out], [1.0])
+            assert_same_bits(out, expected, dtype, what)
+            if size != 7:
+                assert (span.vectors > 0) == (len(set(offsets)) == 1 and size > 16)
+
+
+def assert_same_bits(found: np.ndarray, expected: np.ndarray, dtype: DType, what: str) -> None:
+    if dtype.kind == "c":  # numpy may fuse a product and a sum
+        np.testing.assert_allclose(found, expected, 1e-4)
+        return
+    same = found.view(np.uint8) == expected.view(np.uint8)
+    if dtype.kind == "f":  # what a NaN's other bits are is nobody's business
+        same = same.reshape(found.size, -1).all(1) | (is_nan(found, dtype) & is_nan(expected, dtype))
+    assert same.all(), what
 
 
 def is_nan(flat: np.ndarray, dtype: DType) -> np.ndarray:
@@ -85,14 +117,19 @@ def is_nan(flat: np.ndarray, dtype: DType) -> np.ndarray:
 @pytest.mark.parametrize("rest", [0, 4, 8, 12])
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8, 1003])
 def test_a_span_covers_every_element_once(size: int, rest: int) -> None:
-    span = kernels.span([0x1000 + rest, 0x9000 + rest], size, 4)
+    kernel = kernels.combining(Reduction("sum"), DTYPES["float32"], 1, 1)
+    span = kernel.span([0x1000 + rest], [0x9000 + rest], size)
     tail = size - span.head - 4 * span.vectors
     assert span.head == min(size, (16 - rest) % 16 // 4)
     assert 0 <= tail < 4
     assert (0x1000 + rest + 4 * span.head) % 16 == 0 or not span.vectors
-    assert kernels.span([0x1000, 0x1004], size, 4).vectors == 0
-    assert kernels.span([0x1002, 0x1002], size, 4).vectors == 0
+    assert kernel.span([0x1000], [0x1004], size).vectors == 0
+    assert kernel.span([0x1002], [0x1002], size).vectors == 0
     assert span.blocks >= 1
+    mixed = kernels.combining(partial_of(Reduction("sum")), DTYPES["bfloat16"], 1, 1)  # four elements at a time
+    span = mixed.span([0x1000 + rest // 2], [0x9000 + rest], size)
+    assert (span.head, span.vectors) == (min(size, (16 - rest) % 16 // 4), (size - span.head) // 4)
+    assert mixed.span([0x1002], [0x1000], size).vectors == 0
 
 
 def _nvrtc() -> ctypes.CDLL | None:
@@ -114,10 +151,12 @@ def test_the_kernels_compile_for_gpus(dtype: DType, architecture: str) -> None:
     assert nvrtc is not None
     for name in OPS:
         op = served(name, dtype)
-        for inputs, outputs in ((1, 1), (2, 2), (4, 1)) if op is not None else ():
-            assert op is not None
+        if op is None:
+            continue
+        made = [kernels.combining(op, dtype, *arrays) for arrays in ((1, 1), (2, 2), (4, 1))]
+        for kernel in (*made, kernels.combining(partial_of(op), dtype, 3, 1), kernels.finishing(op, dtype, 6)):
             program = ctypes.c_void_p()
-            text = kernels.source(dtype, op, inputs, outputs).encode()
+            text = kernels.source(kernel).encode()
             assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"combine.cu", 0, None, None) == 0
             options = [option.encode() for option in (*kernels.OPTIONS, f"--gpu-architecture={architecture}")]
             status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))

@@ -10,12 +10,19 @@ from tests.collectives.cuda.standin import Gpu
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
-WAYS = ["staged", pytest.param("ipc", marks=pytest.mark.one_node), "aware"]
+ISLANDS = pytest.param("islands", marks=[pytest.mark.one_node, pytest.mark.ranks(4)])
+WAYS = ["staged", pytest.param("ipc", marks=pytest.mark.one_node), "aware", ISLANDS]
 KINDS = ["array", "tensor"]
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "islands":  # ipc inside of each, staged between them
+        if not isinstance(gpu, Gpu):
+            pytest.skip("needs GPUs that do not reach each other")
+        gpu.island = comm.rank // 2
+        monkeypatch.delenv("MPIDL_CUDA", raising=False)
+        return "islands"
     if isinstance(gpu, Gpu):
         gpu.aware = "yes"
     elif request.param == "aware" and gpu.aware == "no":

@@ -25,7 +25,18 @@ def test_each_pair_takes_the_first_way_that_works_from_both_sides() -> None:
         ],
     )
     assert found.pairs == (("ipc", "ipc", "aware"), ("ipc", "ipc", "staged"), ("aware", "staged", "ipc"))
-    assert found.all == "staged"
+    assert (found.all, found.island) == ("staged", 0)  # as the hosts have different numbers of ranks
+
+
+@pytest.mark.parametrize(
+    ("islands", "size"), [([0, 0, 1, 1], 2), ([0, 0, 0, 1, 1, 1], 3), ([0, 1, 0, 1], 0), ([0, 0, 0, 1], 0), ([0, 0], 0)]
+)
+def test_ipc_serves_islands_of_ranks_that_follow_each_other(islands: list[int], size: int) -> None:
+    row = [True] * len(islands)
+    rows = [works([other == mine for other in islands], row) for mine in islands]
+    found = decide(["auto"] * len(islands), rows)
+    assert (found.all, found.island) == ("aware" if len(set(islands)) > 1 else "ipc", size)
+    assert decide(["aware"] * len(islands), rows).island == 0
 
 
 @pytest.mark.parametrize("way", ["ipc", "aware"])
@@ -62,6 +73,34 @@ def taken(comm: Communicator, standin: Gpu) -> str:
 @pytest.mark.mpi
 def test_ranks_of_one_host_take_ipc(comm: Communicator, standin: Gpu) -> None:
     assert taken(comm, standin) == "ipc"
+
+
+@pytest.mark.one_node
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("aware", ["no", "yes"])
+def test_between_islands_travels_what_each_has_reduced(
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch, aware: str
+) -> None:
+    """In several chunks, on paused streams, several operations at a time, and the same bits on all ranks."""
+    monkeypatch.setattr("collectives.cuda.levels.CHUNK_BYTES", 4000)
+    standin.seed, standin.aware, standin.island = 3, aware, comm.rank // 2
+    assert taken(comm, standin) == ("aware" if aware == "yes" else "staged")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = comm.empty(5003, dtype, device="cuda:0")  # of the island's symmetric memory
+        given = [torch.randn(5003, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
+        standin.fill(x, given[comm.rank])
+        y = standin.put(given[comm.rank])
+        gathered = standin.put(torch.zeros(4 * 5003, dtype=dtype))
+        comm.all_gather(gathered, x)
+        works = [comm.all_reduce(each, "avg", async_op=True) for each in (x, y)]
+        for work in works:
+            work.wait()
+        expected = (sum(each.double() for each in given) / 4).to(dtype)
+        torch.testing.assert_close(standin.get(x), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        bits = comm.mpi.allgather([standin.get(each).view(torch.uint8).numpy().tobytes() for each in (x, y)])
+        assert len({each for pair in bits for each in pair}) == 1
+        assert torch.equal(standin.get(gathered), torch.cat(given))
 
 
 @pytest.mark.one_node

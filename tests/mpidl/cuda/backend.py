@@ -365,9 +365,21 @@ class Gpu(standin.Gpu):
     ) -> None:
         assert isinstance(stream, Stream)
         if size and outputs:
-            ranges = [[(place, place + size * dtype.itemsize) for place in places] for places in (inputs, outputs)]
-            self.order.access(stream.number, ranges[0], ranges[1])
+            written = dtype.wide if op.partial else dtype
+            read_ranges = [(place, place + size * dtype.itemsize) for place in inputs]
+            self.order.access(
+                stream.number, read_ranges, [(place, place + size * written.itemsize) for place in outputs]
+            )
         super().combine(op, dtype, inputs, outputs, size, factors, stream)
+
+    def finish(
+        self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: device.Stream
+    ) -> None:
+        assert isinstance(stream, Stream)
+        if size:
+            read = (accumulated, accumulated + size * dtype.wide.itemsize)
+            self.order.access(stream.number, [read], [(out, out + size * dtype.itemsize)])
+        super().finish(op, dtype, accumulated, out, size, ranks, stream)
 
     def _reach(self, place: int, nbytes: int, device: bool = False) -> tuple[int, bool]:
         with self._lock:
