@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/bert_mlm.py                              # Python's standard library
     mpirun -n 4 python examples/bert_mlm.py --data my_text.txt --model base46m --steps 5000 --dtype bf16
     mpirun -n 4 python examples/bert_mlm.py --checkpoint-dir DIR --save-every 100     # goes on from DIR
+    mpirun -n 4 python examples/bert_mlm.py --device cuda --model base46m            # bf16, on the GPUs in turn
     python examples/bert_mlm.py                                          # a world of one
 
 The parts that make it parallel are marked with >>>.
@@ -55,7 +56,8 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--warmup", type=at_least(0), default=50, help="steps from 0 to it; then linearly down to 0")
     train.add_argument("--weight-decay", type=at_least(0, float), default=0.01, help="of matrices")
     train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
-    train.add_argument("--dtype", default="fp32", choices=["fp32", *HALVES], help="bf16, fp16: by autocast")
+    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+    train.add_argument("--dtype", choices=["fp32", *HALVES], help="bf16, fp16: by autocast; else fp32, on a GPU bf16")
     train.add_argument("--checkpoint-activations", action="store_true", help="less memory, more computation")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and masks")
     add_options(parser)
@@ -65,6 +67,8 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
 
     def check(options: argparse.Namespace) -> None:
+        options.device = "cpu" if options.device == "auto" else options.device
+        options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
         check_options(comm, options)
         if comm.rank == 0:
             check_writable(options.json)
@@ -105,10 +109,12 @@ class Score(NamedTuple):
 
 
 class Gaps:
-    """Text with gaps for this rank, and how well the model fills them."""
+    """Text with gaps for this rank, and how well the model on a device fills them."""
 
-    def __init__(self, comm: Any, options: argparse.Namespace, tokenizer: MarkedTokenizer, text: str) -> None:
-        self._comm, self._options, self._tokenizer = comm, options, tokenizer
+    def __init__(
+        self, comm: Any, options: argparse.Namespace, tokenizer: MarkedTokenizer, text: str, device: torch.device
+    ) -> None:
+        self._comm, self._options, self._tokenizer, self._device = comm, options, tokenizer, device
         self.batches = TokenBatches(  # >>> each rank its own part of each global batch
             tokenizer.encode(text),
             comm,
@@ -130,8 +136,9 @@ class Gaps:
 
     def score(self, call: Any, inputs: torch.Tensor, labels: torch.Tensor) -> Score:
         """Predicts where labels are; the rest of the scores is not even computed."""
+        inputs, labels = inputs.to(self._device), labels.to(self._device)
         where, half = labels != IGNORED, HALVES.get(self._options.dtype)
-        with torch.autocast("cpu", half) if half else contextlib.nullcontext():
+        with torch.autocast(self._device.type, half) if half else contextlib.nullcontext():
             logits = call(inputs, where=where).logits
         right = int((logits.argmax(-1) == labels[where]).sum())
         return Score(F.cross_entropy(logits.float(), labels[where], reduction="sum"), right, int(where.sum()))
@@ -154,7 +161,7 @@ class Gaps:
 
 
 @torch.no_grad()
-def fill_in(model: BERT, tokenizer: MarkedTokenizer, text: str, longest: int) -> str:
+def fill_in(model: BERT, tokenizer: MarkedTokenizer, text: str, longest: int, device: torch.device) -> str:
     """A line of the text with two words hidden, what the model puts there, and its best guesses for each token."""
     lines = (line.split() for line in text.splitlines()[1:])
     words = next((line for line in lines if len(line) >= 6 and len(" ".join(line)) < longest // 2), text.split()[:8])
@@ -172,7 +179,7 @@ def fill_in(model: BERT, tokenizer: MarkedTokenizer, text: str, longest: int) ->
     masked = whole.clone()
     masked[0, gaps] = tokenizer.mask
     model.eval()
-    best = model(masked).logits[0, gaps].float().softmax(-1).topk(3)
+    best = model(masked.to(device)).logits[0, gaps].float().cpu().softmax(-1).topk(3)
     filled = masked.clone()
     filled[0, gaps] = best.indices[:, 0]
     shown = []
@@ -193,12 +200,14 @@ def main() -> None:
     torch.manual_seed(options.seed)
 
     # >>> What is wrong on one rank alone ends them all, before they would wait for each other.
+    device = mpidl.agree_or_exit(comm, lambda: mpidl.pick_device(comm, options.device))  # >>> GPUs go round
     tokenizer = mpidl.agree_or_exit(comm, lambda: make_marked_tokenizer(options.tokenizer, options.vocab))
     text = mpidl.agree_or_exit(comm, lambda: read_corpus(options.data, comm))
 
     def prepare() -> tuple[Gaps, BERT]:
-        gaps, config = Gaps(comm, options, tokenizer, text), configure(options, tokenizer.vocab_size)
-        return gaps, load_pretrained(options.init_from, config) if options.init_from else BERT(config)
+        gaps, config = Gaps(comm, options, tokenizer, text, device), configure(options, tokenizer.vocab_size)
+        model = load_pretrained(options.init_from, config) if options.init_from else BERT(config)
+        return gaps, model.to(device)
 
     gaps, model = mpidl.agree_or_exit(comm, prepare)
     call = mpidl.DistributedDataParallel(model)  # >>> gradients are averaged during backward
@@ -207,13 +216,13 @@ def main() -> None:
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=True)
-    scaler = mpidl.GradScaler(enabled=options.dtype == "fp16")  # small gradients would vanish in fp16
+    scaler = mpidl.GradScaler(device.type, enabled=options.dtype == "fp16")  # small gradients would vanish in fp16
     torch.manual_seed(options.seed + comm.rank)  # >>> dropout differs from rank to rank
 
     tokens_per_step = comm.size * options.grad_accumulation * options.batch_size * options.sequence_length
     say(
         f"BERT of {parameter_count(model) / 1e6:.1f} M parameters, DDP on {comm.size} rank{'s' * (comm.size > 1)}, "
-        f"{torch.get_num_threads()} thread(s) each; {len(gaps.batches.train) / 1e6:.2f} M tokens of "
+        f"{torch.get_num_threads()} thread(s) each, on {device.type}; {len(gaps.batches.train) / 1e6:.2f} M tokens of "
         f"{options.data}, {tokens_per_step} a step",
         flush=True,
     )
@@ -270,7 +279,10 @@ def main() -> None:
         say(f"{median:.1f} ms a step, {tokens_per_step / median * 1e3:.0f} tokens/s")
     if comm.rank == 0:
         unseen = tokenizer.decode(gaps.batches.validation[:4000].tolist())
-        print(f"--- held-out text ---\n{fill_in(model, tokenizer, unseen, options.sequence_length)}\n---", flush=True)
+        print(
+            f"--- held-out text ---\n{fill_in(model, tokenizer, unseen, options.sequence_length, device)}\n---",
+            flush=True,
+        )
     if comm.rank == 0 and options.json:
         results = {
             "world_size": comm.size,

@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/resnet_ddp.py                           # the handwritten digits of scikit-learn
     mpirun -n 4 python examples/resnet_ddp.py --data DIR --model resnet101 --segments 4 --epochs 100 --plot out.png
     mpirun -n 4 python examples/resnet_ddp.py --checkpoint-dir DIR --save-every 500    # goes on from DIR
+    mpirun -n 4 python examples/resnet_ddp.py --device cuda             # bf16, on the GPUs in turn
     python examples/resnet_ddp.py                                       # a world of one
 
 The parts that make it parallel are marked with >>>.
@@ -59,7 +60,8 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--lr", type=at_least(0, float), help=f"highest learning rate; else {LEARNING_RATES}")
     train.add_argument("--warmup", type=at_least(0, float), default=1.0, help="epochs of linear warm-up")
     train.add_argument("--weight-decay", type=at_least(0, float), default=5e-4, help="of matrices and filters")
-    train.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"], help="bf16: by autocast")
+    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+    train.add_argument("--dtype", choices=["fp32", "bf16"], help="bf16: by autocast; else fp32, on a GPU bf16")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and parts of images")
     add_options(parser)
     shown = parser.add_argument_group("what is shown")
@@ -68,6 +70,8 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--no-progress", action="store_true", help="no lines within an epoch")
 
     def check(options: argparse.Namespace) -> None:
+        options.device = "cpu" if options.device == "auto" else options.device
+        options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
         check_options(comm, options)
         blocks = sum(SIZES[options.model][1])
         if options.segments > blocks:
@@ -147,9 +151,11 @@ def make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch
 class Training:
     """One model on one rank: an epoch of training, and a validation. begin: steps that earlier runs have taken."""
 
-    def __init__(self, comm: Any, options: argparse.Namespace, train: Any, validation: Any) -> None:
-        self.comm, self.options, self.images = comm, options, train
-        self.model = make_model(comm, options, train)
+    def __init__(
+        self, comm: Any, options: argparse.Namespace, train: Any, validation: Any, device: torch.device
+    ) -> None:
+        self.comm, self.options, self.images, self.device = comm, options, train, device
+        self.model = make_model(comm, options, train).to(device)
         self.call = mpidl.DistributedDataParallel(
             self.model, process_group=comm
         )  # >>> gradients are averaged during backward
@@ -197,7 +203,8 @@ class Training:
 
     def losses(self, call: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The images' losses added up, and how many of them are recognised."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bf16"):
+        x, y = x.to(self.device), y.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bf16"):
             logits = call(x)
         return F.cross_entropy(logits.float(), y, reduction="sum"), int((logits.argmax(1) == y).sum())
 
@@ -273,14 +280,15 @@ def main() -> None:
     stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.manual_seed(options.seed)
+    device = mpidl.agree_or_exit(comm, lambda: mpidl.pick_device(comm, options.device))  # >>> GPUs go round
     train, validation = load_data(comm, options)
-    training = Training(comm, options, train, validation)
+    training = Training(comm, options, train, validation, device)
     parameters = sum(p.numel() for p in training.model.parameters())
     segments = f", {options.segments} checkpointed segments" if options.segments else ""
     title = f"{options.model} of {parameters / 1e6:.2f} M parameters, DDP on {comm.size} rank{'s' * (comm.size > 1)}"
     say(
-        f"{title}, {torch.get_num_threads()} thread(s) each{segments}; {len(train)} images of {len(train.classes)} "
-        f"classes to train on, {options.batch_size} a step, {len(validation)} to validate",
+        f"{title}, {torch.get_num_threads()} thread(s) each, on {device.type}{segments}; {len(train)} images of "
+        f"{len(train.classes)} classes to train on, {options.batch_size} a step, {len(validation)} to validate",
         flush=True,
     )
 

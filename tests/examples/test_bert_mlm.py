@@ -223,6 +223,7 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank_and_help_is_printed_on
         ("--lr", "-1"): "argument --lr: got -1",
         (*given, "--dropout", "1"): "dropout: got 1.0; needs a probability below 1",
         ("--dtype", "fp64"): "argument --dtype: invalid choice: 'fp64'",
+        **({} if torch.cuda.is_available() else {("--device", "cuda"): "device cuda: no GPU can be used here: "}),
         ("--model", "bert5"): "argument --model: invalid choice: 'bert5'",
         ("--nonsense",): "unrecognized arguments: --nonsense",
         ("--json", tmp_path / "no" / "results.json"): "cannot be written: No such file or directory",

@@ -261,6 +261,7 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank(folder: Path, tmp_path
         ("--data", tmp_path / "some"): "some/a: holds no images",
         ("--data", tmp_path / "few", "--batch-size", "4"): "2 images to train on are too few for 2 ranks",
         ("--model", "resnet20"): "argument --model: invalid choice: 'resnet20'",
+        **({} if torch.cuda.is_available() else {("--device", "cuda"): "device cuda: no GPU can be used here: "}),
         ("--segments", "9"): "--segments 9: resnet18 has 8 blocks to divide",
         ("--segments", "-1"): "argument --segments: got -1; needs at least 0",
         ("--batch-size", "65"): "--batch-size 65: is divided among 2 ranks; needs a multiple of that",

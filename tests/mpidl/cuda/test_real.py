@@ -157,20 +157,28 @@ def test_random_numbers_of_the_gpu_go_on_from_a_checkpoint(comm: Communicator, d
     assert torch.equal(torch.rand(5, device=device), expected)
 
 
-def test_the_example_trains_on_a_gpu(comm: Communicator, tmp_path: Path) -> None:
+EXAMPLES = {
+    "gpt2_zero3.py": [
+        *("--steps", 10, "--sample", 20, "--layers", 2, "--heads", 2, "--embd", 32, "--block-size", 16),
+    ],
+    "bert_mlm.py": ["--steps", 10, "--sequence-length", 32, "--eval-sequences", 8],
+    "resnet_ddp.py": ["--epochs", 1, "--width", 4, "--no-progress"],
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_train_on_a_gpu(comm: Communicator, tmp_path: Path, example: str) -> None:
     """In jobs of its own, started by rank 0."""
     from tests.harness.launch import mpirun
 
-    results = []
+    losses = []
     for device in ("cpu", "cuda") if comm.rank == 0 else ():
         path = tmp_path / f"{device}.json"
-        done = mpirun(
-            *(comm.size, "examples/gpt2_zero3.py", "--device", device, "--steps", 10, "--sample", 20),
-            *("--layers", 2, "--heads", 2, "--embd", 32, "--block-size", 16, "--json", path),
-            timeout=300,
-        )
+        options = [*EXAMPLES[example], "--device", device, "--json", path]
+        done = mpirun(comm.size, f"examples/{example}", *options, timeout=300)
         assert done.returncode == 0, done.stderr
-        results.append(json.loads(path.read_text()))
-    if results:
-        assert results[1]["loss_last"] == pytest.approx(results[0]["loss_last"], rel=5e-2)
+        found = json.loads(path.read_text())
+        losses.append(found["epochs"][-1]["train_loss"] if "epochs" in found else found["steps"][-1]["loss"])
+    if losses:
+        assert losses[1] == pytest.approx(losses[0], rel=5e-2)
     comm.barrier()

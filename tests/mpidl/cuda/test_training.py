@@ -172,16 +172,34 @@ def mean_gradients(comm: Communicator, place: Any, make: Callable[[], nn.Module]
                 torch.testing.assert_close(q.grad.cpu().to_dense(), p.grad.to_dense(), rtol=1e-4, atol=1e-6)
 
 
-def test_unused_parameters(comm: Communicator, place: Any) -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.of = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+class Halves(nn.Module):
+    """A third of it is used by nobody."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.of[1](self.of[0](x))
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
 
-    mean_gradients(comm, place, Halves, lambda rank: torch.full((4, 5), rank + 1.0), find_unused_parameters=True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of[1](self.of[0](x))
+
+
+@pytest.mark.parametrize("setting", ["find_unused_parameters", "static_graph"])
+def test_unused_parameters(comm: Communicator, place: Any, setting: str) -> None:
+    mean_gradients(comm, place, Halves, lambda rank: torch.full((4, 5), rank + 1.0), **{setting: True})
+
+
+def test_gradients_of_sparse_embeddings(comm: Communicator, place: Any) -> None:
+    """Each rank has other rows, one of which is common to all."""
+    make = lambda: nn.Sequential(nn.Embedding(3 * comm.size, 4, sparse=True), nn.Linear(4, 2))  # noqa: E731
+    mean_gradients(comm, place, make, lambda rank: torch.tensor([0, rank, rank, 2 * rank + 1]))
+
+
+@pytest.mark.parametrize("way", ZERO)
+def test_hybrid_sharding(comm: Communicator, place: Any, way: str) -> None:
+    """Shards over pairs of ranks, or single ones, which the others repeat."""
+    shards = comm.split(comm.rank // 2 if comm.size > 2 else comm.rank)
+    engine, settings = ZERO[way]
+    alike(comm, place, engine, Recipe(steps=3, clip=0.5, engine={**settings, "shard_group": shards}))
 
 
 def test_sync_batch_norm(comm: Communicator, place: Any) -> None:
