@@ -10,6 +10,9 @@ rank's, a row's the median over the steps of all rounds; so are its parts, forwa
 peak_mib is the largest rank's proportional set size (memory that ranks share is divided among them), the highest of
 those after forward, backward and step of the steps before the counted ones. The loss is the mean over ranks.
 
+--in-turn: all engines are there at once, and each makes a step in turn, so that a machine whose speed changes within
+minutes is alike for all. Without it they come one after the other, as often as --rounds says.
+
 --device cuda: on GPUs, which the ranks take in turn. Times are between events on the GPU, and peak_mib is what is in
 use there, divided by its ranks. --dtype bfloat16 computes under autocast, whatever the engine. PyTorch's DDP goes by
 NCCL where each rank has a GPU, else by gloo; fully_shard needs NCCL.
@@ -61,7 +64,7 @@ class Row:
     backward_ms: float
     optimizer_ms: float
     tokens_per_s: float
-    peak_mib: float
+    peak_mib: float | None
     loss_last: float | None
 
 
@@ -213,80 +216,129 @@ def give_back_free_memory(device: str) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run(
-    name: str,
-    comm: Communicator,
-    options: argparse.Namespace,
-    config: GPT2Config,
-    batches: TokenBatches,
-    watch: Stopwatch,
-) -> Run:
-    """Builds an engine and runs its steps."""
-    gc.collect()
-    give_back_free_memory(options.device)
-    torch.manual_seed(0)
-    model = GPT2(config).to(options.device)
-    if name == BARE:
-        return bare_all_reduce(comm, options, sum(p.numel() for p in model.parameters()), watch)
-    engine = build(name, model, comm, options)
-    halves = options.dtype == "bfloat16"
-    seconds: list[list[float]] = []
-    losses: list[torch.Tensor] = []
-    peak = 0.0
-    for number in range(-options.warmup, options.steps):
-        comm.barrier()
-        losses = []
-        watch.begin()
+class Trial:
+    """An engine, built, and what its steps have taken. watch: by what."""
 
-        def took(part: str) -> None:
-            nonlocal peak
-            watch.took(part)
-            if number < 0:  # noqa: B023
-                peak = max(peak, watch.used_mib())
-            watch.go_on()
+    def __init__(
+        self,
+        name: str,
+        comm: Communicator,
+        options: argparse.Namespace,
+        config: GPT2Config,
+        batches: TokenBatches,
+        watch: Stopwatch,
+    ) -> None:
+        gc.collect()
+        give_back_free_memory(options.device)
+        torch.manual_seed(0)
+        model = GPT2(config).to(options.device)
+        self._comm, self._options, self._batches, self._watch = comm, options, batches, watch
+        self._elements = sum(p.numel() for p in model.parameters())
+        self._done = 0
+        self._seconds: list[list[float]] = []
+        self._peak = 0.0
+        self._prepare(name, model)
 
-        for batch in batches.step(number + options.warmup):
+    def _prepare(self, name: str, model: GPT2) -> None:
+        self._engine = build(name, model, self._comm, self._options)
+        self._losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """One more; the first `--warmup` do not count, and of them memory is measured."""
+        self._comm.barrier()
+        self._watch.begin()
+        self._run()
+        parts = self._watch.parts()
+        if self._done >= self._options.warmup:
+            self._seconds.append(list(parts.values()))
+        self._done += 1
+
+    def _run(self) -> None:
+        options, engine = self._options, self._engine
+        halves = options.dtype == "bfloat16"
+        self._losses = []
+        for batch in self._batches.step(self._done):
             x, y = (tokens.to(options.device) for tokens in batch)
             with torch.autocast(options.device, torch.bfloat16) if halves else contextlib.nullcontext():
                 loss = engine.loss(x, y)
-            took("forward")
+            self._took("forward")
             engine.backward(loss / options.grad_accum)
-            losses.append(loss.detach())
-            took("backward")
+            self._losses.append(loss.detach())
+            self._took("backward")
         engine.step()
-        took("step")
-        parts = watch.parts()
-        if number >= 0:
-            seconds.append(list(parts.values()))
-    slowest = np.array(seconds)
-    totals = slowest.sum(1)
-    comm.all_reduce(totals, "max")
-    comm.all_reduce(slowest, "avg")
-    slowest *= (totals / slowest.sum(1))[:, None]  # the parts' shares of the slowest rank's step
-    summary = np.array([peak])
-    comm.all_reduce(summary, "max")
-    mean = np.array([sum(loss.item() for loss in losses) / options.grad_accum])
-    comm.all_reduce(mean, "avg")
-    engine.close()
-    del engine, model
-    gc.collect()
-    return Run(slowest, float(summary[0]), float(mean[0]))
+        self._took("step")
+
+    def _took(self, part: str) -> None:
+        self._watch.took(part)
+        if self._done < self._options.warmup:
+            self._peak = max(self._peak, self._watch.used_mib())
+        self._watch.go_on()
+
+    def end(self) -> Run:
+        """Ends it, and gives what was found."""
+        comm = self._comm
+        slowest = np.array(self._seconds)
+        totals = slowest.sum(1)
+        comm.all_reduce(totals, "max")
+        comm.all_reduce(slowest, "avg")
+        slowest *= (totals / slowest.sum(1))[:, None]  # the parts' shares of the slowest rank's step
+        summary = np.array([self._peak])
+        comm.all_reduce(summary, "max")
+        mean = np.array([self._mean_loss()])
+        comm.all_reduce(mean, "avg")
+        self._close()
+        peak = float("nan") if self._options.in_turn else float(summary[0])  # others' memory was there too
+        return Run(slowest, peak, float(mean[0]))
+
+    def _mean_loss(self) -> float:
+        return sum(loss.item() for loss in self._losses) / self._options.grad_accum
+
+    def _close(self) -> None:
+        self._engine.close()
+        del self._engine
+        gc.collect()
 
 
-def bare_all_reduce(comm: Communicator, options: argparse.Namespace, elements: int, watch: Stopwatch) -> Run:
-    """The averaging of so many fp32 elements in symmetric memory, as DDP does it, but all at once."""
-    flat = comm.empty(elements, torch.float32, device=options.device)
-    buckets = flat.zero_().split(25 * mpidl.memory.MIB // 4)
-    seconds = np.zeros((options.steps, len(PARTS)))
-    for number in range(-options.warmup, options.steps):
-        comm.barrier()
-        watch.begin()
-        for bucket in buckets:
-            comm.all_reduce(bucket, "avg")
-        watch.took("backward")
-        seconds[max(number, 0)] = list(watch.parts().values())
-    comm.all_reduce(seconds, "max")
-    return Run(seconds, watch.used_mib(), float("nan"))
+class BareAllReduce(Trial):
+    """The averaging of as many fp32 elements in symmetric memory, as DDP does it, but all at once."""
+
+    def _prepare(self, name: str, model: GPT2) -> None:
+        flat = self._comm.empty(self._elements, torch.float32, device=self._options.device)
+        self._buckets = flat.zero_().split(25 * mpidl.memory.MIB // 4)
+
+    def _run(self) -> None:
+        for bucket in self._buckets:
+            self._comm.all_reduce(bucket, "avg")
+        self._took("backward")
+
+    def _mean_loss(self) -> float:
+        return float("nan")
+
+    def _close(self) -> None:
+        del self._buckets
+
+
+def measure(
+    options: argparse.Namespace, make: Callable[[str], Trial], say: Callable[..., None]
+) -> dict[str, list[Run]]:
+    """All rounds of all engines; or, --in-turn, a step of each in turn, in one round."""
+    found: dict[str, list[Run]] = {name: [] for name in options.engines}
+    steps = options.warmup + options.steps
+    if options.in_turn:
+        trials = {name: make(name) for name in options.engines}
+        for _ in range(steps):
+            for trial in trials.values():
+                trial.step()
+        return {name: [trial.end()] for name, trial in trials.items()}
+    for _ in range(options.rounds):
+        for name in options.engines:
+            trial = make(name)
+            for _ in range(steps):
+                trial.step()
+            found[name].append(trial.end())
+            del trial
+            say(f"# {name}: {statistics.median(found[name][-1].seconds.sum(1)) * 1e3:.1f} ms", flush=True)
+    return found
 
 
 def parse(comm: Communicator) -> argparse.Namespace:
@@ -301,6 +353,12 @@ def parse(comm: Communicator) -> argparse.Namespace:
     parser.add_argument("--steps", type=at_least(1), default=10, help="counted steps a round")
     parser.add_argument("--warmup", type=at_least(0), default=2, help="steps before them, of which memory is measured")
     parser.add_argument("--rounds", type=at_least(1), default=1, help="times that each engine is built and run")
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="build all engines at once and have each make a step in turn: the fairest comparison of times on a "
+        "machine whose speed changes; memory is not measured",
+    )
     parser.add_argument("--layers", type=at_least(1), default=8, help="of the model")
     parser.add_argument("--heads", type=at_least(1), default=8, help="of the model")
     parser.add_argument("--embd", type=at_least(1), default=512, help="width of the model")
@@ -314,6 +372,10 @@ def parse(comm: Communicator) -> argparse.Namespace:
     def check(options: argparse.Namespace) -> None:
         if options.device == "cuda" and gpu_limits.missing():
             raise UsageError(f"--device cuda: {gpu_limits.missing()}")
+        if options.in_turn and (options.plot or options.rounds > 1):
+            raise UsageError(
+                "--in-turn: goes without --plot, which draws memory, and --rounds; needs more --steps instead"
+            )
         options.engines = [name for name in options.engines.split(",") if name]
         for name in options.engines or [""]:
             if name not in (*OURS, *PEERS, BARE):
@@ -419,11 +481,12 @@ def main() -> None:
     )
     heads = " ".join(f"{part:>9}" for part in PARTS)
     say(f"# {'engine':>12} {'ms a step':>10} {heads} {'tokens/s':>9} {'peak MiB':>9} {'last loss':>10}", flush=True)
-    found: dict[str, list[Run]] = {name: [] for name in options.engines}
-    for _ in range(options.rounds):
-        for name in options.engines:
-            found[name].append(run(name, comm, options, config, batches, watch))
-            say(f"# {name}: {statistics.median(found[name][-1].seconds.sum(1)) * 1e3:.1f} ms", flush=True)
+
+    def make(name: str) -> Trial:
+        kind = BareAllReduce if name == BARE else Trial
+        return kind(name, comm, options, config, batches, watch)
+
+    found = measure(options, make, say)
     rows = []
     for name, rounds in found.items():
         seconds = np.concatenate([each.seconds for each in rounds])
@@ -442,7 +505,7 @@ def main() -> None:
                 backward,
                 optimizer,
                 speed,
-                peak,
+                None if np.isnan(peak) else peak,
                 None if np.isnan(loss) else loss,
             ),
         )

@@ -74,6 +74,21 @@ def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_engines_that_step_in_turn_train_as_those_that_are_alone(mpirun, tmp_path: Path) -> None:
+    losses = []
+    for order in ([], ["--in-turn"]):
+        path = tmp_path / "rows.json"
+        small = ("--layers=1", "--heads=2", "--embd=16", "--batch=2", "--block-size=8", "--steps=3", "--warmup=1")
+        done = mpirun(
+            2, TRAINING, "--engines=single,zero3,ddp,all-reduce", *small, *order, f"--json={path}", timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(path.read_text())
+        losses.append([row["loss_last"] for row in rows])
+        assert all((row["peak_mib"] is None) == bool(order) and row["step_ms"] > 0 for row in rows)
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not installed")
 def test_deepspeed_trains_alike_and_leaves_nothing_behind(mpirun, tmp_path: Path) -> None:
     path, caches = tmp_path / "rows.json", tmp_path / "built"
@@ -133,7 +148,7 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
             COLLECTIVES,
             ["--ops=all_reduce,dance", "--algorithms=star", "--min-bytes=2 --max-bytes=1", "--min-bytes=a"],
         ),
-        (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0"]),
+        (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0", "--in-turn --rounds=2"]),
     ],
     ids=["collectives", "training"],
 )
