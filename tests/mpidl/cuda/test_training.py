@@ -188,6 +188,7 @@ def test_unused_parameters(comm: Communicator, place: Any, setting: str) -> None
     mean_gradients(comm, place, Halves, lambda rank: torch.full((4, 5), rank + 1.0), **{setting: True})
 
 
+@pytest.mark.gpu  # torch ends the process where sparse tensors are to be on the stand-in's device
 def test_gradients_of_sparse_embeddings(comm: Communicator, place: Any) -> None:
     """Each rank has other rows, one of which is common to all."""
     make = lambda: nn.Sequential(nn.Embedding(3 * comm.size, 4, sparse=True), nn.Linear(4, 2))  # noqa: E731
