@@ -42,7 +42,7 @@ _MIXES = frozenset({"copy_", "_to_copy", "index", "index_put_", "_index_put_impl
 
 
 class Storage:
-    """A storage of which memory that comes anew counts as not used yet."""
+    """A storage of which memory that comes anew counts as not used yet, and goes once the stream has come there."""
 
     def __init__(self, of: torch.UntypedStorage) -> None:
         self._of = of
@@ -52,6 +52,7 @@ class Storage:
         return getattr(self._of, name)
 
     def resize_(self, nbytes: int) -> None:
+        current().come_to_the_end_of_the_stream()
         self._of.resize_(nbytes)
         current().order.forget(self._of.data_ptr(), self._of.data_ptr() + nbytes)
 

@@ -195,6 +195,7 @@ def test_gradients_of_sparse_embeddings(comm: Communicator, place: Any) -> None:
     mean_gradients(comm, place, make, lambda rank: torch.tensor([0, rank, rank, 2 * rank + 1]))
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("way", ZERO)
 def test_hybrid_sharding(comm: Communicator, place: Any, way: str) -> None:
     """Shards over pairs of ranks, or single ones, which the others repeat."""
