@@ -17,6 +17,7 @@ from collectives.errors import CollectivesError
 from collectives.reduction import Reduction, check, partial_of
 from tests.collectives.cuda import host_kernels
 
+LIKE_OTHERS = ("float64", "int8", "int16", "int64", "uint16", "uint32", "uint64", "complex128")
 FACTORS = [1.5, -2.0, 0.25]
 OPS = {"sum": "sum", "avg": "avg", "min": "min", "max": "max", "prod": "prod", "premul": PremulSum(1.5)}
 
@@ -51,6 +52,7 @@ def data(dtype: DType, size: int, seed: int, offset: int) -> np.ndarray:
 
 
 @pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.thorough(*(f"{dtype}-{name}" for dtype in LIKE_OTHERS for name in OPS if name != "sum"))
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=lambda dtype: dtype.name)
 def test_a_kernel_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path) -> None:
@@ -75,6 +77,7 @@ def test_a_kernel_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path)
 
 
 @pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.thorough("float32-max", "float16-max", "float32-premul", "float16-premul")
 @pytest.mark.parametrize("name", ["avg", "max", "premul"])
 @pytest.mark.parametrize("dtype", [DTYPES[n] for n in ("float32", "float16", "bfloat16")], ids=lambda dtype: dtype.name)
 def test_a_reduction_in_two_parts_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path) -> None:
