@@ -28,9 +28,8 @@ from .errors import MismatchError, OperationError, WorkTimeout
 from .patience import nap_from_now_on
 from .watchdog import mark_end
 
-_NAPS = (1e-4, 1e-2)  # seconds; the shortest and the longest
-_CROWDED_NAPS, _GLANCES = (5e-5, 2e-3), 20  # seconds; looks before the first such nap
-_NAP_SHARE = 4  # a nap is this part of the wait so far, so that looks cost little of it, and delay little
+_SHORTEST_NAP, _LONGEST_NAP = 1e-4, 2e-3  # seconds
+_CROWDED_NAP, _GLANCES = 5e-5, 20  # seconds; looks before the first such nap
 
 
 class Work:
@@ -164,21 +163,18 @@ class Progress:
         inside = threading.current_thread() is self._thread
         if not (inside or self.crowded):
             return
-        glances, begin = 0, time.perf_counter()
-
-        def nap(shortest: float, longest: float) -> float:
-            return min(max(shortest, (time.perf_counter() - begin) / _NAP_SHARE), longest)
-
+        pause, glances = _SHORTEST_NAP, 0
         while not ready():
             if inside and not self._hurried.is_set():
-                self._hurried.wait(nap(*_NAPS))
+                self._hurried.wait(pause)
+                pause = min(2 * pause, _LONGEST_NAP)
             elif not self.crowded:
                 return
             elif glances < _GLANCES:
                 glances += 1
                 os.sched_yield()
             else:
-                time.sleep(nap(*_CROWDED_NAPS))
+                time.sleep(_CROWDED_NAP)
 
     def take_turn(self) -> bool:
         """Whether the caller may run its operation now, because nothing is before it; then `end_turn` must follow."""
