@@ -322,7 +322,6 @@ def measure(
     options: argparse.Namespace, make: Callable[[str], Trial], say: Callable[..., None]
 ) -> dict[str, list[Run]]:
     """All rounds of all engines; or, --in-turn, a step of each in turn, in one round."""
-    found: dict[str, list[Run]] = {name: [] for name in options.engines}
     steps = options.warmup + options.steps
     if options.in_turn:
         trials = {name: make(name) for name in options.engines}
@@ -330,6 +329,7 @@ def measure(
             for trial in trials.values():
                 trial.step()
         return {name: [trial.end()] for name, trial in trials.items()}
+    found: dict[str, list[Run]] = {name: [] for name in options.engines}
     for _ in range(options.rounds):
         for name in options.engines:
             trial = make(name)

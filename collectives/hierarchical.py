@@ -23,7 +23,7 @@ from .buffers import Buffer
 from .executor import Execution, single, whole
 from .partition import even_counts
 from .pipeline import PipelinedAllReduce
-from .reduction import Reduction
+from .reduction import Reduction, rest_of
 from .schedule import Place
 from .scratch import Scratch
 from .symmetric import Symmetric
@@ -58,10 +58,9 @@ class Hierarchy:
             here = counts[node * local : (node + 1) * local]
             target = partial.data.part(low, high)
             self._node.reduce_scatter(target, part, inner, here).run()
-        outer = Reduction("sum") if op.premultiplied else inner
         schedule = algorithms.schedule("reduce_scatter", "ring", nodes)
         regions = {Place.IN: partial, Place.OUT: single(out, self._across.Get_rank(), nodes)}
-        Execution(self._across, schedule, regions, mine, self._scratch, outer).run()
+        Execution(self._across, schedule, regions, mine, self._scratch, rest_of(op)).run()
         self._average(out, op)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:

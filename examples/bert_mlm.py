@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, at_least, check_writable
+from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, settle_device
 from mpidl.data import MarkedTokenizer, Masking, TokenBatches, make_marked_tokenizer, read_corpus
 from mpidl.data.masking import IGNORED
 from mpidl.errors import UsageError
@@ -56,7 +56,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--warmup", type=at_least(0), default=50, help="steps from 0 to it; then linearly down to 0")
     train.add_argument("--weight-decay", type=at_least(0, float), default=0.01, help="of matrices")
     train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
-    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+    add_device(train)
     train.add_argument("--dtype", choices=["fp32", *HALVES], help="bf16, fp16: by autocast; else fp32, on a GPU bf16")
     train.add_argument("--checkpoint-activations", action="store_true", help="less memory, more computation")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and masks")
@@ -67,8 +67,7 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
 
     def check(options: argparse.Namespace) -> None:
-        options.device = "cpu" if options.device == "auto" else options.device
-        options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+        settle_device(options)
         check_options(comm, options)
         if comm.rank == 0:
             check_writable(options.json)

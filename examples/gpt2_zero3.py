@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, at_least, check_writable
+from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, settle_device
 from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
 from mpidl.errors import ConfigurationError, UsageError
 from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
@@ -88,7 +88,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument(
         "--delayed-update", nargs="?", const=40, type=at_least(0), metavar="N", help="a step late, after N (40) steps"
     )
-    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+    add_device(train)
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
     add_options(parser)
     train.add_argument(
@@ -109,8 +109,7 @@ def parse(comm: Any) -> argparse.Namespace:
             options.batch, options.grad_accum = shares(options.global_batch, comm.size, options.batch)
         if options.min_lr is not None and options.min_lr > options.lr:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
-        options.device = "cpu" if options.device == "auto" else options.device
-        options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+        settle_device(options)
         if options.offload_activations and not options.checkpoint_activations:
             raise UsageError("--offload-activations is for --checkpoint-activations")
         if options.init_from and (options.layers or options.heads or options.embd):

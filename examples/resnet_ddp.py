@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
-from mpidl.cli import ArgumentParser, at_least, check_writable
+from mpidl.cli import ArgumentParser, add_device, at_least, check_writable, settle_device
 from mpidl.data import DataLoader, DistributedSampler
 from mpidl.data.images import Digits, image_folders
 from mpidl.errors import UsageError
@@ -60,7 +60,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--lr", type=at_least(0, float), help=f"highest learning rate; else {LEARNING_RATES}")
     train.add_argument("--warmup", type=at_least(0, float), default=1.0, help="epochs of linear warm-up")
     train.add_argument("--weight-decay", type=at_least(0, float), default=5e-4, help="of matrices and filters")
-    train.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+    add_device(train)
     train.add_argument("--dtype", choices=["fp32", "bf16"], help="bf16: by autocast; else fp32, on a GPU bf16")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and parts of images")
     add_options(parser)
@@ -70,8 +70,7 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--no-progress", action="store_true", help="no lines within an epoch")
 
     def check(options: argparse.Namespace) -> None:
-        options.device = "cpu" if options.device == "auto" else options.device
-        options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+        settle_device(options)
         check_options(comm, options)
         blocks = sum(SIZES[options.model][1])
         if options.segments > blocks:

@@ -48,6 +48,17 @@ class ArgumentParser(argparse.ArgumentParser):
         return agree_or_exit(self._comm, parse)
 
 
+def add_device(parser: Any) -> None:
+    """--device, to a parser or a group of its options; see `settle_device`."""
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+
+
+def settle_device(options: argparse.Namespace) -> None:
+    """Replaces "auto", and gives --dtype, where it is left out, what is usual there: bf16 on a GPU."""
+    options.device = "cpu" if options.device == "auto" else options.device
+    options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+
+
 class Progress:
     """A line from rank 0 for the first step, the last and about 25 between: speed, time left, memory.
 

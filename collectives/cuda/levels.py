@@ -17,10 +17,11 @@ when it is complete. A large array goes in chunks: one is reduced inside the isl
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,12 +78,13 @@ class Levels:
         ]
 
         def run(begin: Event) -> Event:
-            end, reduced = begin, self._inside(chunks[0].reduce, begin) if chunks else begin
-            for number, chunk in enumerate(chunks):
-                following = chunks[number + 1].reduce if number + 1 < len(chunks) else None
-                coming = self._inside(following, begin) if following is not None else begin
-                end = self._inside(chunk.gather, chunk.finish(self._between(chunk.across, reduced)))
-                reduced = coming
+            reduced = deque(self.inner.run(chunk.reduce, begin) for chunk in chunks[:1])
+            end = begin
+            for chunk, following in zip_longest(chunks, chunks[1:]):
+                if following is not None:
+                    reduced.append(self.inner.run(following.reduce, begin))
+                complete = chunk.finish(self.outer.run(chunk.across, reduced.popleft()))
+                end = self.inner.run(chunk.gather, complete)
             return end
 
         return run
@@ -111,8 +113,8 @@ class Levels:
 
         def run(begin: Event) -> Event:
             for step in inside:
-                begin = self._inside(step, begin)
-            return self._finish(op, own, out, self._between(across, begin))
+                begin = self.inner.run(step, begin)
+            return self._finish(op, own, out, self.outer.run(across, begin))
 
         return run
 
@@ -126,9 +128,9 @@ class Levels:
         ]
 
         def run(begin: Event) -> Event:
-            end = self._between(across, begin)
+            end = self.outer.run(across, begin)
             for step in inside:
-                end = self._inside(step, end)
+                end = self.inner.run(step, end)
             return end
 
         return run
@@ -139,15 +141,9 @@ class Levels:
         inside = self.inner.prepare("broadcast", "auto", (x, place))
 
         def run(begin: Event) -> Event:
-            return self._inside(inside, begin if across is None else self._between(across, begin))
+            return self.inner.run(inside, begin if across is None else self.outer.run(across, begin))
 
         return run
-
-    def _inside(self, step: Run, begin: Event) -> Event:
-        return self.inner.run(step, begin)
-
-    def _between(self, step: Run, begin: Event) -> Event:
-        return self.outer.run(step, begin)
 
     def _finish(self, op: Reduction, accumulated: Buffer, out: Buffer, begin: Event) -> Event:
         if accumulated is out and not op.averages:
