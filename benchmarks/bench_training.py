@@ -11,7 +11,9 @@ peak_mib is the largest rank's proportional set size (memory that ranks share is
 those after forward, backward and step of the steps before the counted ones. The loss is the mean over ranks.
 
 --in-turn: all engines are there at once, and each makes a step in turn, so that a machine whose speed changes within
-minutes is alike for all. Without it they come one after the other, as often as --rounds says.
+minutes is alike for all. Every turn has another order, so that none always comes after the same one, whose data the
+caches hold and whose threads may still be at work. Without it they come one after the other, as often as --rounds
+says. A ratio is the median over the turns, or rounds, of the ratios within them.
 
 --device cuda: on GPUs, which the ranks take in turn. Times are between events on the GPU, and peak_mib is what is in
 use there, divided by its ranks. --dtype bfloat16 computes under autocast, whatever the engine. PyTorch's DDP goes by
@@ -25,6 +27,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -46,6 +49,7 @@ from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
 OURS = ("single", "ddp", "zero1", "zero2", "zero3")
 BARE = "all-reduce"
 PARTS = ("forward", "backward", "step")
+Seconds = np.ndarray[Any, Any]
 PEERS = ("torch-ddp", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3")
 SETTINGS: dict[str, Any] = {"lr": 3e-4}
 # On GPUs: a step of an engine takes at most so many times that without communication.
@@ -72,7 +76,7 @@ class Row:
 class Run:
     """What one round of an engine gave. seconds: [counted steps, parts] on the slowest rank; peak: MiB."""
 
-    seconds: np.ndarray[Any, Any]
+    seconds: Seconds
     peak: float
     loss: float
 
@@ -325,8 +329,9 @@ def measure(
     steps = options.warmup + options.steps
     if options.in_turn:
         trials = {name: make(name) for name in options.engines}
+        orders = random.Random(0)  # the same on all ranks
         for _ in range(steps):
-            for trial in trials.values():
+            for trial in orders.sample([*trials.values()], len(trials)):
                 trial.step()
         return {name: [trial.end()] for name, trial in trials.items()}
     found: dict[str, list[Run]] = {name: [] for name in options.engines}
@@ -435,23 +440,27 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def compare(rows: list[Row], say: Callable[..., None], bounded: bool = False) -> None:
+def compare(times: dict[str, Seconds], say: Callable[..., None], bounded: bool = False) -> None:
     """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than.
 
-    bounded: whether BOUNDS hold here.
+    times: of each engine, a step's in each turn or round. bounded: whether BOUNDS hold here.
     """
-    times = {row.engine: row.step_ms for row in rows}
+
+    def ratio(ours: str, *others: str) -> float:
+        return float(np.median(times[ours] / sum(times[other] for other in others)))
+
     for ours in OURS:
-        others = [other for other in ("single", *PEERS) if other in times and other != ours and ours in times]
-        against = [f"{times[ours] / times[other]:.3f} of {other}" for other in others]
+        rivals = ("single", "ddp", *PEERS) if ours in ("zero1", "zero2") else ("single", *PEERS)
+        others = [other for other in rivals if other in times and other != ours and ours in times]
+        against = [f"{ratio(ours, other):.3f} of {other}" for other in others]
         if against:
             say(f"# {ours}: {', '.join(against)}")
     for ours, most in BOUNDS.items() if bounded else ():
         if {ours, "single"} <= times.keys():
-            ratio = times[ours] / times["single"]
-            say(f"# {ours}: {ratio:.3f} of single (at most {most:g}: {'kept' if ratio <= most else 'MISSED'})")
+            found = ratio(ours, "single")
+            say(f"# {ours}: {found:.3f} of single (at most {most:g}: {'kept' if found <= most else 'MISSED'})")
     if {"single", "ddp", BARE} <= times.keys():
-        say(f"# ddp: {times['ddp'] / (times['single'] + times[BARE]):.3f} of single + {BARE}")
+        say(f"# ddp: {ratio('ddp', 'single', BARE):.3f} of single + {BARE}")
 
 
 def main() -> None:
@@ -488,9 +497,11 @@ def main() -> None:
 
     found = measure(options, make, say)
     rows = []
+    times: dict[str, Seconds] = {}
     for name, rounds in found.items():
         seconds = np.concatenate([each.seconds for each in rounds])
         step = float(np.median(seconds.sum(1)))
+        times[name] = seconds.sum(1) if options.in_turn else np.array([np.median(r.seconds.sum(1)) for r in rounds])
         parts = np.median(seconds, axis=0) * 1e3
         peak, loss = max(each.peak for each in rounds), rounds[-1].loss
         forward, backward, optimizer = parts.tolist()
@@ -511,7 +522,7 @@ def main() -> None:
         )
         told = " ".join(f"{part:>9.1f}" for part in parts)
         say(f"  {name:>12} {step * 1e3:>10.1f} {told} {rows[-1].tokens_per_s:>9.0f} {peak:>9.0f} {loss:>10.4f}")
-    compare(rows, say, bounded=gpu is not None)
+    compare(times, say, bounded=gpu is not None)
     if comm.rank == 0:
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -52,7 +52,7 @@ from .progress import Progress, Work
 from .reduction import Reduction
 from .selection import Selection, read_tables
 from .symmetric.shared_memory import SharedMemory, is_one_for_all
-from .topology import cores, discover
+from .topology import discover
 from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
@@ -101,7 +101,6 @@ class Communicator:
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._progress.naps = place.nodes > 1
-        self._progress.crowded = place.local_size > cores()
         self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)
@@ -641,8 +640,8 @@ class Communicator:
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
         try:
-            if queued or self._progress.crowded:
-                self._progress.nap_until(lambda: self._positions.all_entered(number))
+            if queued or self._dispatch.topology.crowded:
+                self._positions.wait_for_all(number)
             task()
         except MismatchError:  # on all ranks, before anything was sent
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from mpi4py import MPI
 from . import algorithms, library
 from .buffers import Buffer, DeviceBuffer, DType
 from .coalesced import PACKED_BYTES, Item, Packed
+from .counters import STRIDE, Barrier
 from .cuda import driver
 from .cuda.device import Event, Stream
 from .cuda.group import GpuGroup
@@ -73,17 +75,20 @@ class Dispatch:
     def _share(self) -> None:
         """Sets up what the ranks of a node share, if they can share memory."""
         node, rank, ranks = self.topology.node, self.topology.local_rank, self.topology.local_size
-        first = Positions.nbytes(ranks)
+        crowded = self.topology.crowded
+        sizes = Positions.nbytes(ranks), Barrier.nbytes(ranks), Meetings.nbytes(ranks)
+        first, second, end = accumulate(-(-size // STRIDE) * STRIDE for size in sizes)
         seen = rank == 0 and witnessed()
-        memory = self.allocator.allocate(first + Meetings.nbytes(ranks), shared=True, keep_file=seen)
+        memory = self.allocator.allocate(end, shared=True, keep_file=seen)
         if memory is not None:
-            self.positions = Positions(memory, rank, ranks)
+            self.positions = Positions(memory, rank, ranks, crowded=crowded)
             if seen:
                 show(memory, self.comm, self.topology.members)
         if not self.comm.allreduce(int(memory is not None), MPI.MIN):  # on some node they cannot
             return
         assert memory is not None
-        meetings = Meetings(memory, first, rank, ranks, node.Barrier)
+        barrier = Barrier(memory, first, rank, ranks, crowded=crowded, settle=node.Barrier)
+        meetings = Meetings(memory, second, rank, ranks, barrier)
         self._symmetric = Symmetric(meetings, self.allocator, connect(node))
         if self.topology.regular and self.topology.nodes > 1:
             all_reduce = PipelinedAllReduce(self.topology, meetings, self.allocator, self.scratch)

@@ -1,7 +1,7 @@
-"""Waiting for a network without a core for it, in operations that run beside the program.
+"""Waiting without a core for it, in operations that run beside the program.
 
 MPI looks for messages all the time that it waits, which takes a core from whoever computes. Between nodes a message
-takes long enough for naps; within a node nobody waits here (`symmetric`).
+takes long enough for naps; within a node ranks sleep until they are woken (`counters`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-4  # seconds
 
 
 class _Local(threading.local):
-    """naps: whether this thread may nap. apart: whether all ranks run the operation in a thread like this one."""
+    """naps: whether this thread may nap. apart: whether all ranks run the operation in a thread like this one.
 
+    hurried: whether the program waits for what this thread does.
+    """
+
+    hurried: Callable[[], bool] = staticmethod(lambda: True)
     naps = False
     apart = False
 
@@ -30,6 +34,16 @@ _local = _Local()
 def nap_from_now_on() -> None:
     """This thread is not the program's, and waits for other nodes."""
     _local.naps = True
+
+
+def run_beside(hurried: Callable[[], bool]) -> None:
+    """This thread is not the program's, which waits for it while `hurried()`."""
+    _local.hurried = hurried
+
+
+def in_a_hurry() -> bool:
+    """Whether the program waits for what this thread does: always, in its own."""
+    return _local.hurried()
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .counters import STRIDE, Counters
+
 if TYPE_CHECKING:
     from .symmetric.shared_memory import SharedMemory
 
@@ -44,6 +46,7 @@ _COLLECTIVE = struct.Struct("3q")
 _MESSAGE = struct.Struct("4q")
 _BEAT = struct.Struct("q")
 _WIDTH = _COLLECTIVE.size + _MESSAGE.size + _BEAT.size
+assert _WIDTH == STRIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +91,26 @@ class Positions:
     """The page of one group's ranks on one node, as seen by one of them.
 
     memory: shared by these ranks, `Positions.nbytes(ranks)` long and zero at first; private to this rank where there
-    is no shared memory, and then of no use to others.
+    is no shared memory, and then of no use to others. crowded: whether the node has more ranks than cores.
     """
 
-    def __init__(self, memory: SharedMemory | bytearray, rank: int, ranks: int) -> None:
+    def __init__(self, memory: SharedMemory | bytearray, rank: int, ranks: int, *, crowded: bool = False) -> None:
         self.rank, self.ranks = rank, ranks
         self._memory = memory
+        self._entered = Counters(memory, 0, ranks * _WIDTH, rank, ranks, crowded=crowded)
         place = rank * _WIDTH
         own = memoryview(memory)[place : place + _WIDTH].cast("q")
         self._collective, self._message, self._beat = own[:3], own[3:7], own[7:]
-        self._numbers = memoryview(memory)[: ranks * _WIDTH].cast("q")
         self._waits = 0
 
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Bytes of memory that it needs."""
+        return ranks * (_WIDTH + ranks)
+
+    @staticmethod
+    def nbytes_seen(ranks: int) -> int:
+        """Bytes of it, from its begin on, that `decode` needs."""
         return ranks * _WIDTH
 
     @property
@@ -118,23 +126,23 @@ class Positions:
         """This rank begins the operation of that number."""
         collective = self._collective
         collective[2] = 0
-        collective[0], collective[1] = number, CODES[operation]
+        collective[1] = CODES[operation]
+        self._entered.advance(number)
         collective[2] = 1
 
     def leave(self) -> None:
         """This rank has ended it."""
         self._collective[2] = 0
 
-    def all_entered(self, number: int) -> bool:
-        """Whether every rank of the node has come to the operation of that number, or past it, as far as is known."""
-        if not self.shared:
-            return True
-        return all(self._numbers[place] >= number for place in range(0, len(self._numbers), _WIDTH // 8))
+    def wait_for_all(self, number: int) -> None:
+        """Returns when every rank of the node has come to the operation of that number, or past it; see Counters."""
+        self._entered.wait_for_all(number)
 
     def end(self, status: int = 0) -> None:
         """This rank's program is over, with that exit status: it comes to no further operation."""
         self._message[2], self._message[3] = 0, status
-        self._collective[0], self._collective[1], self._collective[2] = self._collective[0] + 1, CODES[END], 0
+        self._collective[1], self._collective[2] = CODES[END], 0
+        self._entered.advance(self._collective[0] + 1)
 
     @contextmanager
     def waiting(self, message: str, peer: int) -> Iterator[None]:
@@ -158,7 +166,7 @@ class Positions:
 
     def snapshot(self) -> bytes:
         """The page as it is now, to be sent to another node."""
-        return bytes(self._memory[: self.ranks * _WIDTH])
+        return bytes(self._memory[: self.nbytes_seen(self.ranks)])
 
     @classmethod
     def decode(cls, snapshot: bytes) -> list[Position]:

@@ -4,8 +4,8 @@ Order of issue is order of execution, on every rank, so no operation can overtak
 reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn.
 
 While the program computes, a thread that waits for a late rank inside MPI takes a core from it, as MPI looks for
-messages all the time. So the thread naps until the node's other ranks have come to the operation, unless the program
-itself waits for it.
+messages all the time. So an operation begins when the node's other ranks have come to it, for which the thread sleeps
+(`counters`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,11 +24,8 @@ from typing import Any
 from mpi4py import MPI
 
 from .errors import MismatchError, OperationError, WorkTimeout
-from .patience import nap_from_now_on
+from .patience import nap_from_now_on, run_beside
 from .watchdog import mark_end
-
-_SHORTEST_NAP, _LONGEST_NAP = 1e-4, 2e-3  # seconds
-_CROWDED_NAP, _GLANCES = 5e-5, 20  # seconds; looks before the first such nap
 
 
 class Work:
@@ -127,13 +123,12 @@ class Progress:
     Whoever runs an operation has the turn: the thread, or a caller for whom nothing is queued. The thread takes it
     before it takes a task off the queue, so that an empty queue and a free turn mean that nothing is before a caller.
 
-    naps: whether the thread naps while it waits for messages (`patience`). crowded: whether the node has more ranks
-    than cores. Both are to be set before the first task. at_end: see `Communicator.before_end`. number: in the order in
-    which they were made.
+    naps: whether the thread naps while it waits for messages (`patience`); to be set before the first task. at_end: see
+    `Communicator.before_end`. number: in the order in which they were made.
     """
 
     def __init__(self) -> None:
-        self.naps = self.crowded = False
+        self.naps = False
         self.at_end: Callable[[], None] | None = None
         self.number = next(_numbers)
         self._condition = threading.Condition()
@@ -142,39 +137,12 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._waiters = 0
-        self._hurried = threading.Event()
         _alive.add(self)
 
     def hurry(self, more: int) -> None:
         """One waits more, or less, for what is queued."""
         with self._condition:
             self._waiters += more
-            if self._waiters:
-                self._hurried.set()
-            else:
-                self._hurried.clear()
-
-    def nap_until(self, ready: Callable[[], bool]) -> None:
-        """Returns when `ready()`, or before where waiting takes no core from a rank that computes.
-
-        That is as soon as somebody waits for what is queued, or at once for a caller in the program's own thread,
-        unless the ranks are more than the cores: then naps are all there is to do.
-        """
-        inside = threading.current_thread() is self._thread
-        if not (inside or self.crowded):
-            return
-        pause, glances = _SHORTEST_NAP, 0
-        while not ready():
-            if inside and not self._hurried.is_set():
-                self._hurried.wait(pause)
-                pause = min(2 * pause, _LONGEST_NAP)
-            elif not self.crowded:
-                return
-            elif glances < _GLANCES:
-                glances += 1
-                os.sched_yield()
-            else:
-                time.sleep(_CROWDED_NAP)
 
     def take_turn(self) -> bool:
         """Whether the caller may run its operation now, because nothing is before it; then `end_turn` must follow."""
@@ -225,6 +193,7 @@ class Progress:
             self._condition.notify()
 
     def _work_off(self) -> None:
+        run_beside(lambda: self._waiters > 0)
         if self.naps:
             nap_from_now_on()
         while True:

@@ -14,7 +14,7 @@ class Topology:
 
     members: this node's ranks. node: a communicator of them. across: one of the ranks with this rank's number on all
     nodes. regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size
-    everywhere.
+    everywhere. crowded: whether this node has more ranks than cores that they may use.
     """
 
     local_rank: int
@@ -24,6 +24,7 @@ class Topology:
     members: tuple[int, ...]
     node: MPI.Intracomm
     across: MPI.Intracomm
+    crowded: bool
 
     def free(self) -> None:
         """Frees the two communicators. Collective."""
@@ -31,9 +32,9 @@ class Topology:
         self.across.Free()
 
 
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores() -> set[int]:
+    """Those that this process may use, by number."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def discover(comm: MPI.Intracomm) -> Topology:
@@ -47,4 +48,6 @@ def discover(comm: MPI.Intracomm) -> Topology:
     regular = bool(comm.allreduce(int(in_place), MPI.MIN))
     assert isinstance(node, MPI.Intracomm)
     assert isinstance(across, MPI.Intracomm)
-    return Topology(local_rank, local_size, nodes, regular, tuple(node.allgather(rank)), node, across)
+    members, cores = zip(*node.allgather((rank, _cores())), strict=True)
+    crowded = local_size > len(set().union(*cores))
+    return Topology(local_rank, local_size, nodes, regular, members, node, across, crowded)

@@ -68,7 +68,7 @@ class _Page:
 
     def positions(self) -> dict[int, Position]:
         """By numbers in the world, also of peers."""
-        found = Positions.decode(os.pread(self.file, Positions.nbytes(len(self.members)), 0))
+        found = Positions.decode(os.pread(self.file, Positions.nbytes_seen(len(self.members)), 0))
         return {
             self.world[member]: replace(there, peer=self.world[there.peer]) if there.message else there
             for member, there in zip(self.members, found, strict=True)

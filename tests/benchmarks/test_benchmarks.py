@@ -161,6 +161,15 @@ def test_wrong_options_are_one_line_and_status_2(mpirun, program: str, options: 
         assert len([line for line in lines if line.startswith("error: ")]) == 1, option
 
 
+def test_barriers_are_timed_beside_mpi_s(mpirun) -> None:
+    done = mpirun(2, "benchmarks/bench_barrier.py", "--rounds=3", "--calls=20")
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0].strip() for line in done.stdout.splitlines()[1:]] == ["counters", "MPI"]
+    assert all(float(line.split()[place]) > 0 for line in done.stdout.splitlines()[1:] for place in (2, 5))
+    wrong = mpirun(2, "benchmarks/bench_barrier.py", "--rounds=0")
+    assert (wrong.returncode, wrong.stderr.count("error: ")) == (2, 1)
+
+
 @pytest.mark.thorough
 def test_offload_is_measured_and_changes_no_bit(mpirun, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

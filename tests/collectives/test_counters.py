@@ -1,0 +1,104 @@
+"""Waiting inside a node: nobody goes on too early, nobody sleeps too long, whoever waits and however."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from collectives import Communicator, counters, patience
+from collectives.counters import STRIDE, Barrier, Counters
+from collectives.symmetric.shared_memory import SharedMemory
+
+pytestmark = pytest.mark.mpi
+_ROUNDS = 60
+_LONG = 60.0  # seconds in which another rank comes to anything
+
+
+@pytest.fixture(params=["sleeps", "naps"], autouse=True)
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the futex of this system, and as on one that has none."""
+    if request.param == "naps":
+        monkeypatch.setattr(counters, "_futex", None)
+
+
+@pytest.fixture
+def memory(comm: Communicator) -> Iterator[SharedMemory]:
+    """Zeros, the node's ranks'."""
+    made = comm._dispatch.allocator.allocate(1 << 16, shared=True)
+    assert made is not None
+    yield made
+    comm.barrier()
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("hurried", [False, True])
+def test_what_was_written_before_a_barrier_is_there_after_it(
+    comm: Communicator, memory: SharedMemory, crowded: bool, hurried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, ranks = comm.local_rank, comm.local_size
+    monkeypatch.setattr(patience._local, "hurried", lambda: hurried)
+    settle = comm._dispatch.topology.node.Barrier
+    barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, settle=settle)
+    written = np.frombuffer(memory, np.int64, ranks, 1 << 15)
+    delays = random.Random(rank)
+    for number in range(1, _ROUNDS):
+        time.sleep(delays.choice([0, 0, 0, 1e-5, 1e-4, 4e-3]))
+        written[rank] = number
+        barrier()
+        assert written.tolist() == [number] * ranks
+        barrier()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_rank_that_waits_long_sleeps_until_it_is_woken(comm: Communicator, memory: SharedMemory) -> None:
+    rank, ranks = comm.local_rank, comm.local_size
+    sleepers = ranks * STRIDE
+    own = Counters(memory, 0, sleepers, rank, ranks, crowded=False)
+    if rank == 0:  # the last to come, once all others sleep for it
+        waited = time.monotonic()
+        while sum(memory[sleepers : sleepers + ranks]) < ranks - 1 and time.monotonic() < waited + _LONG:
+            time.sleep(1e-3)
+        assert list(memory[sleepers : sleepers + ranks]) == [0] + [1] * (ranks - 1)
+    own.advance(1)
+    own.wait_for_all(1)
+    comm.barrier()
+    assert not any(memory[sleepers : sleepers + ranks * ranks])
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_who_waits_for_less_than_there_is_goes_on_at_once(comm: Communicator, memory: SharedMemory) -> None:
+    own = Counters(memory, 0, comm.local_size * STRIDE, comm.local_rank, comm.local_size, crowded=False)
+    own.advance(5)
+    own.wait_for_all(5)
+    for number in (5, 3, 0):
+        own.wait_for_all(number)
+    if comm.local_rank:  # without the first, who may be ahead
+        own.advance(6)
+    own.wait_for_all(5)
+    comm.barrier()
+
+
+def test_one_thread_waits_while_others_of_the_process_work(comm: Communicator, memory: SharedMemory) -> None:
+    """The wait itself keeps no lock that Python's other threads need."""
+    rank, ranks = comm.local_rank, comm.local_size
+    own = Counters(memory, 0, ranks * STRIDE, rank, ranks, crowded=False)
+    waiter = threading.Thread(target=own.wait_for_all, args=(1,), daemon=True)
+    waiter.start()
+    assert sum(range(200_000)) == 19_999_900_000
+    comm.barrier()  # in the program's thread, while the other waits
+    own.advance(1)
+    waiter.join(_LONG)
+    assert not waiter.is_alive()
+    comm.barrier()
+
+
+def test_a_node_is_crowded_if_it_has_more_ranks_than_cores(comm: Communicator) -> None:
+    topology = comm._dispatch.topology
+    cores = set[int]().union(*topology.node.allgather(os.sched_getaffinity(0)))
+    assert topology.crowded == (comm.local_size > len(cores))
