@@ -5,7 +5,8 @@
 
 A look at a number takes some ten nanoseconds, where a message of the MPI library takes a microsecond. And MPI looks
 for messages for as long as it waits, which takes a core from whoever computes; here a rank looks for a while if its
-program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex).
+program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex). Now and
+then it has MPI look, too: another rank may come only once it has a message that this one is still sending.
 
 Source: Franke, Russell and Kirkwood 2002, "Fuss, Futexes and Furwocks: Fast Userlevel Locking in Linux".
 """
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpi4py import MPI
+
 from .patience import in_a_hurry
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _LOOKS, _YIELDS = 50, 2000  # before a rank sleeps: about 2 ms
 _CROWDED_LOOKS, _CROWDED_YIELDS = 5, 20  # where the node has more ranks than cores
+_GLANCE = 64  # yields between two looks of MPI
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 16e-3  # seconds between them; the shortest while the program waits
 _NAP = 5e-5  # seconds, where there is no futex
 _CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # the futex's numbers
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
@@ -41,22 +46,21 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _find_futex() -> Callable[[int, int, int], int] | None:
-    """futex(address, operation, value); None where the system has none."""
+def _find_futex() -> Callable[..., int] | None:
+    """futex(address, operation, value, seconds); None where the system has none."""
     call = _CALLS.get(platform.machine())
     if sys.platform != "linux" or call is None:
         return None
     syscall = ctypes.CDLL(None).syscall
-    longest = _Timespec(0, 100_000_000)
     low = 4 if sys.byteorder == "big" else 0  # it compares the lower half of a number
 
-    def futex(address: int, operation: int, value: int) -> int:
+    def futex(address: int, operation: int, value: int, seconds: float = 0.0) -> int:
         found: int = syscall(
             call,
             ctypes.c_void_p(address + low),
             operation,
             ctypes.c_uint(value & 0xFFFFFFFF),
-            ctypes.byref(longest),
+            ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9))),
             None,
             0,
         )
@@ -68,6 +72,11 @@ def _find_futex() -> Callable[[int, int, int], int] | None:
 
 _futex = _find_futex()
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def _let_mpi_look() -> None:
+    """The library goes on with what it has begun to send and to receive."""
+    MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
 class _Other(NamedTuple):
@@ -124,17 +133,22 @@ class Counters:
             for _ in range(looks):
                 if number[0] >= least:
                     return
-            for _ in range(yields):
+            for turn in range(yields):
                 _yield_core()
                 if number[0] >= least:
                     return
+                if turn % _GLANCE == 0:
+                    _let_mpi_look()
         self._memory[other.asleep] = 1
+        sleep = _SHORTEST_SLEEP
         try:
             while (seen := number[0]) < least:
+                _let_mpi_look()
                 if _futex is None:
                     time.sleep(_NAP)
                 else:
-                    _futex(other.address, _WAIT, seen)
+                    _futex(other.address, _WAIT, seen, sleep)
+                    sleep = _SHORTEST_SLEEP if in_a_hurry() else min(2 * sleep, _LONGEST_SLEEP)
         finally:
             self._memory[other.asleep] = 0
 

@@ -88,7 +88,8 @@ class Dispatch:
             return
         assert memory is not None
         barrier = Barrier(memory, first, rank, ranks, crowded=crowded, settle=node.Barrier)
-        meetings = Meetings(memory, second, rank, ranks, barrier)
+        # While a rank of several nodes waits, the messages that it has begun to send must go on.
+        meetings = Meetings(memory, second, rank, ranks, barrier if self.topology.nodes == 1 else node.Barrier)
         self._symmetric = Symmetric(meetings, self.allocator, connect(node))
         if self.topology.regular and self.topology.nodes > 1:
             all_reduce = PipelinedAllReduce(self.topology, meetings, self.allocator, self.scratch)

@@ -72,6 +72,29 @@ def test_a_rank_that_waits_long_sleeps_until_it_is_woken(comm: Communicator, mem
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("hurried", [False, True])
+def test_mpi_looks_for_messages_meanwhile(
+    comm: Communicator, memory: SharedMemory, hurried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience._local, "hurried", lambda: hurried)
+    looks = np.frombuffer(memory, np.int64, comm.local_size, 1 << 15)
+
+    def look() -> None:
+        looks[comm.local_rank] += 1
+
+    monkeypatch.setattr(counters, "_let_mpi_look", look)
+    own = Counters(memory, 0, comm.local_size * STRIDE, comm.local_rank, comm.local_size, crowded=False)
+    if comm.local_rank == 0:  # the last to come, once all others have had MPI look, time and again
+        waited = time.monotonic()
+        while looks[1:].min() < 5 and time.monotonic() < waited + _LONG:
+            time.sleep(1e-3)
+        assert looks[1:].min() >= 5
+    own.advance(1)
+    own.wait_for_all(1)
+    comm.barrier()
+
+
+@pytest.mark.ranks(2, 3, 4)
 def test_who_waits_for_less_than_there_is_goes_on_at_once(comm: Communicator, memory: SharedMemory) -> None:
     own = Counters(memory, 0, comm.local_size * STRIDE, comm.local_rank, comm.local_size, crowded=False)
     own.advance(5)
