@@ -3,7 +3,7 @@
     numbers     rank 0     | rank 1     | ...        a cache line each, written by that rank alone
     sleepers    of rank 0's | of rank 1's | ...      a byte for each rank, written by the rank that sleeps
 
-A look at a number takes some ten nanoseconds, where a message of the MPI library takes a microsecond. And MPI looks
+A look at a number takes less than a tenth of a microsecond, a message of the MPI library one or more. And MPI looks
 for messages for as long as it waits, which takes a core from whoever computes; here a rank looks for a while if its
 program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex). Now and
 then it has MPI look, too: another rank may come only once it has a message that this one is still sending.
