@@ -15,7 +15,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 import mpidl
-from collectives.counters import STRIDE, Barrier
+from collectives.counters import Barrier
 from collectives.symmetric.shared_memory import Allocator
 from collectives.topology import discover
 from mpidl.cli import ArgumentParser, at_least
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--calls", type=at_least(1), default=1000, help="of a barrier in a round")
     options = parser.parse_on_all_ranks(lambda _: None)
     place = discover(comm.mpi)
-    memory = Allocator(place.node).allocate(STRIDE + Barrier.nbytes(place.local_size), shared=True)
+    memory = Allocator(place.node).allocate(Barrier.nbytes(place.local_size), shared=True)
     if memory is None:
         raise SystemExit("the node has no room for shared memory")
     barrier = Barrier(memory, 0, place.local_rank, place.local_size, crowded=place.crowded, settle=place.node.Barrier)

@@ -49,8 +49,8 @@ from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
 OURS = ("single", "ddp", "zero1", "zero2", "zero3")
 BARE = "all-reduce"
 PARTS = ("forward", "backward", "step")
-Seconds = np.ndarray[Any, Any]
 PEERS = ("torch-ddp", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3")
+Seconds = np.ndarray[Any, Any]
 SETTINGS: dict[str, Any] = {"lr": 3e-4}
 # On GPUs: a step of an engine takes at most so many times that without communication.
 BOUNDS = {"zero3": 1.1}

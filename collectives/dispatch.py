@@ -87,9 +87,10 @@ class Dispatch:
         if not self.comm.allreduce(int(memory is not None), MPI.MIN):  # on some node they cannot
             return
         assert memory is not None
-        barrier = Barrier(memory, first, rank, ranks, crowded=crowded, settle=node.Barrier)
-        # While a rank of several nodes waits, the messages that it has begun to send must go on.
-        meetings = Meetings(memory, second, rank, ranks, barrier if self.topology.nodes == 1 else node.Barrier)
+        barrier = node.Barrier  # of several nodes: while a rank waits, what it has begun to send to others must go on
+        if self.topology.nodes == 1:
+            barrier = Barrier(memory, first, rank, ranks, crowded=crowded, settle=node.Barrier)
+        meetings = Meetings(memory, second, rank, ranks, barrier)
         self._symmetric = Symmetric(meetings, self.allocator, connect(node))
         if self.topology.regular and self.topology.nodes > 1:
             all_reduce = PipelinedAllReduce(self.topology, meetings, self.allocator, self.scratch)

@@ -31,14 +31,9 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def nap_from_now_on() -> None:
-    """This thread is not the program's, and waits for other nodes."""
-    _local.naps = True
-
-
-def run_beside(hurried: Callable[[], bool]) -> None:
-    """This thread is not the program's, which waits for it while `hurried()`."""
-    _local.hurried = hurried
+def run_beside(hurried: Callable[[], bool], *, naps: bool) -> None:
+    """This thread is not the program's, which waits for it while `hurried()`. naps: it waits for other nodes."""
+    _local.hurried, _local.naps = hurried, naps
 
 
 def in_a_hurry() -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 from mpi4py import MPI
 
 from .errors import MismatchError, OperationError, WorkTimeout
-from .patience import nap_from_now_on, run_beside
+from .patience import run_beside
 from .watchdog import mark_end
 
 
@@ -193,9 +193,7 @@ class Progress:
             self._condition.notify()
 
     def _work_off(self) -> None:
-        run_beside(lambda: self._waiters > 0)
-        if self.naps:
-            nap_from_now_on()
+        run_beside(lambda: self._waiters > 0, naps=self.naps)
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._closed)

@@ -36,6 +36,13 @@ def memory(comm: Communicator) -> Iterator[SharedMemory]:
     comm.barrier()
 
 
+@pytest.fixture
+def own(comm: Communicator, memory: SharedMemory) -> Counters:
+    """This rank's view of the node's numbers, which are followed by the sleepers."""
+    ranks = comm.local_size
+    return Counters(memory, 0, ranks * STRIDE, comm.local_rank, ranks, crowded=False)
+
+
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("hurried", [False, True])
 def test_what_was_written_before_a_barrier_is_there_after_it(
@@ -56,10 +63,11 @@ def test_what_was_written_before_a_barrier_is_there_after_it(
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_rank_that_waits_long_sleeps_until_it_is_woken(comm: Communicator, memory: SharedMemory) -> None:
+def test_a_rank_that_waits_long_sleeps_until_it_is_woken(
+    comm: Communicator, memory: SharedMemory, own: Counters
+) -> None:
     rank, ranks = comm.local_rank, comm.local_size
     sleepers = ranks * STRIDE
-    own = Counters(memory, 0, sleepers, rank, ranks, crowded=False)
     if rank == 0:  # the last to come, once all others sleep for it
         waited = time.monotonic()
         while sum(memory[sleepers : sleepers + ranks]) < ranks - 1 and time.monotonic() < waited + _LONG:
@@ -74,7 +82,7 @@ def test_a_rank_that_waits_long_sleeps_until_it_is_woken(comm: Communicator, mem
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("hurried", [False, True])
 def test_mpi_looks_for_messages_meanwhile(
-    comm: Communicator, memory: SharedMemory, hurried: bool, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, memory: SharedMemory, own: Counters, hurried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patience._local, "hurried", lambda: hurried)
     looks = np.frombuffer(memory, np.int64, comm.local_size, 1 << 15)
@@ -83,7 +91,6 @@ def test_mpi_looks_for_messages_meanwhile(
         looks[comm.local_rank] += 1
 
     monkeypatch.setattr(counters, "_let_mpi_look", look)
-    own = Counters(memory, 0, comm.local_size * STRIDE, comm.local_rank, comm.local_size, crowded=False)
     if comm.local_rank == 0:  # the last to come, once all others have had MPI look, time and again
         waited = time.monotonic()
         while looks[1:].min() < 5 and time.monotonic() < waited + _LONG:
@@ -95,8 +102,7 @@ def test_mpi_looks_for_messages_meanwhile(
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_who_waits_for_less_than_there_is_goes_on_at_once(comm: Communicator, memory: SharedMemory) -> None:
-    own = Counters(memory, 0, comm.local_size * STRIDE, comm.local_rank, comm.local_size, crowded=False)
+def test_who_waits_for_less_than_there_is_goes_on_at_once(comm: Communicator, own: Counters) -> None:
     own.advance(5)
     own.wait_for_all(5)
     for number in (5, 3, 0):
@@ -107,10 +113,8 @@ def test_who_waits_for_less_than_there_is_goes_on_at_once(comm: Communicator, me
     comm.barrier()
 
 
-def test_one_thread_waits_while_others_of_the_process_work(comm: Communicator, memory: SharedMemory) -> None:
+def test_one_thread_waits_while_others_of_the_process_work(comm: Communicator, own: Counters) -> None:
     """The wait itself keeps no lock that Python's other threads need."""
-    rank, ranks = comm.local_rank, comm.local_size
-    own = Counters(memory, 0, ranks * STRIDE, rank, ranks, crowded=False)
     waiter = threading.Thread(target=own.wait_for_all, args=(1,), daemon=True)
     waiter.start()
     assert sum(range(200_000)) == 19_999_900_000
