@@ -82,7 +82,8 @@ class Reduction:
     def finish(self, accumulated: Array, ranks: int, out: Buffer) -> None:
         """out = the complete reduction: divided by the number of ranks for avg, rounded to the element type."""
         if self.name == "avg" and ranks > 1:
-            np.divide(accumulated, ranks, out=accumulated)
+            divide, by = _mean(accumulated.dtype, ranks)
+            divide(accumulated, by, out=accumulated)
         if out.dtype.widened:
             out.as_torch().copy_(Buffer(accumulated, _WIDE).as_torch())
         else:
@@ -117,6 +118,7 @@ class Reduction:
             return self._widened_calls(inputs, outputs, dtype, factors, blocks)
         kernel, size = _NUMPY_KERNELS[self.name], _BLOCK_BYTES // dtype.itemsize
         block, other = (blocks.take(name, _BLOCK_BYTES).view(dtype.storage) for name in ("combined", "multiplied"))
+        divide, by = _mean(dtype.storage, len(inputs))
         calls: list[Call] = []
         for start in range(0, inputs[0].size, size):
             parts = [array[start : start + size] for array in inputs]
@@ -136,7 +138,7 @@ class Reduction:
             if address(done) != address(first):
                 calls.append((np.copyto, (first, done)))
             if self.averages and len(parts) > 1:
-                calls.append((np.divide, (first, len(parts), first)))
+                calls.append((divide, (first, by, first)))
             calls += [(np.copyto, (output[start : start + size], first)) for output in outputs[1:]]
         return calls
 
@@ -155,6 +157,7 @@ class Reduction:
         block, other = (blocks.take(f"wide {name}", _WIDE_BLOCK_BYTES).view(np.float32) for name in range(2))
         kernel = _NUMPY_KERNELS[self.name]
         rounds_alike = len(sources) == 2 and self.name in _TORCH_KERNELS and not self.partial
+        divide, by = _mean(_WIDE.storage, len(inputs))
         calls: list[Call] = []
         for start in range(0, inputs[0].size, size):
             stop = min(start + size, inputs[0].size)
@@ -171,10 +174,17 @@ class Reduction:
                     if rank:
                         calls.append((kernel, (accumulated, received, accumulated)))
                 if self.averages and len(sources) > 1:
-                    calls.append((np.divide, (accumulated, len(sources), accumulated)))
+                    calls.append((divide, (accumulated, by, accumulated)))
                 calls.append((torch.Tensor.copy_, (target[start:stop], torch.from_numpy(accumulated))))
             calls += [(np.copyto, (output[start:stop], outputs[0][start:stop])) for output in outputs[1:]]
         return calls
+
+
+def _mean(dtype: np.dtype[Any], ranks: int) -> tuple[Callable[..., Any], Any]:
+    """The kernel that makes a sum a mean, and its second argument: to multiply is faster, and exact for powers of 2."""
+    if dtype.kind == "f" and ranks & (ranks - 1) == 0:
+        return np.multiply, dtype.type(1 / ranks)
+    return np.divide, ranks
 
 
 def _into(kernel: Callable[..., Any]) -> Callable[..., Any]:
