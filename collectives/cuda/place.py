@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """The host's memory: there is nothing to wait for, to order or to keep. device: as torch has it."""
+    """The host's memory: there is nothing to wait for, to order or to keep. device: as torch has it.
+
+    keeps_freed: whether freed memory is kept for whoever asks next; else it may come back from the system page by page.
+    """
 
     device = torch.device("cpu")
+    keeps_freed = False
 
     def stream(self) -> Stream | None:
         """torch's current stream in this thread; equal to others of the same one."""
@@ -63,6 +67,8 @@ class Place:
 
 class GpuPlace(Place):
     """The memory of one GPU. index: its number in this process."""
+
+    keeps_freed = True  # torch's allocator does
 
     def __init__(self, index: int) -> None:
         self.device = torch.device(driver.TORCH, index)

@@ -44,14 +44,17 @@ class ParameterShard:
 class _Gradients:
     """The state of one bucket's gradients.
 
-    filled: per parameter, whether its place in bucket.flat holds a gradient of passes not yet reduced.
-    reached: per parameter, whether any pass since zero_grad gave it a gradient. shard: the reduced part.
+    apart: whether it is reduced straight into `memory`, which stays, instead of in the bucket. filled: per parameter,
+    whether its place in bucket.flat holds a gradient of passes not yet reduced. reached: per parameter, whether any
+    pass since zero_grad gave it a gradient. shard: the reduced part.
     """
 
     bucket: GradientBucket
+    apart: bool
     filled: list[bool]
     reached: list[bool]
     shard: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
 
 
 class _Storage:
@@ -180,7 +183,10 @@ class GradientShards:
         for bucket in buckets:
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
-            self._of[bucket] = _Gradients(bucket, [False] * count, [False] * count)
+            # Not for replicas, as symmetric memory is faster, nor for 16 bits, as sums are kept in others.
+            apart = not self._keep_whole and not self._place.keeps_freed and self._over.replicas is None
+            apart = apart and bucket.dtype.itemsize > 2
+            self._of[bucket] = _Gradients(bucket, apart, [False] * count, [False] * count)
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
@@ -245,7 +251,8 @@ class GradientShards:
         """The gradients, whole or sharded, and the rotating buffers."""
         shards = [g.shard for g in self._of.values() if g.shard is not None]
         whole = [b.flat for b in self.queue.buckets if b.flat is not None]
-        return {"gradients": shards + whole, "buckets": list(self._storage.free)}
+        unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
+        return {"gradients": shards + whole, "buckets": self._storage.free + unused}
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         parameter, gradients = bucket.parameters[index], self._of[bucket]
@@ -295,6 +302,10 @@ class GradientShards:
         # The shard that a step has clipped by a norm that is no number may be a view of the bucket.
         bucket.flat[sum(bucket.layout.sizes) :].zero_()
         own = bucket.layout.shard(bucket.flat, self._comm.rank)
+        if gradients.apart and gradients.shard is None:
+            if gradients.memory is None:
+                gradients.memory = torch.empty_like(own)
+            own = gradients.memory
         bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
@@ -308,13 +319,17 @@ class GradientShards:
         assert bucket.flat is not None
         self._wait(bucket.work)
         bucket.work = None
-        own = bucket.layout.shard(bucket.flat, self._comm.rank)
-        if gradients.shard is not None and own.dtype.itemsize == 2:
-            gradients.shard = gradients.shard.float().add_(own)  # many small ones would be lost in a 16-bit sum
-        else:
-            if gradients.shard is not None:
-                own.add_(gradients.shard)
+        own, before = bucket.layout.shard(bucket.flat, self._comm.rank), gradients.shard
+        if before is None and gradients.apart:
+            gradients.shard = gradients.memory
+        elif before is None:
             gradients.shard = own if self._keep_whole else own.clone()
+        elif own.dtype.itemsize == 2:
+            gradients.shard = before.float().add_(own)  # many small ones would be lost in a 16-bit sum
+        elif self._keep_whole:
+            gradients.shard = own.add_(before)
+        else:
+            before.add_(own)
         gradients.filled = [False] * len(gradients.filled)
         if not self._keep_whole:
             self._give_back(bucket)
