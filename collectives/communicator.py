@@ -51,6 +51,7 @@ from .patience import on_all_ranks
 from .progress import Progress, Work
 from .reduction import Reduction
 from .selection import Selection, read_tables
+from .symmetric import Operation
 from .symmetric.shared_memory import SharedMemory, is_one_for_all
 from .topology import discover
 from .watchdog import Guard, limit_of, watch
@@ -640,7 +641,7 @@ class Communicator:
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
         try:
-            if queued or self._dispatch.topology.crowded:
+            if (queued or self._dispatch.topology.crowded) and not isinstance(task, Operation):
                 self._positions.wait_for_all(number)
             task()
         except MismatchError:  # on all ranks, before anything was sent

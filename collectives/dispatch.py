@@ -127,7 +127,7 @@ class Dispatch:
             return self._prepare_on_gpu(operation, algorithm, arguments, index)
         if algorithm == "symmetric":
             prepared: Operation = getattr(self.symmetric, operation)(*arguments)
-            return prepared.run
+            return prepared
         if algorithm == "mpi":
             call: Callable[[], None] = getattr(library, operation)(self.comm, *arguments)
             return call
@@ -196,7 +196,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.all_reduce(self.comm, x, op)()
         elif algorithm == "symmetric":
-            self.symmetric.all_reduce(x, op).run()
+            self.symmetric.all_reduce(x, op)()
         elif algorithm == "hierarchical":
             self.hierarchy.all_reduce(x, op)
         else:
@@ -209,7 +209,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.reduce_scatter(self.comm, out, x, op, counts)()
         elif algorithm == "symmetric":
-            self.symmetric.reduce_scatter(out, x, op, counts).run()
+            self.symmetric.reduce_scatter(out, x, op, counts)()
         elif algorithm == "hierarchical":
             self.hierarchy.reduce_scatter(out, x, op, counts)
         else:
@@ -223,7 +223,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.reduce(self.comm, x, root, op)()
         elif algorithm == "symmetric":
-            self.symmetric.reduce(x, root, op).run()
+            self.symmetric.reduce(x, root, op)()
         else:
             schedule = algorithms.schedule("reduce", algorithm, self.size, root, x.nbytes)
             counts = even_counts(x.size, schedule.chunks)
@@ -237,7 +237,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.all_gather(self.comm, out, x, counts)()
         elif algorithm == "symmetric":
-            self.symmetric.all_gather(out, x, counts).run()
+            self.symmetric.all_gather(out, x, counts)()
         elif algorithm == "hierarchical":
             self.hierarchy.all_gather(out, x, counts)
         else:
@@ -251,7 +251,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.all_to_all(self.comm, out, x, splits)()
         elif algorithm == "symmetric":
-            self.symmetric.all_to_all(out, x, splits).run()
+            self.symmetric.all_to_all(out, x, splits)()
         else:
             schedule = algorithms.schedule("all_to_all", algorithm, self.size)
             self._execute(schedule, whole(x, splits.leaving), whole(out, splits.coming), splits.leaving)
@@ -261,7 +261,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.broadcast(self.comm, x, root)()
         elif algorithm == "symmetric":
-            self.symmetric.broadcast(x, root).run()
+            self.symmetric.broadcast(x, root)()
         elif algorithm == "hierarchical":
             self.hierarchy.broadcast(x, root)
         else:
@@ -274,7 +274,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.gather(self.comm, out, x, root, counts)()
         elif algorithm == "symmetric":
-            self.symmetric.gather(out, x, root, counts).run()
+            self.symmetric.gather(out, x, root, counts)()
         else:
             schedule = algorithms.schedule("gather", algorithm, self.size, root)
             own = single(x, self.rank, self.size)
@@ -285,7 +285,7 @@ class Dispatch:
         if algorithm == "mpi":
             library.scatter(self.comm, out, x, root, counts)()
         elif algorithm == "symmetric":
-            self.symmetric.scatter(out, x, root, counts).run()
+            self.symmetric.scatter(out, x, root, counts)()
         else:
             schedule = algorithms.schedule("scatter", algorithm, self.size, root)
             own = single(out, self.rank, self.size)

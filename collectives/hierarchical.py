@@ -57,7 +57,7 @@ class Hierarchy:
             part = x.part(starts[node * local], starts[(node + 1) * local])
             here = counts[node * local : (node + 1) * local]
             target = partial.data.part(low, high)
-            self._node.reduce_scatter(target, part, inner, here).run()
+            self._node.reduce_scatter(target, part, inner, here)()
         schedule = algorithms.schedule("reduce_scatter", "ring", nodes)
         regions = {Place.IN: partial, Place.OUT: single(out, self._across.Get_rank(), nodes)}
         Execution(self._across, schedule, regions, mine, self._scratch, rest_of(op)).run()
@@ -85,10 +85,10 @@ class Hierarchy:
             schedule = algorithms.schedule("broadcast", "tree", self._place.nodes, source_node)
             parts = even_counts(x.size, schedule.chunks)
             Execution(self._across, schedule, {Place.OUT: whole(x, parts)}, parts, self._scratch).run()
-        self._node.broadcast(x, source).run()
+        self._node.broadcast(x, source)()
 
     def _gather_node(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
-        self._node.all_gather(out, x, counts).run()
+        self._node.all_gather(out, x, counts)()
 
     def _average(self, data: Buffer, op: Reduction) -> None:
         if op.name != "avg":

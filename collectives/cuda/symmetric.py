@@ -79,7 +79,7 @@ class Ipc:
     def run(self, prepared: Any, begin: Event) -> Event:
         """Carries it out after an event; gives that of its end."""
         self._stream.wait(begin)
-        prepared.run()
+        prepared()
         return self._stream.record()
 
     def close(self) -> None:

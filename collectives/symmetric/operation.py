@@ -32,7 +32,7 @@ class Movement:
 
 
 class Operation:
-    """An operation on given arrays, to be run any number of times.
+    """An operation on given arrays, to be called any number of times. The ranks meet first.
 
     x, out: the arrays whose places the others must know. movement: of this rank, if it is one. stages: for the staged
     way. program: from the meeting to the calls of the other ways; None for the staged one.
@@ -69,8 +69,8 @@ class Operation:
         self._seen = b""
         self._program: Program = []
 
-    def run(self) -> None:
-        """Collective. Raises MismatchError on all ranks if they are in different operations."""
+    def __call__(self) -> None:
+        """Carries it out. Collective. Raises MismatchError on all ranks if they are in different operations."""
         group = self._group
         if any(memory is not None and memory() is None for memory in self._memories):
             self._find()  # it was freed, and another array has taken its address
