@@ -64,7 +64,7 @@ class NodeSharedParameters:
         """Waits for a reduction."""
         work.wait()
 
-    def end_pass(self) -> None:
+    def even_out(self) -> None:
         """Nothing to do: no rank waits for another to use a parameter."""
 
     def after_step(self) -> None:

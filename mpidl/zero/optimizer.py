@@ -174,10 +174,11 @@ class ZeroOptimizer(StatefulOptimizer):
             names,
             reduce_dtype,
             wait=self._parameters.wait,
-            end_pass=self._parameters.end_pass,
+            end_pass=self._parameters.even_out,
             rotating=rotating,
             lasting=lasting,
             place=self._place,
+            keeps_shards=elsewhere is None,  # offload is to save memory
         )
         self._shards, self._slices = [], {}
         self._slice([shard for shard in self._parameters.shards if shard.trains])
@@ -437,6 +438,7 @@ class ZeroOptimizer(StatefulOptimizer):
     def _broadcast_buffers(self, *_: Any) -> None:
         inside = self._watch.active or inside_backward()  # a checkpoint that is computed anew
         if torch.is_grad_enabled() and not inside and self._gradients.queue.synchronise:
+            self._parameters.even_out()  # after passes of which none was backward
             broadcast_states(self._comm, self._model.buffers())
 
     def __getstate__(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class ShardedParameters:
         self._rounds = Rounds(comm, self._units, place.device)
         self._forecast = Forecast()
         self._coming: dict[GatheredUnit, Round] = {}
-        self._running = 0  # forward passes of the model, or of parts that hold units, under way
+        self._running: list[int] = []  # modules whose forward pass is under way: the model, or parts that hold units
         self._training = False  # whether there was a forward pass with gradients since the last step
         self._leaves: list[torch.utils.hooks.RemovableHandle] = []
         self._unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
@@ -131,21 +131,27 @@ class ShardedParameters:
         return [part for part in dict.fromkeys(parts) if part not in units]
 
     @uncompiled
-    def _before_part(self, *_: Any) -> None:
-        self._running += 1
+    def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
+        self._running.append(id(part))
         self._training |= torch.is_grad_enabled()
 
     @uncompiled
-    def _after_part(self, *_: Any) -> None:
-        self._running -= 1
+    def _after_part(self, part: torch.nn.Module, *_: Any) -> None:
+        self._has_run(part)
         if not (self._running or torch.is_grad_enabled() or self._watch.active or inside_backward()):
             self._end_pass()
 
+    def _has_run(self, part: torch.nn.Module) -> None:
+        """A forward pass is over, even if an exception of an earlier hook has kept it from being seen to begin."""
+        if id(part) in self._running:
+            while self._running.pop() != id(part):
+                pass  # cut short by what is no Exception, after which no hook is called
+
     def _before_forward(self, unit: GatheredUnit) -> Callable[..., None]:
         @torch.compiler.disable
-        def hook(*_: Any) -> None:
+        def hook(module: torch.nn.Module, *_: Any) -> None:
             if unit is self._root:
-                self._running += 1
+                self._running.append(id(module))
                 self._training |= torch.is_grad_enabled()
             self._use(unit)
 
@@ -165,10 +171,10 @@ class ShardedParameters:
                 alive._let_go_if_through(unit)
 
         @torch.compiler.disable
-        def hook(_: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             training = torch.is_grad_enabled()
             if unit is self._root:
-                self._running -= 1
+                self._has_run(module)
             if training:
                 call = Call(unit, use, ended)
                 for tensor in tensors_with_gradient((args, kwargs)) if unit.frozen else ():
@@ -273,6 +279,13 @@ class ShardedParameters:
             raise TrainingError(f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used")
         self._end_pass()
         self._training = False
+        self.even_out()
+
+    def even_out(self) -> None:
+        """Returns when no rank has a round left that others did not take part in. Collective; errors as of `settle`.
+
+        So that nobody waits for one while the others are in operations of their program.
+        """
         alone_since: float | None = None
         while not (last := self._rounds.done(self._mine())).everyone_done:
             alone_since = (alone_since or monotonic()) if last.reducing else None
@@ -296,14 +309,6 @@ class ShardedParameters:
                 patience = _IMPATIENCE
                 if self._rounds.are_over:  # else others can take part in one of this rank's
                     self._rounds.start(None, self._mine(), Purpose.REDUCES)
-
-    def end_pass(self) -> None:
-        """Returns when no rank has a round left that others did not take part in. Collective.
-
-        So that nobody waits for one while the others are in operations of their program.
-        """
-        while not self._rounds.done(self._mine()).everyone_done:
-            pass
 
     def after_step(self) -> None:
         """Nothing to do: the new shards are gathered when they are next used."""

@@ -46,7 +46,7 @@ class _Gradients:
 
     apart: whether it is reduced straight into `memory`, which stays, instead of in the bucket. filled: per parameter,
     whether its place in bucket.flat holds a gradient of passes not yet reduced. reached: per parameter, whether any
-    pass since zero_grad gave it a gradient. shard: the reduced part.
+    pass since zero_grad gave it a gradient. shard: the reduced part. coming: what the reduction under way writes.
     """
 
     bucket: GradientBucket
@@ -55,6 +55,7 @@ class _Gradients:
     reached: list[bool]
     shard: torch.Tensor | None = None
     memory: torch.Tensor | None = None
+    coming: torch.Tensor | None = None
 
 
 class _Storage:
@@ -123,7 +124,8 @@ class GradientShards:
     reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting: how
     many groups, the last ones, have buffers of their own, as they fill all through a pass.
 
-    counted: as of `Traffic`. place: of the parameters.
+    counted: as of `Traffic`. place: of the parameters. keeps_shards: on the host, memory of fp32 shards stays from step
+    to step, which spares new pages and a copy in each.
 
     Gradients of several passes add up until `clear`. A parameter's `.grad` is taken away as soon as it is complete.
     """
@@ -141,8 +143,11 @@ class GradientShards:
         rotating: int = 3,
         lasting: int = 0,
         place: Place = HOST,
+        keeps_shards: bool = True,
     ) -> None:
         self._place = place
+        # Not for replicas, as symmetric memory is faster for them.
+        self._keeps_shards = keeps_shards and not (keep_whole or place.keeps_freed) and over.replicas is None
         self._landed: set[Any] = set()  # streams that were the last to read a rotating buffer
         self._over, self._comm = over, over.shards
         self._names = names
@@ -183,9 +188,7 @@ class GradientShards:
         for bucket in buckets:
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
-            # Not for replicas, as symmetric memory is faster, nor for 16 bits, as sums are kept in others.
-            apart = not self._keep_whole and not self._place.keeps_freed and self._over.replicas is None
-            apart = apart and bucket.dtype.itemsize > 2
+            apart = self._keeps_shards and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
             self._of[bucket] = _Gradients(bucket, apart, [False] * count, [False] * count)
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
@@ -201,6 +204,7 @@ class GradientShards:
                 "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step "
                 "outside of it, or call zero_grad()"
             )
+        self._finish()  # of a pass that an exception has cut short
         gradients = self._of[self.queue.buckets[number]]
         if gradients.shard is None:
             bucket = gradients.bucket
@@ -306,6 +310,7 @@ class GradientShards:
             if gradients.memory is None:
                 gradients.memory = torch.empty_like(own)
             own = gradients.memory
+        gradients.coming = own
         bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
@@ -319,17 +324,16 @@ class GradientShards:
         assert bucket.flat is not None
         self._wait(bucket.work)
         bucket.work = None
-        own, before = bucket.layout.shard(bucket.flat, self._comm.rank), gradients.shard
-        if before is None and gradients.apart:
-            gradients.shard = gradients.memory
-        elif before is None:
-            gradients.shard = own if self._keep_whole else own.clone()
-        elif own.dtype.itemsize == 2:
-            gradients.shard = before.float().add_(own)  # many small ones would be lost in a 16-bit sum
+        coming, before, gradients.coming = gradients.coming, gradients.shard, None
+        assert coming is not None
+        if before is None:
+            gradients.shard = coming if self._keep_whole or coming is gradients.memory else coming.clone()
+        elif coming.dtype.itemsize == 2:
+            gradients.shard = before.float().add_(coming)  # many small ones would be lost in a 16-bit sum
         elif self._keep_whole:
-            gradients.shard = own.add_(before)
+            gradients.shard = coming.add_(before)
         else:
-            before.add_(own)
+            before.add_(coming)
         gradients.filled = [False] * len(gradients.filled)
         if not self._keep_whole:
             self._give_back(bucket)

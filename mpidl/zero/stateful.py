@@ -46,8 +46,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Shows the values of a delayed update that is under way, as before an evaluation. Collective.
 
-        Nothing to do without `Offload.delayed_update`. States and `gathered` do it by themselves.
+        Returns when no rank needs another one to gather a unit. States and `gathered` do it by themselves.
         """
+        self._parameters.even_out()  # for ranks whose last forward pass needs this one
         if self._offloaded is not None and self._offloaded.pending:
             self._parameters.settle()
             self._offloaded.finish()
@@ -66,9 +67,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises TrainingError on every rank at the end of the block for parameters that the ranks have changed otherwise
         than one another.
         """
+        self.flush()
         slices = self._slices.values()
         held = whole_parameters(self._comm, self._model, self._parameters, slices, module, writable, from_rank)
-        self.flush()
         with self._guard.gathered(module, writable), held:
             yield
 

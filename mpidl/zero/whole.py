@@ -81,6 +81,7 @@ def _whole(
                 held = [_Held(p, p.data, p._version) for p in of if writable]
                 try:
                     yield
+                    parameters.even_out()
                 finally:
                     if writable:
                         problem = _agree(comm, model, held, from_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -134,6 +135,26 @@ def test_whole_states_bring_a_pending_update_in(comm, use: str) -> None:
             optimizer.load_state_dict(optimizer.state_dict()) if use == "state_dict" else None
             weights.append(optimizer.model_state_dict())
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+
+
+def test_an_update_that_is_shown_after_its_state_was_saved_waits_for_ranks_that_still_compute(comm) -> None:
+    model = fresh(MODELS["gpt2"], comm.rank)
+    optimizer = zero(comm, model, "3", offload=late("cpu"))
+    go_on(comm, model, optimizer, range(3))
+    x, y = sequences(0, 0)
+    with torch.no_grad():
+        expected = model(x, y)
+    optimizer.owned_state()  # from here on the update is there, and not seen
+    if comm.rank == comm.size - 1:
+        last = model.get_submodule("transformer.h.1")
+        handle = last.register_forward_pre_hook(lambda *_: time.sleep(0.3))
+        with torch.no_grad():
+            found = model(x, y)
+        handle.remove()
+        assert torch.equal(found, expected)
+    optimizer.flush()
+    with torch.no_grad():
+        assert not torch.equal(model(x, y), expected)
 
 
 def test_a_delayed_update_that_fails_ends_the_next_step_on_every_rank(comm, monkeypatch) -> None:

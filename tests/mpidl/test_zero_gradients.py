@@ -91,3 +91,55 @@ def test_gradients_of_sixteen_bits(comm, widened: bool) -> None:
         optimizer.unscale_(1.0)
     for gradient in optimizer.gradients().values():
         assert gradient.dtype == (torch.float32 if widened else torch.bfloat16)
+
+
+@every_way
+def test_gradients_that_are_looked_at_after_an_exception_add_up_with_the_next(comm, way: str) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(_: torch.Tensor) -> None:
+        raise Interrupted
+
+    def gradients(look: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = engine(comm, Several, way)
+        handle = model.blocks[0].inner.bias.register_hook(interrupt)
+        with pytest.raises(Interrupted):
+            plainly(model, comm.rank, 0).backward()
+        if look:
+            optimizer.gradients()
+        handle.remove()
+        plainly(model, comm.rank, 1).backward()
+        return optimizer.gradients()
+
+    expected, found = gradients(look=False), gradients(look=True)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_the_memory_of_gradients_stays_unless_state_is_offloaded(comm) -> None:
+    """Between steps, as `buckets`; stage 1 has its buckets, and sums of 16-bit gradients are in others."""
+    kept: dict[str, int] = {}
+    for name, way, settings in (
+        ("1", "1", {}),
+        ("2", "2", {}),
+        ("3", "3-node", {}),
+        ("16 bits", "2", {"precision": mpidl.Precision(torch.bfloat16)}),
+        ("offloaded", "2", {"offload": "disk"}),
+    ):
+        model, optimizer = engine(comm, Several, way, **settings)
+        before = sum(t.nbytes for t in optimizer.held_tensors()["buckets"])
+        for step in range(2):
+            plainly(model, comm.rank, step).backward()
+            during = {t.data_ptr() for t in optimizer.held_tensors()["gradients"]}
+            optimizer.step()
+            optimizer.zero_grad()
+            held = optimizer.held_tensors()["buckets"]
+            kept[name] = sum(t.nbytes for t in held) - before
+            if name in ("2", "3"):
+                assert during <= {t.data_ptr() for t in held}
+    shard = sum(-(-p.numel() * 4 // comm.size) for p in Several().parameters())
+    assert kept["2"] == pytest.approx(shard, abs=4 * len(list(Several().parameters())))
+    assert kept["3"] == pytest.approx(shard, abs=4 * len(list(Several().parameters())))
+    assert kept["1"] == kept["16 bits"] == kept["offloaded"] == 0

@@ -10,7 +10,20 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
-from tests.mpidl.zero_reference import Several, after_failure, data, engine, every_part, every_way, follow, plainly
+from tests.mpidl.zero_reference import (
+    SGD,
+    WAYS,
+    Several,
+    after_failure,
+    check,
+    data,
+    engine,
+    every_part,
+    every_way,
+    follow,
+    made,
+    plainly,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -25,6 +38,57 @@ def test_units_called_several_times_or_not_at_all_in_another_order_each_step(com
 def test_units_called_on_some_ranks_only(comm, way: str) -> None:
     orders = [(0,), (2, 1), (0, 0), (1,)]
     follow(comm, way, Several, lambda m, rank, step: m(data(rank), orders[(rank + step) % 4]).square().sum())
+
+
+@every_part
+def test_after_evaluation_by_other_units_on_each_rank_the_states_come(comm, way: str) -> None:
+    class Buffered(Several):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.ones(()))
+
+    model, optimizer = engine(comm, Buffered, way)
+    plain = made(Buffered)
+    orders = [(0,), (0, 1, 2), (), (2, 1, 1)]
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(data(comm.rank), orders[comm.rank])
+
+    evaluate()
+    check(model, optimizer, plain)
+    evaluate()
+    with optimizer.gathered(model.head):
+        evaluate()
+    for state in (optimizer.model_state_dict, optimizer.state_dict, optimizer.gradients):
+        evaluate()
+        state()
+    with optimizer.no_sync():
+        model(data(comm.rank), orders[comm.rank])
+    evaluate()
+    plainly(model, comm.rank, 0).backward()  # broadcasts the buffer first
+    optimizer.zero_grad()
+    after_failure(comm, model, optimizer, Buffered)
+
+
+@every_part
+def test_a_hook_that_fails_before_forward_leaves_nothing_running(comm, way: str) -> None:
+    class Refused(Exception):
+        pass
+
+    def refuse(*_: Any) -> None:
+        raise Refused
+
+    model = made(Several, comm.rank)
+    handle = model.register_forward_pre_hook(refuse)
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+    with pytest.raises(Refused):
+        plainly(model, comm.rank, 0)
+    handle.remove()
+    if way == "3-gathered" and comm.size > 1:
+        with pytest.raises(mpidl.TrainingError, match="norm of a parameter that is sharded"):
+            model.head.weight.norm()
+    after_failure(comm, model, optimizer, Several)
 
 
 @every_part

@@ -194,8 +194,11 @@ class OffloadedOptimizer:
 
         TrainingError on every rank if it, or one before it, has failed on any.
         """
+        known = self._unseen  # since `complete`, so that ranks may still use what the update changes
         self.complete()
         if self._unseen:
+            if known:
+                self._agree(None)
             self._publish()
 
     def complete(self) -> None:
