@@ -74,7 +74,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, help="that they are on (1)")
     parser.add_argument("--shard-ranks", type=int, metavar="N", help="over which state is cut, of a shard_group (all)")
     parser.add_argument("--stage", default="all", choices=[*map(str, STAGES), "all"], help="0 is DDP (all)")
-    parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="of parameters and gradients (fp32)")
+    parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="of parameters (fp32)")
+    parser.add_argument(
+        "--reduce-dtype", choices=list(DTYPES), help="of gradients and their buckets, but DDP's (as --dtype)"
+    )
     parser.add_argument(
         "--optimizer", type=_optimizer, default="adam", help="a name, or bytes of state a parameter (adam)"
     )
@@ -121,10 +124,10 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
     stages = STAGES if options.stage == "all" else (int(options.stage),)
     settings = {"dtype": options.dtype, "offload": options.offload or False, "optimizer": options.optimizer}
     settings |= {"masters": not options.no_masters, "activations": kept, "unit": options.unit}
-    over = [None if stage == 0 else options.shard_ranks for stage in stages]  # DDP cuts nothing
+    of_zero = {"shard_ranks": options.shard_ranks, "reduce_dtype": options.reduce_dtype}  # DDP has neither
     rows = [
-        estimate(model, options.ranks, options.nodes, stage, **settings, shard_ranks=n)
-        for stage, n in zip(stages, over, strict=True)
+        estimate(model, options.ranks, options.nodes, stage, **settings, **(of_zero if stage else {}))
+        for stage in stages
     ]
     return rows, count
 
@@ -153,7 +156,8 @@ def heading(options: argparse.Namespace, count: float) -> str:
     masters = " with fp32 masters" if options.dtype != "fp32" and not options.no_masters else ""
     state = options.optimizer if isinstance(options.optimizer, str) else f"{options.optimizer:g} bytes of state"
     cut = f", state cut over {options.shard_ranks}" if options.shard_ranks else ""
-    how = f"{options.ranks} ranks on {where}{cut}, {options.dtype}{masters}, {state}"
+    reduced = f", gradients of ZeRO in {options.reduce_dtype}" if options.reduce_dtype else ""
+    how = f"{options.ranks} ranks on {where}{cut}, {options.dtype}{masters}{reduced}, {state}"
     return f"{named}{count / size:.4g} {suffix} parameters, {how}"
 
 

@@ -9,9 +9,10 @@ Psi parameters, N ranks; fp32 Adam, and mixed precision with K = 12 bytes a para
 | 2 | 4 + (4 + 8) / N | 2 + (2 + K) / N |
 | 3 | (4 + 4 + 8) / N | (2 + 2 + K) / N |
 
-where N is the number of ranks over which state is cut: all, or those of a `shard_group` (hybrid sharding, Zhao et al.
-2023, "PyTorch FSDP", section 3.2.2); and on top of it the buckets in which gradients pass, and across nodes the units
-that are whole. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+where the second summand, gradients, follows the dtype in which stages 1 to 3 reduce them (`zero.Precision`), and N is
+the number of ranks over which state is cut: all, or those of a `shard_group` (hybrid sharding, Zhao et al. 2023,
+"PyTorch FSDP", section 3.2.2); and on top of it the buckets in which gradients pass, and across nodes the units that
+are whole. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sections 3 and 5.
 """
 
@@ -80,7 +81,8 @@ class _Whole:
     """Bytes of a model that nothing has cut.
 
     buckets: of the gradient buckets of stage 2 that are there at a time. unit: of the largest unit of stage 3; own: of
-    the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time.
+    the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their
+    buckets in the dtype in which they are reduced.
     """
 
     parameters: int
@@ -107,6 +109,7 @@ def estimate(
     unit: float = 0,
     bucket_cap_mb: float = 25.0,
     shard_ranks: int | None = None,
+    reduce_dtype: str | None = None,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.
 
@@ -114,32 +117,38 @@ def estimate(
         parameters, all trained.
     ranks: of all nodes together, equally many on each.
     stage: of ZeRO; 0 is DDP.
-    dtype: "fp32", "bf16" or "fp16", of parameters and gradients; by default the model's own, fp32 for a number.
+    dtype: "fp32", "bf16" or "fp16", of parameters; by default the model's own, fp32 for a number.
     offload: "cpu" or "disk": optimizer state and masters lie there.
     optimizer: a name in STATE_BYTES, a torch.optim class of that name, or bytes of state a parameter.
     masters: 16-bit parameters have fp32 copies, and their state is fp32, as in ZeroOptimizer; else it is 16-bit.
     activations: bytes, as from `activation_bytes`.
     unit: for a number of parameters: how many of them the largest unit of stage 3 has, a layer's. Left at 0, stage 3's
         buckets and whole units are not counted.
-    bucket_cap_mb: of stage 2, in MiB.
+    bucket_cap_mb: of stage 2, in MiB of gradients; where `reduce_dtype` is given without a 16-bit `dtype`, in MiB of
+        parameters, as by ZeroOptimizer without a `param_dtype`.
     shard_ranks: over how many neighbours state is cut, in hybrid sharding; by default over all ranks.
+    reduce_dtype: as `dtype`, of gradients and their buckets in stages 1 to 3 (`zero.Precision`); by default that of the
+        parameters.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
     the whole units lie once in each node, the rank's share of which is counted. Padding is not counted.
     Raises ConfigurationError.
     """
-    _check(ranks, nodes, stage, dtype, offload, activations, unit, bucket_cap_mb)
+    _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb)
     over = ranks if shard_ranks is None else shard_ranks
     local = min(over, ranks // nodes)  # of them, those on one node
     _check_groups(ranks, nodes, stage, over)
     state = _State(_state_bytes(optimizer), isinstance(optimizer, str | type), masters)
+    reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
+    if reduced is not None and dtype in ("bf16", "fp16"):  # as ZeroOptimizer, of which these are the precision
+        cap *= DTYPES[dtype].itemsize / reduced.itemsize
     if isinstance(model, torch.nn.Module):
         if unit:
             raise ConfigurationError("unit: got one beside a model, whose own units are known")
-        whole = _of_model(model, dtype, state, cap)
+        whole = _of_model(model, dtype, reduced, state, cap)
     else:
-        whole = _of_number(model, dtype or "fp32", state, cap, unit)
+        whole = _of_number(model, DTYPES[dtype or "fp32"], reduced, state, cap, unit)
 
     def share(nbytes: int, cut_from: int) -> int:
         return -(-nbytes // over) if stage >= cut_from else nbytes
@@ -167,6 +176,7 @@ def _check(
     nodes: int,
     stage: int,
     dtype: str | None,
+    reduce_dtype: str | None,
     offload: str | bool,
     activations: int,
     unit: float,
@@ -179,8 +189,11 @@ def _check(
         raise ConfigurationError(f"ranks: got {ranks} on {nodes} nodes; needs equally many on each")
     if stage not in STAGES or isinstance(stage, bool):
         raise ConfigurationError(f"stage: got {stage!r}; needs 0 (DDP), 1, 2 or 3")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigurationError(f"dtype: got {dtype!r}; needs one of {', '.join(DTYPES)}")
+    for name, given in {"dtype": dtype, "reduce_dtype": reduce_dtype}.items():
+        if given is not None and given not in DTYPES:
+            raise ConfigurationError(f"{name}: got {given!r}; needs one of {', '.join(DTYPES)}")
+    if reduce_dtype is not None and stage == 0:
+        raise ConfigurationError("reduce_dtype: got stage 0 with it; DDP reduces gradients in the parameters' dtype")
     if offload is not False and offload not in OFFLOAD:
         raise ConfigurationError(f"offload: got {offload!r}; needs False or one of {', '.join(OFFLOAD)}")
     for name, number in {"activations": activations, "unit": unit}.items():
@@ -230,26 +243,33 @@ class _State:
         return self.each * dtype.itemsize / 4 if self.scales else self.each
 
 
-def _of_number(number: float, dtype: str, state: _State, cap: float, unit: float) -> _Whole:
+def _of_number(
+    number: float, dtype: torch.dtype, reduced: torch.dtype | None, state: _State, cap: float, unit: float
+) -> _Whole:
+    """cap: of buckets, in bytes of parameters."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
         raise ConfigurationError(f"model: got {number!r}; needs a torch.nn.Module, or how many parameters it has")
     if unit > number:
         raise ConfigurationError(f"unit: got {unit!r} parameters of {number!r}; needs no more than all")
-    itemsize = DTYPES[dtype].itemsize
-    every, largest = round(number * itemsize), round(unit * itemsize)
+    every, largest = round(number * dtype.itemsize), round(unit * dtype.itemsize)
+    itemsize = (reduced or dtype).itemsize
+    gradients = round(number * itemsize)
     return _Whole(
         parameters=every,
         buffers=0,
-        gradients=every,
-        optimizer=round(number * state.of(DTYPES[dtype])),
-        buckets=min(every, round(_ROTATING * cap)),
+        gradients=gradients,
+        optimizer=round(number * state.of(dtype)),
+        buckets=min(gradients, round(_ROTATING * cap * itemsize / dtype.itemsize)),
         unit=largest,
         own=largest,
-        unit_gradients=min(every, _ROTATING * largest),
+        unit_gradients=min(gradients, _ROTATING * round(unit * itemsize)),
     )
 
 
-def _of_model(model: torch.nn.Module, dtype: str | None, state: _State, cap: float) -> _Whole:
+def _of_model(
+    model: torch.nn.Module, dtype: str | None, reduced: torch.dtype | None, state: _State, cap: float
+) -> _Whole:
+    """cap: of buckets, in bytes of parameters."""
     from ..zero.units import cut  # the engines may import this package
 
     def stand_in(p: torch.Tensor) -> torch.Tensor:
@@ -259,12 +279,12 @@ def _of_model(model: torch.nn.Module, dtype: str | None, state: _State, cap: flo
     of = {p: stand_in(p) for p in model.parameters()}
     trained = [q for q in of.values() if q.requires_grad]
     units = [[of[p] for p in unit.parameters] for unit in cut(model)]
-    buckets = [_bytes(bucket) for bucket in assign(reversed(trained), cap)]  # type: ignore[arg-type]
-    flats = [_bytes([q for q in unit if q.requires_grad]) for unit in units]
+    buckets = [_bytes(bucket, reduced) for bucket in assign(reversed(trained), cap)]  # type: ignore[arg-type]
+    flats = [_bytes([q for q in unit if q.requires_grad], reduced) for unit in units]
     return _Whole(
         parameters=_bytes(list(of.values())),
         buffers=_bytes(list(model.buffers())),
-        gradients=_bytes(trained),
+        gradients=_bytes(trained, reduced),
         optimizer=round(sum(q.numel() * state.of(q.dtype) for q in trained)),
         buckets=sum(sorted(buckets)[-_ROTATING:]),
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),
@@ -273,5 +293,6 @@ def _of_model(model: torch.nn.Module, dtype: str | None, state: _State, cap: flo
     )
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _bytes(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> int:
+    """In their own dtypes, or in this one."""
+    return sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors)

@@ -25,6 +25,7 @@ from mpidl.memory import (
     rss_mib,
     storage_bytes,
 )
+from mpidl.memory.estimate import DTYPES
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from tests.harness import launch
 from tests.mpidl.models import Mixture, sequences
@@ -80,6 +81,22 @@ def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
     assert found.optimizer == 12 * 50 + 8 * 6
     as_bf16 = estimate(model, 1, stage=0, dtype="bf16")
     assert (as_bf16.gradients, as_bf16.optimizer) == (2 * 56, 12 * 56)
+
+
+@pytest.mark.parametrize(("stage", "cut"), [(1, 1), (2, 64), (3, 64)])
+def test_gradients_reduced_in_fp32_have_four_bytes(stage: int, cut: int) -> None:
+    plain, wide = (
+        estimate(7.5e9, 64, stage=stage, dtype="bf16", unit=1e8, reduce_dtype=reduce) for reduce in (None, "fp32")
+    )
+    assert (plain.gradients, wide.gradients) == (-(-15_000_000_000 // cut), -(-30_000_000_000 // cut))
+    assert (wide.parameters, wide.optimizer) == (plain.parameters, plain.optimizer)
+    assert (plain.buckets, wide.buckets) == {1: (0, 0), 2: (75 * MIB,) * 2, 3: (3 * 2e8, 3 * 4e8)}[stage]
+
+
+def test_buckets_of_stage_2_keep_to_the_cap_of_the_dtype_that_zero_optimizer_goes_by() -> None:
+    """Without a 16-bit `dtype`, it is the parameters'."""
+    settings = [{"dtype": "fp16", "reduce_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"reduce_dtype": "fp32"}]
+    assert [estimate(7.5e9, 64, stage=2, **each).buckets for each in settings] == [75 * MIB, 37.5 * MIB, 75 * MIB]
 
 
 def test_offloaded_state_lies_elsewhere() -> None:
@@ -140,7 +157,9 @@ def test_whole_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
         ((1e6, 0), {}, "ranks: got 0; needs a whole number"),
         ((1e6, 4, 3), {}, "ranks: got 4 on 3 nodes"),
         ((1e6, 4), {"stage": 4}, "stage: got 4; needs 0"),
-        ((1e6, 4), {"dtype": "int8"}, "dtype: got 'int8'"),
+        ((1e6, 4), {"dtype": "int8"}, "^dtype: got 'int8'"),
+        ((1e6, 4), {"reduce_dtype": torch.float32}, "^reduce_dtype: got torch.float32; needs one of fp32, bf16, fp16$"),
+        ((1e6, 4), {"reduce_dtype": "fp32", "stage": 0}, "DDP reduces gradients in the parameters' dtype"),
         ((1e6, 4), {"offload": "gpu"}, "offload: got 'gpu'"),
         ((1e6, 4), {"optimizer": "sgdd"}, "optimizer: got 'sgdd'"),
         ((1e6, 4), {"optimizer": -1}, "optimizer: got -1"),
@@ -202,6 +221,14 @@ def test_the_command_knows_hybrid_sharding(capsys) -> None:
     assert run_here(capsys, "--params 1e9 --ranks 4 --shard-ranks 3")[0] == 2
 
 
+def test_the_command_knows_the_dtype_of_the_reduction(capsys) -> None:
+    """The ZeRO paper's table with two more bytes a parameter for gradients, but DDP's."""
+    status, out, _ = run_here(capsys, "--params 7.5e9 --ranks 64 --dtype bf16 --reduce-dtype fp32")
+    assert status == 0
+    assert "bf16 with fp32 masters, gradients of ZeRO in fp32, adam" in out
+    assert [line[len("0 (DDP)") :].split()[3] for line in out.splitlines()[3:7]] == ["120.0", "46.4", "16.9", "2.1"]
+
+
 def run_here(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
     """The command in this process."""
     from mpidl.memory.__main__ import main
@@ -244,6 +271,7 @@ def test_gpt2_on_the_command_line(capsys) -> None:
         ("--params 1e9 --ranks 4 --nodes 3", "ranks: got 4 on 3 nodes"),
         ("--params 1e9 --ranks 4 --stage 4", "invalid choice: '4'"),
         ("--params 1e9 --ranks 4 --optimizer sgdd", "optimizer: got 'sgdd'"),
+        ("--params 1e9 --ranks 4 --reduce-dtype int8", "--reduce-dtype: invalid choice: 'int8'"),
         ("--params 1e9 --ranks 4 --batch 2", "need --layers, --hidden, --heads, --sequence too"),
         ("--model lenet --ranks 4", "--model: got 'lenet'"),
         ("--model gpt2 --ranks 4 --heads 3", "--model gpt2 has its own"),
@@ -339,10 +367,11 @@ def test_categories_of_a_plain_model_and_optimizer() -> None:
     assert found.rss > found.total
 
 
-def engine(model: nn.Module, comm, stage: int):
+def engine(model: nn.Module, comm, stage: int, precision: mpidl.Precision | None = None):
     """What to call, and the optimizer."""
     if stage:
-        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=comm, bucket_cap_mb=0.2)
+        settings = {"process_group": comm, "bucket_cap_mb": 0.2, "precision": precision}
+        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **settings)
     call = mpidl.DistributedDataParallel(
         model, process_group=comm, find_unused_parameters=True, broadcast_buffers=False, bucket_cap_mb=0.2
     )
@@ -366,6 +395,29 @@ def test_counted_bytes_agree_with_the_estimate(comm, stage: int, dtype: str) -> 
     assert found.activations == 0
     if comm.nodes == 1:
         assert found.buckets <= 1.02 * expected.buckets
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("own", "dtype", "reduce"), [("fp32", "bf16", "fp32"), ("fp32", None, "bf16"), ("bf16", None, "fp32")]
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_counted_bytes_agree_with_the_estimate_whatever_gradients_are_reduced_in(
+    comm, stage: int, own: str, dtype: str | None, reduce: str
+) -> None:
+    """Within 2 %, each category, for a model of dtype `own` with Precision(dtype, reduce)."""
+    model = GPT2(COUNTED).to(DTYPES[own])
+    precision = mpidl.Precision(None if dtype is None else DTYPES[dtype], DTYPES[reduce])
+    settings = {"dtype": dtype, "reduce_dtype": reduce, "bucket_cap_mb": 0.2}
+    expected = estimate(model, comm.size, comm.nodes, stage, **settings)
+    call, optimizer = engine(model, comm, stage, precision)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    call(tokens, tokens).backward()
+    optimizer.step()
+    found = measure(call, optimizer)
+    categories = ("parameters", "gradients", "optimizer", "model_state", *(("buckets",) if comm.nodes == 1 else ()))
+    for category in categories:
+        assert getattr(found, category) == pytest.approx(getattr(expected, category), rel=0.02), category
 
 
 @pytest.mark.mpi

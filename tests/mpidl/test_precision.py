@@ -13,7 +13,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl import Precision
-from mpidl.memory import model_state_bytes
+from mpidl.memory import estimate, model_state_bytes
 from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
 from tests.mpidl import precision_reference
 from tests.mpidl.models import MODELS, fresh, sequences
@@ -128,7 +128,7 @@ def test_what_needs_no_cast_is_passed_on_itself(comm) -> None:
 @pytest.mark.parametrize("reduce", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_of_model_state_a_rank_follow_the_formulas(comm, stage: int, reduce: Any) -> None:
-    """Psi parameters, N ranks: 2 + 2 + 12 / N, 2 + (2 + 12) / N, 16 / N; with fp32 reduction 4 for gradients."""
+    """Psi parameters, N ranks: 2 + g + 12 / N, 2 + (g + 12) / N, (2 + g + 12) / N; g is 2, or 4 if reduced in fp32."""
     model = GPT2(GPT2Config(vocab_size=256, block_size=32, layers=4, heads=4, embd=96))
     psi, n = parameter_count(model), comm.size
     optimizer = zero(model, comm, f"stage {stage}", precision=Precision(torch.bfloat16, reduce), bucket_cap_mb=0.2)
@@ -136,13 +136,15 @@ def test_bytes_of_model_state_a_rank_follow_the_formulas(comm, stage: int, reduc
     model(tokens, tokens).backward()
     optimizer.step()
     held = model_state_bytes(model, optimizer)
-    gradients = (2 if reduce is None else 4) / (1 if stage == 1 else n)
+    g = 2 if reduce is None else 4
     assert held["parameters"] == pytest.approx((2 / n if stage == 3 else 2) * psi, rel=0.02)
-    assert held["gradients"] == pytest.approx(gradients * psi, rel=0.02)
+    assert held["gradients"] == pytest.approx((g if stage == 1 else g / n) * psi, rel=0.02)
     assert held["optimizer"] == pytest.approx(12 / n * psi, rel=0.02)
-    whole = {1: 2 + 2 + 12 / n, 2: 2 + (2 + 12) / n, 3: 16 / n}[stage]
-    if reduce is None:
-        assert held["parameters"] + held["gradients"] + held["optimizer"] == pytest.approx(whole * psi, rel=0.02)
+    whole = {1: 2 + g + 12 / n, 2: 2 + (g + 12) / n, 3: (2 + g + 12) / n}[stage]
+    total = held["parameters"] + held["gradients"] + held["optimizer"]
+    assert total == pytest.approx(whole * psi, rel=0.02)
+    by_formula = estimate(psi, n, comm.nodes, stage, "bf16", reduce_dtype=None if reduce is None else "fp32")
+    assert total == pytest.approx(by_formula.model_state, rel=0.02)
 
 
 @pytest.mark.parametrize("sync_each", [True, False])
