@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -92,8 +93,13 @@ class _LastCallback:
 
     def __call__(self) -> None:
         self._watch.active = False
-        for callback in self._watch.at_end:
-            callback()
+        try:
+            for callback in self._watch.at_end:
+                callback()
+        except Exception:
+            with suppress(Exception):  # the first one tells more
+                self._watch._abandon()
+            raise
 
 
 class BackwardWatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,16 +58,25 @@ def _order(p: torch.Tensor) -> str:
     return "" if p.is_contiguous() else f", strides {p.stride()}"
 
 
-def check_models_agree(comm: Communicator, model: torch.nn.Module) -> None:
+def check_models_agree(comm: Communicator, model: torch.nn.Module, ignored: Container[str] = ()) -> None:
     """Raises ModelMismatch on every rank unless all have parameters and buffers of the same names, shapes, dtypes.
 
-    Collective. Also compares which parameters train.
+    Collective. Also compares which parameters train, and which are one under several names. ignored: names not to look
+    at.
     """
-    lines = [
-        f"parameter {name}: {tuple(p.shape)} {p.dtype}{_order(p)}{'' if p.requires_grad else ', frozen'}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
-    lines += [f"buffer {name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers(remove_duplicate=False)]
+    lines = []
+    first: dict[torch.Tensor, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name not in ignored:
+            tied = f", the same as {first[p]}" if p in first else ""
+            frozen = "" if p.requires_grad else ", frozen"
+            lines.append(f"parameter {name}: {tuple(p.shape)} {p.dtype}{_order(p)}{frozen}{tied}")
+            first.setdefault(p, name)
+    for name, b in model.named_buffers(remove_duplicate=False):
+        if name not in ignored:
+            tied = f", the same as {first[b]}" if b in first else ""
+            lines.append(f"buffer {name}: {tuple(b.shape)} {b.dtype}{tied}")
+            first.setdefault(b, name)
     digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.uint8)
     digests = np.empty(comm.size * digest.size, np.uint8)
     comm.all_gather(digests, digest)

@@ -71,10 +71,10 @@ def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
 
 def device(of: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
     """The device to which inputs are moved, None to leave them where they are."""
-    if device_ids is None and output_device is None:
-        return None
     if isinstance(device_ids, Communicator):
         raise ConfigurationError("device_ids: got a Communicator; it goes by its name, process_group=")
+    if (device_ids is None or device_ids == []) and output_device is None:
+        return None
     places = {p.device for p in of.parameters()}
     try:
         given = [*(device_ids or ()), *([] if output_device is None else [output_device])]

@@ -9,7 +9,7 @@ reduced gradient, None stands for what then lies in the bucket itself. A `collec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +30,18 @@ class Handle(Protocol):
 class GradBucket:
     """What a hook sees of a bucket: the gradients of some parameters of one dtype, side by side."""
 
-    def __init__(self, index: int, last: bool, flat: torch.Tensor, views: Sequence[torch.Tensor], of: Sequence[Any]):
+    def __init__(
+        self,
+        index: int,
+        last: bool,
+        flat: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        of: Sequence[Any],
+        lanes: Mapping[Communicator, Communicator] | None = None,
+    ) -> None:
         self._index, self._last, self._flat = index, last, flat
         self._views, self._parameters = list(views), list(of)
+        self._lanes = lanes or {}
 
     def index(self) -> int:
         """The bucket's number; buckets are reduced in the order of their numbers."""
@@ -49,6 +58,14 @@ class GradBucket:
     def set_buffer(self, values: torch.Tensor) -> None:
         """Overwrites all gradients; `values` has the shape of `buffer()`."""
         self._flat.copy_(values)
+
+    def communicator(self, process_group: Communicator | None = None) -> Communicator:
+        """For operations on the bucket: the wrapper's own duplicate of its process group, apart from other wrappers'.
+
+        process_group: by default the world. Another one than the wrapper's is returned as it is.
+        """
+        group = default_communicator(process_group)
+        return self._lanes.get(group, group)
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradient of each parameter, as views of `buffer()`."""
@@ -93,7 +110,7 @@ def allreduce(process_group: Communicator | None, bucket: GradBucket) -> Handle:
 
     process_group: the hook's state: the Communicator; None is the world.
     """
-    comm = default_communicator(process_group)
+    comm = bucket.communicator(process_group)
     if comm.size == 1:
         return completed()
     algorithm = by_rank(comm, "all_reduce")
@@ -117,6 +134,6 @@ def _compressed(process_group: Communicator | None, bucket: GradBucket, dtype: t
     small = flat.to(dtype)
     if small.data_ptr() == flat.data_ptr():
         return allreduce(process_group, bucket)
-    work = default_communicator(process_group).all_reduce(small, "avg", async_op=True)
+    work = bucket.communicator(process_group).all_reduce(small, "avg", async_op=True)
     assert work is not None
     return _Then(work, lambda: flat.copy_(small))

@@ -13,7 +13,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ class Reducer:
     names: the parameters to take care of, trained or not, and their names; which of them train may change between
     passes, alike on all ranks. place: where they lie. bucket_cap: bytes. as_views: `.grad` becomes a view of the
     bucket, else keeps its own memory. buffers: those to make alike after each pass. watch: must see the module's
-    forward passes.
+    forward passes. group: the user's Communicator, of which `comm` is a duplicate. ignored: names of parameters and
+    buffers that the ranks need not have alike.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class Reducer:
         static_graph: bool,
         as_views: bool,
         buffers: Callable[[], list[torch.Tensor]],
+        group: Communicator,
+        ignored: Container[str],
     ) -> None:
-        self.comm = comm
+        self.comm, self._group = comm, group
+        self._ignored = ignored
         self._module, self._names = module, names
         self._cap, self._as_views = bucket_cap, as_views
         self._find_unused, self._static_graph = find_unused, static_graph
@@ -108,7 +112,7 @@ class Reducer:
         both = np.array([code, -code])
         self.comm.all_reduce(both, "max")
         if both[0] != -both[1]:
-            check_models_agree(self.comm, self._module)
+            check_models_agree(self.comm, self._module, self._ignored)
         if trains != self._trains:
             self._start_anew()
         elif self.pending_order is not None:
@@ -248,7 +252,9 @@ class Reducer:
             return  # sparse ones follow at the end, in their order
         state, hook = self.hook
         index = len(self._results)
-        seen = comm_hooks.GradBucket(index, index == self._dense - 1, bucket.flat, bucket.views, bucket.parameters)
+        last = index == self._dense - 1
+        lane = {self._group: self.comm}
+        seen = comm_hooks.GradBucket(index, last, bucket.flat, bucket.views, bucket.parameters, lane)
         handle = hook(state, seen)
         if not hasattr(handle, "wait"):
             raise TrainingError(f"the communication hook returned {handle!r}; needs a handle with wait()")

@@ -43,8 +43,10 @@ class DistributedDataParallel(torch.nn.Module):
     module: the model, on every rank alike in structure, in the host's memory or on one GPU. Forward passes, backward
         passes and steps may be on any streams that the program has ordered after each other.
     device_ids, output_device: None, or the one device on which the module lies, to which inputs are then moved.
-    broadcast_buffers: rank 0's buffers (running statistics, ...) are broadcast before each synchronised forward pass.
-    init_sync: rank 0's parameters and buffers are broadcast now.
+    forward_sync_buffers: rank 0's buffers (running statistics, ...) are broadcast before each synchronised forward
+        pass, and at the end of `join`; by default on.
+    broadcast_buffers: the same in one argument with whether buffers are part of `init_sync`; by default both.
+    init_sync: rank 0's parameters and buffers are broadcast now, and where a copy begins.
     process_group: the Communicator; by default the world.
     bucket_cap_mb: size of the gradient buckets in MiB, 25 by default; the first has at most 1 MiB.
     find_unused_parameters: a pass need not reach every parameter. One that no rank reaches keeps its `.grad` as it was;
@@ -70,7 +72,7 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Communicator | None = None,
         bucket_cap_mb: float | None = None,
@@ -79,6 +81,7 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         *,
+        forward_sync_buffers: bool | None = None,
         parameters_to_ignore: Iterable[str] = (),
     ) -> None:
         super().__init__()
@@ -88,11 +91,14 @@ class DistributedDataParallel(torch.nn.Module):
             arguments.module(module, DistributedDataParallel)
             if dim != 0:
                 raise ConfigurationError(f"dim: got {dim!r}; every rank gets its own batch, so that only 0 is possible")
-            self.broadcast_buffers = arguments.flag("broadcast_buffers", broadcast_buffers)
+            both = arguments.flag("broadcast_buffers", True if broadcast_buffers is None else broadcast_buffers)
+            given = forward_sync_buffers is not None
+            self.forward_sync_buffers = arguments.flag("forward_sync_buffers", forward_sync_buffers) if given else both
+            self._init_sync_buffers = given or both
             self.find_unused_parameters = arguments.flag("find_unused_parameters", find_unused_parameters)
             self.gradient_as_bucket_view = arguments.flag("gradient_as_bucket_view", gradient_as_bucket_view)
             self.static_graph = arguments.flag("static_graph", static_graph)
-            arguments.flag("init_sync", init_sync)
+            self._init_sync = arguments.flag("init_sync", init_sync)
             self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb) * MIB
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
             self.device = arguments.device(module, device_ids, output_device)
@@ -105,23 +111,23 @@ class DistributedDataParallel(torch.nn.Module):
         self._hook: tuple[Any, comm_hooks.Hook] | None = None
         self._reducer: Reducer | None = None
         self._quiet = False
-        self._set_up(init_sync)
+        self._set_up()
 
-    def _set_up(self, broadcast: bool) -> None:
+    def _set_up(self) -> None:
         """What all ranks do together at the beginning: compare, make equal, allocate the buckets."""
         comm = self.process_group
         settings = {
             "bucket_cap_mb": self.bucket_bytes_cap / MIB,
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
-            "broadcast_buffers": self.broadcast_buffers,
-            "parameters_to_ignore": sorted(self.parameters_to_ignore),
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "init_sync": (self._init_sync, self._init_sync_buffers),
             "device": self._place.device.type,
         }
         check_settings_agree(comm, "DistributedDataParallel", settings)
-        check_models_agree(comm, self.module)
-        if broadcast:
-            self._broadcast(0)
+        check_models_agree(comm, self.module, self.parameters_to_ignore)
+        if self._init_sync:
+            self._broadcast(0, self._init_sync_buffers)
         lane = lanes.take(comm)
         self._watch = BackwardWatch()
         self._reducer = Reducer(
@@ -134,7 +140,9 @@ class DistributedDataParallel(torch.nn.Module):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             as_views=self.gradient_as_bucket_view,
-            buffers=partial(_buffers, self.module, self.parameters_to_ignore) if self.broadcast_buffers else list,
+            buffers=partial(_buffers, self.module, self.parameters_to_ignore) if self.forward_sync_buffers else list,
+            group=comm,
+            ignored=self.parameters_to_ignore,
         )
         if self._hook is not None:
             self._reducer.hook = self._hook
@@ -150,7 +158,7 @@ class DistributedDataParallel(torch.nn.Module):
         if synchronised:
             self._place.refuse_capture("DistributedDataParallel")
         if self._reducer is None and synchronised:
-            self._set_up(broadcast=True)
+            self._set_up()
         if self._reducer is not None:
             self._watch.before_forward()
             if synchronised:
@@ -166,9 +174,14 @@ class DistributedDataParallel(torch.nn.Module):
         if reducer.rounds is not None and not reducer.shadowing:
             reducer.rounds.begin(Stage.FORWARD)
         reducer.prepare()
-        if self.broadcast_buffers:
+        if self.forward_sync_buffers:
             root = 0 if reducer.rounds is None else reducer.rounds.root
             broadcast_states(self.process_group, _buffers(self.module, self.parameters_to_ignore), root)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """As of PyTorch's: `forward_sync_buffers`."""
+        return self.forward_sync_buffers
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate gradients; the first one outside averages the sums.
@@ -236,7 +249,7 @@ class DistributedDataParallel(torch.nn.Module):
         if DistributedDataParallel._joined:
             raise ConfigurationError("join: another wrapper's join is under way, and a rank can stand in for one alone")
         if self._reducer is None:
-            self._set_up(broadcast=True)
+            self._set_up()
         reducer = self._reducer
         assert reducer is not None
         rounds = JoinRounds(
@@ -250,7 +263,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             yield
             rounds.stand_in()
-            self._broadcast(rounds.root)
+            self._broadcast(rounds.root, self.forward_sync_buffers)
         finally:
             reducer.rounds, reducer.share, reducer.order_root = None, 1.0, 0
             DistributedDataParallel._joined = False
@@ -278,8 +291,9 @@ class DistributedDataParallel(torch.nn.Module):
             if name not in self.parameters_to_ignore and (frozen or p.requires_grad)
         }
 
-    def _broadcast(self, root: int) -> None:
-        states = [*self._named_parameters(frozen=True), *_buffers(self.module, self.parameters_to_ignore)]
+    def _broadcast(self, root: int, buffers: bool) -> None:
+        states: list[torch.Tensor] = list(self._named_parameters(frozen=True))
+        states += _buffers(self.module, self.parameters_to_ignore) if buffers else []
         broadcast_states(self.process_group, states, root)
 
     # ---- copies -----------------------------------------------------------------------------------------------

@@ -86,6 +86,29 @@ def test_a_hook_that_raises_or_returns_nothing(comm) -> None:
         gradients(comm, lambda *_: None)
 
 
+def test_after_a_hook_that_raised_the_buckets_begin_anew(comm) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def raises_once(_: Any, bucket: comm_hooks.GradBucket) -> Any:
+        seen.append((bucket.index(), bucket.is_last()))
+        if len(seen) == 2:
+            raise ValueError("the hook's own error")
+        return comm_hooks.allreduce(comm, bucket)
+
+    model = net()
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-4, static_graph=True)
+    wrapped.register_comm_hook(None, raises_once)
+    with pytest.raises(ValueError, match="the hook's own error"):
+        wrapped(torch.ones(5, 4)).square().sum().backward()
+    model.zero_grad()
+    del seen[2:]
+    wrapped(torch.randn(5, 4, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+    assert [index for index, _ in seen[2:]] == list(range(len(seen) - 2))
+    assert [last for _, last in seen[2:]] == [False] * (len(seen) - 3) + [True]
+    for p, expected in zip(model.parameters(), gradients(comm, passes=1), strict=True):
+        assert torch.equal(p.grad, expected)
+
+
 def test_one_hook_and_before_training(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
     with pytest.raises(mpidl.ConfigurationError, match="needs a callable"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import pickle
 import random
@@ -292,6 +293,58 @@ def test_bfloat16_models_are_averaged(comm) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "at_first", "later"),
+    [
+        ({}, True, True),
+        ({"broadcast_buffers": None, "device_ids": []}, True, True),
+        ({"broadcast_buffers": False}, False, False),
+        ({"forward_sync_buffers": False}, True, False),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, True, True),
+        ({"init_sync": False}, False, True),
+    ],
+    ids=str,
+)
+def test_when_buffers_are_rank_0s(comm, settings: dict[str, Any], at_first: bool, later: bool) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("own", torch.tensor(float(comm.rank)))
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
+    assert wrapped.broadcast_buffers is later
+    assert model.own == (0 if at_first else comm.rank)
+    model.own.fill_(comm.rank)
+    wrapped(torch.ones(1, 1)).sum().backward()
+    assert model.own == (0 if later else comm.rank)
+    model.own.fill_(comm.rank)
+    with wrapped.join():
+        pass
+    assert model.own == (0 if later else comm.rank)
+    model.own.fill_(comm.rank)
+    again = copy.deepcopy(wrapped)
+    with again.no_sync():  # which begins with its first synchronised pass
+        again(torch.ones(1, 1))
+    assert again.module.own == comm.rank
+
+
+def test_a_copy_of_what_was_not_made_alike_keeps_each_ranks_weights(comm) -> None:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, comm.rank)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, init_sync=False)
+    again = copy.deepcopy(wrapped)
+    again(torch.ones(1, 1)).sum().backward()
+    assert again.module.weight == comm.rank
+
+
+def test_what_is_ignored_may_differ(comm) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + comm.rank))
+    ignored = ["1.weight", "1.bias"]
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, parameters_to_ignore=ignored)
+    wrapped(torch.full((1, 2), float(comm.rank))).sum().backward()
+    gathered = torch.empty(comm.size, 2)
+    comm.all_gather(gathered, model[0].bias.grad)
+    assert (gathered == gathered[0]).all()
+    assert model[1].weight.grad.shape == (2 + comm.rank, 2)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"bucket_cap_mb": 0}, "bucket_cap_mb: got 0; needs a size above 0, in MiB"),
@@ -300,6 +353,7 @@ def test_bfloat16_models_are_averaged(comm) -> None:
         ({"find_unused_parameters": "yes"}, "find_unused_parameters: got 'yes'; needs True or False"),
         ({"static_graph": None}, "static_graph: got None"),
         ({"broadcast_buffers": 2}, "broadcast_buffers: got 2"),
+        ({"forward_sync_buffers": 2}, "forward_sync_buffers: got 2"),
         ({"gradient_as_bucket_view": []}, "gradient_as_bucket_view: got"),
         ({"process_group": 3}, "process_group: got int; needs a collectives.Communicator"),
         ({"parameters_to_ignore": ["weight", "w"]}, "the module has no w"),
@@ -333,6 +387,19 @@ def test_what_cannot_be_wrapped_is_refused(comm, make, message: str) -> None:
         mpidl.DistributedDataParallel(make(), process_group=comm)
 
 
+def half_frozen(yes: bool) -> nn.Module:
+    model = nn.Linear(3, 1)
+    model.weight.requires_grad_(not yes)
+    return model
+
+
+def tied(yes: bool) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if yes:
+        model[1].weight = model[0].weight
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -340,6 +407,8 @@ def test_what_cannot_be_wrapped_is_refused(comm, make, message: str) -> None:
         (lambda last: nn.Linear(3, 1).to(torch.float64 if last else torch.float32), r"weight.*float32.*float64"),
         (lambda last: nn.Linear(3, 1, bias=not last), r"rank 0 has parameter bias.*rank \d has nothing more"),
         (lambda last: nn.Linear(3, 1).requires_grad_(not last), r"no parameter that requires a gradient"),
+        (lambda last: half_frozen(last), r"weight: .*float32, rank \d has parameter weight: .*frozen"),
+        (lambda last: tied(last), r"rank 0 has parameter 1.weight: .*, rank \d has .*the same as 0.weight"),
         (
             lambda last: nn.Sequential(nn.ReLU(), nn.Linear(3, 1)) if last else nn.Sequential(nn.Linear(3, 1)),
             "0.weight",
@@ -349,7 +418,7 @@ def test_what_cannot_be_wrapped_is_refused(comm, make, message: str) -> None:
             r"weight: \(2, 2, 3, 3\) torch.float32, .*strides",
         ),
     ],
-    ids=["shape", "dtype", "count", "trains", "names", "order"],
+    ids=["shape", "dtype", "count", "trains", "frozen", "tied", "names", "order"],
 )
 def test_ranks_with_different_models_are_told_which_parameter(comm, make, message: str) -> None:
     if comm.size == 1:
@@ -361,6 +430,8 @@ def test_ranks_with_different_models_are_told_which_parameter(comm, make, messag
 def test_ranks_with_different_settings_are_told_which(comm) -> None:
     if comm.size == 1:
         return
+    with pytest.raises(mpidl.ModelMismatch, match=r"init_sync=\(True, True\), rank 1 has init_sync=\(False, True\)"):
+        mpidl.DistributedDataParallel(nn.Linear(1, 1), process_group=comm, init_sync=comm.rank != 1)
     with pytest.raises(mpidl.ModelMismatch, match=rf"rank 0 has bucket_cap_mb=2.0, rank {comm.size - 1} has .*=1.0"):
         mpidl.DistributedDataParallel(
             nn.Linear(1, 1), process_group=comm, bucket_cap_mb=1 if comm.rank == comm.size - 1 else 2

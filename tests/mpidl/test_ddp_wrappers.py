@@ -91,7 +91,8 @@ def test_a_new_wrapper_takes_over_at_once(comm) -> None:
         gc.enable()
 
 
-def test_two_wrappers_whose_buckets_fill_in_another_order_on_each_rank(comm) -> None:
+@pytest.mark.parametrize("hook", [None, comm_hooks.allreduce], ids=["", "hook"])
+def test_two_wrappers_whose_buckets_fill_in_another_order_on_each_rank(comm, hook: Any) -> None:
     class Skips(Several):
         def forward(self, x, skip):  # type: ignore[override]
             return super().forward(x, (1, 2) if skip else (0, 1, 2))
@@ -101,6 +102,8 @@ def test_two_wrappers_whose_buckets_fill_in_another_order_on_each_rank(comm) -> 
 
     models = [made(Skips) for _ in range(2)]
     wrapped = [mpidl.DistributedDataParallel(m, process_group=comm, find_unused_parameters=True) for m in models]
+    for each in wrapped if hook is not None else []:
+        each.register_comm_hook(comm, hook)
     for _ in range(2):
         for model in models:
             model.zero_grad()
