@@ -266,6 +266,10 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     body = """
         @pytest.mark.parametrize("case", range(8))
         def test_dealt_out(case): pass
+        @pytest.mark.each("value")
+        @pytest.mark.parametrize("way", "ab")
+        @pytest.mark.parametrize("value", range(9))
+        def test_each(value, way): pass
         @pytest.mark.every_size
         def test_everywhere(): pass
         @pytest.mark.thorough
@@ -287,6 +291,10 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     cases = {ranks: {name for name in names if "dealt" in name} for ranks, names in found.items()}
     assert len(cases[2] | cases[3] | cases[4]) == len(cases[2]) + len(cases[3]) + len(cases[4]) == 3
     assert len(cases[5]) == 8
+    each = {ranks: [name[10:-1].split("-") for name in names if "each" in name] for ranks, names in found.items()}
+    assert sorted(value for ranks in (2, 3, 4) for value, _ in each[ranks]) == list("012345678")
+    assert all({way for _, way in each[ranks]} == {"a", "b"} for ranks in (2, 3, 4))
+    assert len(each[5]) == 18
     assert all("test_everywhere" in names for names in found.values())
     assert ["test_here" in found[ranks] for ranks in (2, 3, 4, 5)] == [False, True, False, False]
     assert all("test_one_of_three[short]" in names for names in found.values())

@@ -5,12 +5,22 @@
     on ranks            3        2        4        2  4  2        3        each test begins elsewhere in the round
     and on 1 rank       1                 1           1           1
 
+Marked `each`, a test runs a case of every value of the parameter that the mark names, not three in all. The round
+begins with the first value, so that those that take long may stand where 2 ranks run them:
+
+    values of "model"   gpt2  bert  resnet  lstm  llama  ...
+    cases of the value  a b   a b   a b     a b   a b        the next ones in the next round
+    one of them         a     b     a       b     b
+    on ranks            2     3     2       4     2
+    and on 1 rank             1             1
+
 Marked `every_size`, all cases of a test run on all of these; on any other number every case does. Marked `thorough`, a
 test, or those of its cases that the mark names, is left out: another one says nearly the same in less time.
 """
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -33,8 +43,9 @@ def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
 
 def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.Item]:
     """What does not run on this number of ranks; of cases that run on some numbers alone, what is not chosen."""
-    step = -(-len(cases) // _CASES)
-    turns = {case: begin + number // step for number, case in enumerate(cases) if number % step == 0}
+    turns = {case: begin + number for number, case in enumerate(cases[:: -(-len(cases) // _CASES)])}
+    if mark := cases[0].get_closest_marker("each"):
+        turns = {case: number for number, case in enumerate(_one_of_each(cases, mark.args[0]))}
 
     def is_here(case: pytest.Item) -> bool:
         turn = turns[case]
@@ -42,6 +53,15 @@ def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.
         return here or case.get_closest_marker("ranks") is not None
 
     return [case for case in cases if case not in turns or not is_here(case)]
+
+
+def _one_of_each(cases: list[pytest.Item], parameter: str) -> list[pytest.Item]:
+    """A case for every value of the parameter, so that any number of ranks has its share of the other parameters."""
+    of_value: dict[Any, list[pytest.Item]] = {}
+    for case in cases:
+        assert isinstance(case, pytest.Function)
+        of_value.setdefault(case.callspec.params[parameter], []).append(case)
+    return [alike[(n + n // len(_ROUND)) % len(alike)] for n, alike in enumerate(of_value.values())]
 
 
 def _is_thorough(item: pytest.Item) -> bool:

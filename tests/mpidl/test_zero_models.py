@@ -112,25 +112,27 @@ def hf_llama() -> nn.Module:
 ADAMW: dict[str, Any] = {"settings": {"lr": 1e-3, "eps": 1e-5}}
 SGD: dict[str, Any] = {"optimizer": torch.optim.SGD, "settings": {"lr": 0.05, "momentum": 0.9}}
 EVERY = tuple(WAYS)
+# Every second one is short, as `each` has it run on 3 or 4 ranks.
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
     "gpt2": (small_gpt2, ADAMW, EVERY),
-    "gpt2, accumulated": (small_gpt2, {**SGD, "micro": 2}, ("2", "3-gathered")),
     # Odd sizes, one element, modules of no parameters.
     "mixture": (Mixture, ADAMW, EVERY),
-    "bert": (Gaps, SGD, EVERY),
-    "resnet": (Images, SGD, ("2", "3-node")),
-    "smooth-images": (SmoothImages, SGD, ("1", "3-gathered")),
+    "gpt2, accumulated": (small_gpt2, {**SGD, "micro": 2}, ("2", "3-gathered")),
     "lstm": (Recurrent, SGD, EVERY),
-    "branches": (Branching, SGD, EVERY),
+    "resnet": (Images, SGD, ("2", "3-node")),
+    "bert": (Gaps, SGD, EVERY),
     # Which experts run is another choice on every rank; gathered so in test_zero_order.py, as it takes long.
     "experts": (Experts, SGD, ("1", "2", "3-node")),
-    "adapters": (adapted_gpt2, ADAMW, EVERY),
+    "smooth-images": (SmoothImages, SGD, ("1", "3-gathered")),
     "transformers-gpt2": (hf_gpt2, ADAMW, EVERY),
+    "adapters": (adapted_gpt2, ADAMW, EVERY),
     "transformers-bert": (hf_bert, SGD, EVERY),
+    "branches": (Branching, SGD, EVERY),
     "transformers-llama": (hf_llama, ADAMW, EVERY),
 }
 
 
+@pytest.mark.each("case")
 @pytest.mark.parametrize("case", CASES)
 def test_thirty_steps_equal_training_on_the_whole_batch(comm, case: str) -> None:
     make, training, ways = CASES[case]
