@@ -56,7 +56,7 @@ def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.
 
 
 def _one_of_each(cases: list[pytest.Item], parameter: str) -> list[pytest.Item]:
-    """A case for every value of the parameter, so that any number of ranks has its share of the other parameters."""
+    """A case for every value of the parameter, so dealt that each number of ranks meets all values of the others."""
     of_value: dict[Any, list[pytest.Item]] = {}
     for case in cases:
         assert isinstance(case, pytest.Function)

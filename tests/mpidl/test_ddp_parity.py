@@ -31,7 +31,7 @@ pytestmark = pytest.mark.mpi
 
 UNUSED = {"find_unused_parameters": True}
 SGD = {"optimizer": torch.optim.SGD, "settings": {"lr": 0.05, "momentum": 0.9}}
-# Every second one is short, as `each` has it run on 3 or 4 ranks.
+# Every second one is short, as `each` has 3 or 4 ranks run it.
 CASES: dict[str, tuple[Callable[[], nn.Module], dict, dict]] = {
     "resnet": (Images, {}, SGD),
     "lstm": (Recurrent, {"static_graph": True}, SGD),

@@ -162,7 +162,7 @@ print("through")
 def test_a_forked_child_ends_for_itself(job) -> None:
     done = job(2, FORK)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "through\n" * 2
+    assert done.stdout.count("through") == 2  # not as lines: the launcher may pass their ends on later
     assert "KeyError: 'of a child'" in done.stderr
     assert "ends the job" not in done.stderr
 

@@ -112,7 +112,7 @@ def hf_llama() -> nn.Module:
 ADAMW: dict[str, Any] = {"settings": {"lr": 1e-3, "eps": 1e-5}}
 SGD: dict[str, Any] = {"optimizer": torch.optim.SGD, "settings": {"lr": 0.05, "momentum": 0.9}}
 EVERY = tuple(WAYS)
-# Every second one is short, as `each` has it run on 3 or 4 ranks.
+# Every second one is short, as `each` has 3 or 4 ranks run it.
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
     "gpt2": (small_gpt2, ADAMW, EVERY),
     # Odd sizes, one element, modules of no parameters.
