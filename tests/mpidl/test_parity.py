@@ -28,7 +28,6 @@ def engine_recipe(recipe: Recipe, engine: str, model: str) -> Recipe:
 
 
 @pytest.mark.every_size
-@pytest.mark.thorough("gpt2-small-buckets")  # as in all of thirty steps in test_ddp_parity.py and test_zero_models.py
 @pytest.mark.parametrize(("model", "recipe"), CASES)
 def test_losses_weights_and_state_equal_single_process_training(comm, model: str, recipe: str) -> None:
     expected = train(fresh(MODELS[model]), RECIPES[recipe])

@@ -121,7 +121,8 @@ def test_fifty_steps_leave_nothing_behind(comm, engine: str) -> None:
         training.step(number)
     grown = {name: count - before[name] for name, count in training.counts().items() if count > before[name]}
     assert grown == {}  # what earlier tests left may go meanwhile
-    assert resident() - memory < training.weights * (steps - steps // 4) / 4  # of a copy of them a step
+    # A quarter of a copy of the weights a step.
+    assert resident() - memory < min(4 << 20, training.weights * (steps - steps // 4) / 4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
