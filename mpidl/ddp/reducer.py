@@ -63,7 +63,7 @@ class Reducer:
         group: Communicator,
         ignored: Container[str],
     ) -> None:
-        self.comm, self._group = comm, group
+        self.comm, self._lanes = comm, {group: comm}
         self._ignored = ignored
         self._module, self._names = module, names
         self._cap, self._as_views = bucket_cap, as_views
@@ -253,8 +253,7 @@ class Reducer:
         state, hook = self.hook
         index = len(self._results)
         last = index == self._dense - 1
-        lane = {self._group: self.comm}
-        seen = comm_hooks.GradBucket(index, last, bucket.flat, bucket.views, bucket.parameters, lane)
+        seen = comm_hooks.GradBucket(index, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)
         handle = hook(state, seen)
         if not hasattr(handle, "wait"):
             raise TrainingError(f"the communication hook returned {handle!r}; needs a handle with wait()")

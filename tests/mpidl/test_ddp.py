@@ -407,8 +407,8 @@ def tied(yes: bool) -> nn.Module:
         (lambda last: nn.Linear(3, 1).to(torch.float64 if last else torch.float32), r"weight.*float32.*float64"),
         (lambda last: nn.Linear(3, 1, bias=not last), r"rank 0 has parameter bias.*rank \d has nothing more"),
         (lambda last: nn.Linear(3, 1).requires_grad_(not last), r"no parameter that requires a gradient"),
-        (lambda last: half_frozen(last), r"weight: .*float32, rank \d has parameter weight: .*frozen"),
-        (lambda last: tied(last), r"rank 0 has parameter 1.weight: .*, rank \d has .*the same as 0.weight"),
+        (half_frozen, r"weight: .*float32, rank \d has parameter weight: .*frozen"),
+        (tied, r"rank 0 has parameter 1.weight: .*, rank \d has .*the same as 0.weight"),
         (
             lambda last: nn.Sequential(nn.ReLU(), nn.Linear(3, 1)) if last else nn.Sequential(nn.Linear(3, 1)),
             "0.weight",

@@ -28,6 +28,15 @@ from tests.mpidl.zero_reference import (
 pytestmark = pytest.mark.mpi
 
 
+class Buffered(Several):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        return super().forward(x * self.factor, order)
+
+
 @every_way
 def test_units_called_several_times_or_not_at_all_in_another_order_each_step(comm, way: str) -> None:
     orders = [(0, 1, 2), (2, 0, 2, 2), (1,), (), (2, 1, 0)]
@@ -42,11 +51,6 @@ def test_units_called_on_some_ranks_only(comm, way: str) -> None:
 
 @every_part
 def test_after_evaluation_by_other_units_on_each_rank_the_states_come(comm, way: str) -> None:
-    class Buffered(Several):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("factor", torch.ones(()))
-
     model, optimizer = engine(comm, Buffered, way)
     plain = made(Buffered)
     orders = [(0,), (0, 1, 2), (), (2, 1, 1)]
@@ -157,15 +161,7 @@ def test_the_whole_model_in_a_checkpoint(comm, way: str, reentrant: bool) -> Non
     def loss(m: Any, rank: int, step: int) -> torch.Tensor:
         return checkpoint(m, data(rank, step).requires_grad_(), use_reentrant=reentrant).square().sum()
 
-    class Counts(Several):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("factor", torch.ones(()))
-
-        def forward(self, x):
-            return super().forward(x * self.factor)
-
-    follow(comm, way, Counts, loss)
+    follow(comm, way, Buffered, loss)
 
 
 @every_part
