@@ -146,7 +146,7 @@ class GradientShards:
         keeps_shards: bool = True,
     ) -> None:
         self._place = place
-        # Not for replicas, as symmetric memory is faster for them.
+        # Not for replicas, whose own reduction is without copies in symmetric memory.
         self._keeps_shards = keeps_shards and not (keep_whole or place.keeps_freed) and over.replicas is None
         self._landed: set[Any] = set()  # streams that were the last to read a rotating buffer
         self._over, self._comm = over, over.shards
