@@ -31,8 +31,8 @@ from .cuda.memory import DeviceMemory
 from .cuda.task import Compound, Run, Task
 from .executor import Execution, Region, single, whole
 from .hierarchical import Hierarchy
+from .hierarchical.all_reduce import PipelinedAllReduce
 from .partition import Splits, cut, even_counts
-from .pipeline import PipelinedAllReduce
 from .positions import Positions
 from .reduction import Reduction
 from .schedule import Place, Schedule

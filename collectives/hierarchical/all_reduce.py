@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .buffers import Buffer, DType
-from .errors import OperationError
-from .partition import even_counts
-from .patience import wait_all
-from .reduction import Reduction, partial_of
-from .scratch import Scratch
-from .symmetric.meeting import Entry, Meeting, Meetings
-from .symmetric.shared_memory import Allocator, SharedMemory
-from .topology import Topology
+from ..buffers import Buffer, DType
+from ..errors import OperationError
+from ..partition import even_counts
+from ..patience import wait_all
+from ..reduction import Reduction, partial_of
+from ..scratch import Scratch
+from ..symmetric.meeting import Entry, Meeting, Meetings
+from ..symmetric.shared_memory import Allocator, SharedMemory
+from ..topology import Topology
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]

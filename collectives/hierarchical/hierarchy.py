@@ -18,16 +18,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from . import algorithms
-from .buffers import Buffer
-from .executor import Execution, single, whole
-from .partition import even_counts
-from .pipeline import PipelinedAllReduce
-from .reduction import Reduction, rest_of
-from .schedule import Place
-from .scratch import Scratch
-from .symmetric import Symmetric
-from .topology import Topology
+from .. import algorithms
+from ..buffers import Buffer
+from ..executor import Execution, single, whole
+from ..partition import even_counts
+from ..reduction import Reduction, rest_of
+from ..schedule import Place
+from ..scratch import Scratch
+from ..symmetric import Symmetric
+from ..topology import Topology
+from .all_reduce import PipelinedAllReduce
 
 
 class Hierarchy:
