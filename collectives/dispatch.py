@@ -31,7 +31,6 @@ from .cuda.memory import DeviceMemory
 from .cuda.task import Compound, Run, Task
 from .executor import Execution, Region, single, whole
 from .hierarchical import Hierarchy
-from .hierarchical.all_reduce import PipelinedAllReduce
 from .partition import Splits, cut, even_counts
 from .positions import Positions
 from .reduction import Reduction
@@ -93,8 +92,7 @@ class Dispatch:
         meetings = Meetings(memory, second, rank, ranks, barrier)
         self._symmetric = Symmetric(meetings, self.allocator, connect(node))
         if self.topology.regular and self.topology.nodes > 1:
-            all_reduce = PipelinedAllReduce(self.topology, meetings, self.allocator, self.scratch)
-            self._hierarchy = Hierarchy(self.topology, self._symmetric, all_reduce, self.scratch)
+            self._hierarchy = Hierarchy(self.topology, self._symmetric, self.allocator, self.scratch)
 
     @property
     def composed(self) -> str | None:

@@ -37,29 +37,29 @@ _TAGS = 32767  # the largest that every MPI has
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One of a rank's buffers, cut into chunks: chunk c is the elements starts[c] to starts[c + 1]."""
+    """One of a rank's buffers, cut into chunks: ranges[c] are the first and the last + 1 element of chunk c.
+
+    Chunks that a schedule moves in runs lie side by side.
+    """
 
     data: Buffer
-    starts: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
 
     def part(self, chunks: Chunks) -> Buffer:
         """The memory of a run of chunks."""
-        return self.data.part(self.starts[chunks.start], self.starts[chunks.stop])
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """First and last + 1 element of each chunk."""
-        return list(pairwise(self.starts))
+        return self.data.part(self.ranges[chunks.start][0], self.ranges[chunks.stop - 1][1])
 
 
 def whole(data: Buffer, counts: Sequence[int]) -> Region:
     """All chunks side by side; counts: elements of each."""
-    return Region(data, (0, *accumulate(counts)))
+    return Region(data, tuple(pairwise((0, *accumulate(counts)))))
 
 
 def single(data: Buffer, number: int, parts: int, pieces: int = 1) -> Region:
     """Only part `number` is there, cut into `pieces` chunks; the chunks of the others are empty."""
-    own = accumulate(even_counts(data.size, pieces))
-    return Region(data, (0,) * (number * pieces + 1) + (*own,) + (data.size,) * ((parts - number - 1) * pieces))
+    counts = [0] * (parts * pieces)
+    counts[number * pieces : (number + 1) * pieces] = even_counts(data.size, pieces)
+    return whole(data, counts)
 
 
 class Execution:
@@ -99,7 +99,7 @@ class Execution:
         source = self.regions[Place.IN]
         out = self.regions.get(Place.OUT)
         dtype = source.data.dtype
-        if out is not None and out.starts == source.starts and not dtype.widened:
+        if out is not None and out.ranges == source.ranges and not dtype.widened:
             self.work = out.data.flat
         else:
             memory = self.scratch.take("work", source.data.size * dtype.accumulate.itemsize)
@@ -165,7 +165,8 @@ class Execution:
         if chunks.place is Place.WORK and Place.WORK not in self.regions:
             dtype = next(iter(self.regions.values())).data.dtype
             memory = self.scratch.take("work", self.work_starts[-1] * dtype.itemsize)
-            self.regions[Place.WORK] = Region(Buffer(memory.view(dtype.storage), dtype), self.work_starts)
+            sizes = [last - first for first, last in pairwise(self.work_starts)]
+            self.regions[Place.WORK] = whole(Buffer(memory.view(dtype.storage), dtype), sizes)
         return self.regions[chunks.place].part(chunks)
 
     def _partial(self, number: int) -> Array:

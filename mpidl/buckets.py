@@ -103,11 +103,13 @@ def assign(
 
 
 def by_rank(comm: Communicator, operation: str) -> str:
-    """The algorithm that adds in the order of ranks, if the ranks share memory, so that no cut changes a bit.
+    """The algorithm that adds in the order of ranks, if ranks share memory on every node, so that no cut changes a bit.
 
-    MPI's own reductions, which "auto" takes for small buffers, add in an order that depends on the size.
+    MPI's own reductions, which "auto" takes for small buffers, add in an order that depends on the size. Over several
+    nodes it also sends the fewest bytes between them.
     """
-    return "symmetric" if "symmetric" in comm.algorithms(operation) else "auto"
+    offered = comm.algorithms(operation)
+    return next((name for name in ("symmetric", "hierarchical") if name in offered), "auto")
 
 
 def place_of(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

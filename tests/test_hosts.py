@@ -105,3 +105,45 @@ def test_a_rank_on_another_host_that_is_stopped_inside_an_operation_is_named() -
     assert done.returncode != 0
     assert re.search(r" of 4 has waited [23] s in all_reduce \(operation ", done.stderr), done.stderr
     assert re.search(r"silent for \d s, as if stopped or gone: rank 3\n", done.stderr), done.stderr
+
+
+PARTS = """
+import numpy as np, torch
+from collectives import Communicator
+comm = Communicator()
+total = 1_500_007  # several segments
+for dtype in (torch.float32, torch.bfloat16, torch.int32):
+    for counts in ([total // 4] * 4, [total, 0, 3, 700_001], [0, 0, 0, 0]):
+        mine = slice(sum(counts[: comm.rank]), sum(counts[: comm.rank + 1]))
+        values = [torch.randn(sum(counts), generator=torch.Generator().manual_seed(r)) * 100 for r in range(4)]
+        values = [v.to(dtype) for v in values]
+        for op in ("sum", "max") + ("avg",) * dtype.is_floating_point:
+            expected = values[comm.rank].clone()
+            comm.all_reduce(expected, op, algorithm="hierarchical")
+            for symmetric in (True, False, comm.rank != 1):  # of all, of none, of all but one
+                x = torch.empty(sum(counts), dtype=dtype)
+                flat = comm.empty(sum(counts), dtype)
+                x = flat if symmetric else x
+                x.copy_(values[comm.rank])
+                for out in (torch.empty(counts[comm.rank], dtype=dtype), x[mine]):
+                    comm.reduce_scatter(out, x, op, counts=counts, algorithm="hierarchical")
+                    assert torch.equal(out, expected[mine]), (dtype, counts, op, symmetric)
+            for shared in (True, False):
+                pages = comm.pages(max(1, expected.nbytes), shared=shared)
+                whole = pages.tensor(0, sum(counts), dtype)
+                comm.all_gather(whole, expected[mine].clone(), counts=counts, algorithm="hierarchical")
+                assert torch.equal(whole, expected), (dtype, counts, shared)
+                comm.barrier()
+print("rank", comm.rank, "is right")
+"""
+
+
+@pytest.mark.limit(90)
+def test_parts_of_all_sizes_are_those_of_the_all_reduce_bit_by_bit() -> None:
+    obstacle = hosts.obstacle()
+    if obstacle:
+        pytest.skip(f"no test hosts: {obstacle}")
+    command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", "-c", PARTS]
+    done = launch.run(command, 80, launch.ROOT, launch.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is right") == 4, done.stdout + done.stderr

@@ -38,6 +38,7 @@ from ..scratch import Scratch
 from ..symmetric.meeting import Entry, Meeting, Meetings
 from ..symmetric.shared_memory import Allocator, SharedMemory
 from ..topology import Topology
+from .contributions import add
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -166,13 +167,7 @@ class PipelinedAllReduce:
         contributions[self._node] = self._partial(run, segment, stop - start)[mine]
         wait_all(run.parts.pop(segment))
         out = result[mine]
-        accumulated = contributions[0]
-        for node in range(1, self._nodes):
-            last = node == self._nodes - 1 and not run.x.dtype.widened
-            target = out if last else contributions[0]
-            run.op.pair(accumulated, contributions[node], target)
-            accumulated = target
-        run.op.finish(accumulated, self._nodes * self._ranks, Buffer(out, run.x.dtype))
+        add(run.op, contributions, Buffer(out, run.x.dtype), self._nodes * self._ranks)
         requests = run.finished[segment] = []
         if not self._is_whole(run, stop - start):
             requests += [

@@ -8,74 +8,62 @@
                     1 <------- ring ------------------> 3             all-reduce of slice 1, at the same time
         3           0 <-symmetric-> 1       2 <-symmetric-> 3         all-gather inside the node
 
-It needs as many ranks on every node, numbered node by node (`Topology.regular`).
+All-reduce and reduce-scatter do all of it at once, segment by segment. It needs as many ranks on every node, numbered
+node by node (`Topology.regular`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-
-import numpy as np
+from itertools import accumulate, pairwise
 
 from .. import algorithms
 from ..buffers import Buffer
-from ..executor import Execution, single, whole
+from ..executor import Execution, Region, single, whole
 from ..partition import even_counts
-from ..reduction import Reduction, rest_of
+from ..reduction import Reduction
 from ..schedule import Place
 from ..scratch import Scratch
 from ..symmetric import Symmetric
+from ..symmetric.shared_memory import Allocator
 from ..topology import Topology
 from .all_reduce import PipelinedAllReduce
+from .reduce_scatter import PipelinedReduceScatter
 
 
 class Hierarchy:
     """The two levels of one group."""
 
-    def __init__(self, place: Topology, symmetric: Symmetric, all_reduce: PipelinedAllReduce, scratch: Scratch) -> None:
+    def __init__(self, place: Topology, symmetric: Symmetric, allocator: Allocator, scratch: Scratch) -> None:
         self._place = place
         self._node = symmetric
-        self._all_reduce = all_reduce
+        self._all_reduce = PipelinedAllReduce(place, symmetric.meetings, allocator, scratch)
+        self._reduce_scatter = PipelinedReduceScatter(place, symmetric.meetings, allocator, scratch)
         self._across = place.across
         self._scratch = scratch
-        self._ranks = place.local_size * place.nodes
 
     def all_reduce(self, x: Buffer, op: Reduction) -> None:
         """Bitwise equal on all ranks."""
         self._all_reduce.run(x, op)
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
-        """Inside the node for every node in turn, then between nodes the parts of this local rank."""
-        inner = Reduction("sum") if op.name == "avg" else op
-        local, nodes, me = self._place.local_size, self._place.nodes, self._place.local_rank
-        mine = [counts[node * local + me] for node in range(nodes)]
-        memory = self._scratch.take("levels", sum(mine) * x.dtype.itemsize).view(x.dtype.storage)
-        partial = whole(Buffer(memory, x.dtype), mine)
-        starts = (0, *accumulate(counts))
-        for node, (low, high) in enumerate(partial.ranges()):
-            part = x.part(starts[node * local], starts[(node + 1) * local])
-            here = counts[node * local : (node + 1) * local]
-            target = partial.data.part(low, high)
-            self._node.reduce_scatter(target, part, inner, here)()
-        schedule = algorithms.schedule("reduce_scatter", "ring", nodes)
-        regions = {Place.IN: partial, Place.OUT: single(out, self._across.Get_rank(), nodes)}
-        Execution(self._across, schedule, regions, mine, self._scratch, rest_of(op)).run()
-        self._average(out, op)
+        """The same bits as those of `all_reduce`."""
+        self._reduce_scatter.run(out, x, op, counts)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
-        """Between nodes the parts of this local rank, then inside the node the parts of each node."""
+        """Between nodes the parts of this local rank, straight into out; then inside the node the parts of each."""
         local, nodes, me = self._place.local_size, self._place.nodes, self._place.local_rank
-        mine = [counts[node * local + me] for node in range(nodes)]
-        memory = self._scratch.take("levels", sum(mine) * x.dtype.itemsize).view(x.dtype.storage)
-        gathered = whole(Buffer(memory, x.dtype), mine)
+        parts = list(pairwise((0, *accumulate(counts))))
+        mine = parts[me::local]
+        # Where out is one memory for the ranks of the node, none may write into it before all have come.
+        self._node.meetings.barrier()
         schedule = algorithms.schedule("all_gather", "ring", nodes)
-        regions = {Place.IN: single(x, self._across.Get_rank(), nodes), Place.OUT: gathered}
-        Execution(self._across, schedule, regions, mine, self._scratch).run()
-        starts = (0, *accumulate(counts))
-        for node, (low, high) in enumerate(gathered.ranges()):
-            part = out.part(starts[node * local], starts[(node + 1) * local])
-            self._gather_node(part, gathered.data.part(low, high), counts[node * local : (node + 1) * local])
+        regions = {Place.IN: single(x, self._across.Get_rank(), nodes), Place.OUT: Region(out, tuple(mine))}
+        Execution(self._across, schedule, regions, counts[me::local], self._scratch).run()
+        for node in range(nodes):
+            first, last = parts[node * local][0], parts[(node + 1) * local - 1][1]
+            here = counts[node * local : (node + 1) * local]
+            self._node.all_gather(out.part(first, last), out.part(*mine[node]), here)()
 
     def broadcast(self, x: Buffer, root: int) -> None:
         """Between nodes from the root to its peers, then inside each node from that local rank."""
@@ -86,14 +74,3 @@ class Hierarchy:
             parts = even_counts(x.size, schedule.chunks)
             Execution(self._across, schedule, {Place.OUT: whole(x, parts)}, parts, self._scratch).run()
         self._node.broadcast(x, source)()
-
-    def _gather_node(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
-        self._node.all_gather(out, x, counts)()
-
-    def _average(self, data: Buffer, op: Reduction) -> None:
-        if op.name != "avg":
-            return
-        if data.dtype.widened:
-            data.as_torch().div_(self._ranks)
-        else:
-            np.divide(data.flat, self._ranks, out=data.flat)

@@ -157,9 +157,7 @@ class GradientShards:
         self._rotating = rotating
         self.counted = {"reductions": 0, "reduced_bytes": 0}
         self._of: dict[GradientBucket, _Gradients] = {}
-        # Over several nodes the one that sends the fewest bytes between them.
-        across = "hierarchical" in self._comm.algorithms("reduce_scatter")
-        self._algorithm = "hierarchical" if across else by_rank(self._comm, "reduce_scatter")
+        self._algorithm = by_rank(self._comm, "reduce_scatter")
         self._flying: deque[_Gradients] = deque()
         buckets = self._make(groups)
         self._lasting = buckets[len(buckets) - lasting :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -13,19 +12,36 @@ from tests import hosts
 from tests.harness import launch
 
 JOB = Path(__file__).with_name("job_zero_hosts.py")
+PEAK = Path(__file__).with_name("job_zero_peak.py")
 STEPS = 3
+
+
+def run(number: int, ranks: int, *arguments: str, **variables: str) -> str:
+    """What a Python program prints that runs on so many hosts with so many ranks each."""
+    obstacle = hosts.obstacle()
+    if obstacle:
+        pytest.skip(f"no test hosts: {obstacle}")
+    layout = ["--hosts", str(number), "--ranks-per-host", str(ranks)]
+    environment = launch.environment(PYTHONPATH=str(launch.ROOT), **variables)
+    command = [sys.executable, hosts.__file__, *layout, "--", "python", *arguments]
+    done = launch.run(command, 100, launch.ROOT, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def over_hosts(*arguments: str) -> list[dict]:
     """Each host's report."""
-    obstacle = hosts.obstacle()
-    if obstacle:
-        pytest.skip(f"no test hosts: {obstacle}")
-    command = [sys.executable, hosts.__file__, "--hosts", "2", "--ranks-per-host", "2", "--", "python", str(JOB)]
-    environment = launch.environment(PYTHONPATH=str(launch.ROOT))
-    done = launch.run([*command, str(STEPS), *arguments], 100, launch.ROOT, environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(report) for report in re.findall(r"{[^{}]*}", done.stdout)]
+    return reports(JOB, str(STEPS), *arguments)
+
+
+def reports(job: Path, *arguments: str, **variables: str) -> list[dict]:
+    """What ranks of two hosts with two ranks each print."""
+    printed, text = [], run(2, 2, str(job), *arguments, **variables).strip()  # ranks' lines may stand on one
+    while text:
+        report, end = json.JSONDecoder().raw_decode(text)
+        printed.append(report)
+        text = text[end:].lstrip()
+    return printed
 
 
 @pytest.mark.limit(120)
@@ -79,3 +95,36 @@ def test_a_checkpoint_of_offloaded_state_goes_on_over_hosts(group: str, tmp_path
     total = sum(path.stat().st_size for path in tmp_path.glob("step-*/*.safetensors"))
     values = sum(reports[0]["block_bytes"]) + reports[0]["own_bytes"]
     assert total == pytest.approx(3 * values, rel=0.02)  # with Adam's states: nothing twice
+
+
+@pytest.mark.limit(120)
+def test_three_units_are_whole_at_a_time() -> None:
+    """A host's shared memory: its ranks' shards, three units, and of each rank buffers for three units' gradients.
+
+    Where units stay whole from forward to backward it is all of them, as the same look shows. A rank's own memory is
+    that of its reduced gradients, with what operations use and, of one weight, the gradient that autograd makes.
+    """
+    ranks, per_host = 4, 2
+    found = reports(PEAK, MALLOC_MMAP_THRESHOLD_="65536")
+    assert len(found) == ranks
+    for report in found:
+        unit, units = report["unit"], report["units"]
+        shards = units * unit / ranks
+        built = per_host * (shards + 3 * unit)
+        for name, whole in (("lets go", 3), ("keeps", units)):
+            peaks = report[name]
+            assert peaks["built"]["shared"] == pytest.approx(built, abs=1), name
+            assert peaks["evaluation"]["shared"] == pytest.approx(built + 3 * unit, abs=1), name
+            assert peaks["training"]["shared"] == pytest.approx(built + whole * unit, abs=1), name
+            assert peaks["evaluation"]["own"] < unit, name
+            assert peaks["training"]["own"] < shards + 1.5 * unit, name
+
+
+@pytest.mark.thorough("3 hosts of 1")
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("layout", ["3 hosts of 1", "2 hosts of 2"])
+def test_engines_give_the_same_bits_over_hosts(layout: str) -> None:
+    number, _, _, ranks = layout.split()
+    bits = Path(__file__).with_name("test_zero_bits.py")
+    options = ("-q", "--only-mpi", "-k", "test_every_engine and (AdamW or SGD)")
+    assert " passed" in run(int(number), int(ranks), "-m", "pytest", *options, str(bits))
