@@ -48,13 +48,36 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def reaches(parameter: torch.Tensor) -> bool:
+    """Within a backward pass: whether it adds to the parameter's gradient, as far as the graph tells (`is_opaque`)."""
+    return _will_run(_accumulator(parameter))
+
+
+def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the graph behind these has a function of Python's.
+
+    Its backward may start passes of its own, as re-entrant activation checkpoints do, to parameters not in this graph.
+    """
+    seen: set[Any] = set()
+    pending = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        if isinstance(current, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(current)
+        pending += [following for following, _ in current.next_functions]
+    return False
+
+
 def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> bool:
     """Within a backward pass that came by these nodes of the graph: whether it goes to any of the parameters.
 
     It does not for torch.autograd.grad to inputs or activations. Where the pass reaches no parameter on this rank at
     all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind.
     """
-    if any(_will_run(_accumulator(p)) for p in parameters):
+    if any(reaches(p) for p in parameters):
         return True
     seen: set[Any] = set()
     pending = list(nodes)

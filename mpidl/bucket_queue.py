@@ -105,6 +105,10 @@ class BucketQueue:
             while self._next < len(self.buckets) and all(self.buckets[self._next].ready):
                 self._start(self.buckets[self._next])
 
+    def mark_missing(self, parameter: torch.nn.Parameter) -> None:
+        """The pass under way will not reach the parameter."""
+        self.mark_ready(*self._places[parameter])
+
     def _start(self, bucket: GradientBucket) -> None:
         self._next += 1
         bucket.launched = True

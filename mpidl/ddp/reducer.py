@@ -22,7 +22,7 @@ import torch
 from collectives import Communicator
 from collectives.cuda.place import Place
 
-from ..backward import BackwardWatch, goes_to
+from ..backward import BackwardWatch, goes_to, is_opaque, reaches, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import MIB, GradientBucket, assign
 from ..consistency import check_models_agree
@@ -81,6 +81,8 @@ class Reducer:
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
+        self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
+        self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
         self._trains: list[bool] = []
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
@@ -96,7 +98,7 @@ class Reducer:
         )
         self.queue.hold = static_graph
         watch.concerns = self.reached_from
-        watch.at_begin += [self._refuse_double_backward, self._begin_round]
+        watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached]
         watch.at_abandon.append(self._abandon)
         self._start_anew()
 
@@ -174,7 +176,25 @@ class Reducer:
 
     def reached_from(self, nodes: Sequence[Any]) -> bool:
         """Within a backward pass that came by these nodes: whether it goes to the parameters."""
-        return goes_to(self._trained, nodes)
+        concerned = goes_to(self._trained, nodes)
+        if concerned and self._looks_for_unused and not self._opaque:
+            self._unreached = [p for p in self._trained if not reaches(p)]
+        return concerned
+
+    @property
+    def _looks_for_unused(self) -> bool:
+        return self._find_unused and not self._static_graph and self.queue.synchronise
+
+    def after_forward(self, output: Any) -> None:
+        """To be called with what a forward pass gives."""
+        if self._looks_for_unused and not self._opaque and torch.is_grad_enabled():
+            self._opaque = is_opaque(tensors_with_gradient(output))
+
+    def _mark_unreached(self) -> None:
+        """Buckets need not wait for parameters that the pass will not reach."""
+        unreached, self._unreached = self._unreached, []
+        for p in unreached:
+            self.queue.mark_missing(p)
 
     def _begin_round(self) -> None:
         if self.rounds is not None and self.queue.synchronise:
@@ -260,7 +280,7 @@ class Reducer:
         self._results.append((bucket, handle))
 
     def _finish(self) -> None:
-        results, self._results = self._results, []
+        results, self._results, self._opaque = self._results, [], False
         reached, wrong = self._agreed()
         for bucket, handle in results:
             assert bucket.flat is not None
@@ -294,7 +314,7 @@ class Reducer:
 
     def _abandon(self) -> None:
         """An exception cut the pass short: what was launched on all ranks is waited for."""
-        results, self._results = self._results, []
+        results, self._results, self._opaque = self._results, [], False
         for _, handle in results:
             handle.wait()
         self._kept = {}

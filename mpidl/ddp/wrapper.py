@@ -168,6 +168,7 @@ class DistributedDataParallel(torch.nn.Module):
         output = self.module(*args, **kwargs)
         if self._reducer is not None:
             self._watch.after_forward(output)
+            self._reducer.after_forward(output)
         return output
 
     def _before_synchronised_forward(self, reducer: Reducer) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mpidl
 from mpidl.buckets import MIB
@@ -129,6 +130,38 @@ def test_buckets_are_launched_in_order_while_gradients_still_come(comm) -> None:
         last_gradient = max(place for place, (kind, _) in enumerate(events) if kind == "gradient")
         assert events.index(("launch", 0)) < last_gradient
         assert len({tuple(order) for order in mpidl.all_gather_object(comm, launches)}) == 1
+
+
+class Partly(nn.Module):
+    """The last layer is not used; the second may be in a re-entrant checkpoint, which the graph does not show."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.hidden = hidden
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers[0](x))
+        x = checkpoint(self.layers[1], x, use_reentrant=True) if self.hidden else self.layers[1](x)
+        return (x - y).square().sum()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_no_bucket_waits_for_what_the_graph_does_not_reach(comm, hidden: bool) -> None:
+    model = fresh(lambda: Partly(hidden))
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-6, find_unused_parameters=True)
+    x, y = torch.ones(2, 4) + comm.rank, torch.zeros(2, 4)
+    for _ in range(2):
+        model.zero_grad()
+        events = events_of_a_pass(comm, wrapped, x, y)
+        unused = [("launch", 0), ("launch", 1)]  # the last layer's bias and weight
+        assert (events[-6:-4] if hidden else events[:2]) == unused, events
+    alone = fresh(lambda: Partly(False))
+    sum(alone(torch.ones(2, 4) + rank, y) for rank in range(comm.size)).div(comm.size).backward()
+    for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
+        assert (expected.grad is None) == (found.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad)
 
 
 class Backwards(nn.Module):
