@@ -22,7 +22,7 @@ HAS_ADVICE = hasattr(mmap, "MADV_REMOVE")
 def test_pages_are_reserved_filled_discarded_and_filled_again(comm, shared: bool) -> None:
     pages = comm.pages(2 * SIZE * 4, shared=shared)
     first, second = pages.tensor(0, SIZE, torch.float32), pages.tensor(SIZE * 4, SIZE, torch.float32)
-    assert pages.shared == comm.is_shared(first) == (shared and comm.size > 1)
+    assert pages.shared == comm.is_shared(first) == (shared and comm.local_size > 1)
     own = torch.full((SIZE,), float(comm.rank + 1)).tensor_split(comm.size)[comm.rank]
     expected = torch.cat([part.fill_(r + 1.0) for r, part in enumerate(torch.empty(SIZE).tensor_split(comm.size))])
     writer = not pages.shared or comm.local_rank == 0  # of each node
@@ -45,7 +45,7 @@ def test_pages_are_reserved_filled_discarded_and_filled_again(comm, shared: bool
 @pytest.mark.skipif(not HAS_ADVICE, reason="the system cannot take pages back")
 def test_discarded_pages_are_free_for_others(comm) -> None:
     """Counted in the file itself: other programs use the file system, too."""
-    if comm.size == 1:
+    if comm.local_size == 1:
         assert comm.pages(10).shared is False
         return
     pages = comm.pages(SIZE)
