@@ -19,15 +19,19 @@ from torch.utils._pytree import tree_flatten
 
 
 def tensors_with_gradient(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside any nest of lists, tuples, mappings and objects through which gradients flow."""
+    """Those of `tensors_in` through which gradients flow."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside any nest of lists, tuples, mappings and objects."""
     yield from _search(value, set())
 
 
 def _search(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     for leaf in tree_flatten(value)[0]:
         if torch.is_tensor(leaf):
-            if leaf.requires_grad:
-                yield leaf
+            yield leaf
         elif id(leaf) not in seen:
             seen.add(id(leaf))
             if isinstance(leaf, Mapping):
@@ -50,7 +54,7 @@ def inside_transform() -> bool:
 
 def reaches(parameter: torch.Tensor) -> bool:
     """Within a backward pass: whether it adds to the parameter's gradient, as far as the graph tells (`is_opaque`)."""
-    return _will_run(_accumulator(parameter))
+    return parameter.requires_grad and _will_run(_accumulator(parameter))
 
 
 def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:

@@ -59,6 +59,11 @@ class FlatParameters:
         places = zip(self._parameters, self.layout.offsets, strict=True)
         return {p: start + offset * each if p.numel() else 0 for p, offset in places}
 
+    def covers(self, address: int) -> bool:
+        """Whether it is one of a byte of `whole`."""
+        start = self._pages.place(self._start)
+        return start <= address < start + self.nbytes
+
     @property
     def nbytes(self) -> int:
         """Of all parameters, with the padding."""
@@ -155,6 +160,12 @@ class GatheredUnit:
         if self._reserves:
             for flat in self.flats:
                 flat.discard()
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the whole parameters, and no parameter itself."""
+        if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+            return False
+        return any(flat.covers(tensor.data_ptr()) for flat in self.flats)
 
     def hold(self, watched: bool = False) -> None:
         """To be called when it is whole. watched: for a use outside its module."""

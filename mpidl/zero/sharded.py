@@ -26,7 +26,7 @@ from collectives.cuda.place import HOST, Place
 from collectives.positions import listing
 
 from .. import lanes
-from ..backward import BackwardWatch, inside_backward, tensors_with_gradient
+from ..backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
 from ..compiling import uncompiled
 from ..errors import TrainingError
 from .gathered_unit import Call, GatheredUnit
@@ -118,6 +118,10 @@ class ShardedParameters:
             module.register_forward_pre_hook(self._before_forward(unit), prepend=first, with_kwargs=True),
             module.register_forward_hook(self._after_forward(unit), always_call=True, with_kwargs=True),
         ]
+        own = {p for flat in unit.flats for p in flat.shard.parameters}
+        for part in module.modules() if first else ():
+            if part is not module and any(p in own for p in part.parameters(recurse=False)):
+                self._handles.append(part.register_forward_hook(self._after_part_of(unit)))
         for flat in unit.flats:
             for p in flat.shard.parameters if flat.shard.trains else []:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient(unit)))
@@ -182,12 +186,36 @@ class ShardedParameters:
                 for tensor in tensors_with_gradient(output):
                     call.watch_output(tensor)
                 self._leaves += call.leaves
+            if not inside_transform():  # whose tensors have no memory
+                unit.kept |= any(unit.shares(tensor) for tensor in tensors_in(output))
             if self._watch.active or inside_backward():
                 return
             if unit is self._root and not training:
                 self._end_pass()
             elif unit is not self._root and (self._reshards or not training):
                 self._let_go(unit)
+
+        return hook
+
+    def _after_part_of(self, unit: GatheredUnit) -> Callable[..., None]:
+        """Gradients may come to a unit by other ways than its outputs: attributes, other modules' hooks, containers.
+
+        Nor do they come by an output that is a view, once somebody has written into it.
+        """
+        where, which = weakref.ref(self), weakref.ref(unit)
+
+        def gradient_arrives(_: torch.Tensor) -> None:
+            alive, of = where(), which()
+            if alive is not None and of is not None and not of.held:
+                alive._use(of)
+                of.kept = of.frozen  # of which nobody tells when it is through
+
+        @torch.compiler.disable
+        def hook(part: torch.nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                for tensor in tensors_with_gradient(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(gradient_arrives)
 
         return hook
 
@@ -198,10 +226,20 @@ class ShardedParameters:
         def hook(parameter: torch.Tensor) -> None:
             alive, of = where(), which()
             if alive is not None and of is not None:
+                alive._check_held(of, parameter)  # type: ignore[arg-type]
                 of.arrived.add(parameter)  # type: ignore[arg-type]
                 alive._let_go_if_through(of)
 
         return hook
+
+    def _check_held(self, unit: GatheredUnit, parameter: torch.nn.Parameter) -> None:
+        """What led to the parameter's gradient has read the unit's weights."""
+        if not unit.held:
+            raise TrainingError(
+                f"{self._names[parameter]}: its gradient comes from a result of {unit.name} that neither that unit nor "
+                "a module in it has returned, so that nobody has gathered its weights for it; return the result, "
+                "compute it in a module of its own, or set reshard_after_forward=False"
+            )
 
     def _touched(self, parameter: torch.nn.Parameter, function: str) -> Callable[[], None]:
         """A parameter is about to be used outside its unit's forward pass; in a pass, or the loss that follows it.
