@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,42 @@ def prototype(
     for group in made.param_groups:
         _refuse_differentiable(group)
     return made
+
+
+def check_elementwise(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    offloaded: bool,
+) -> None:
+    """Refuses a class, of which nothing is known, if a step on a parameter is not one on its parts.
+
+    offloaded: refuses also what notes anything in its groups, as there are several of it then.
+    """
+    if optimizer_class.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+        return
+    results, noted = [], set()
+    for sizes in ((4,), (1, 3)):
+        parts = [torch.nn.Parameter(part) for part in torch.linspace(-1.0, 2.0, 4).split(sizes)]
+        made = optimizer_class([{**groups[0], "params": parts}], **settings)
+        before = dict(made.param_groups[0])
+        for gradient in (torch.tensor([0.5, -1.0, 3.0, 0.25]), torch.tensor([-0.5, 2.0, 1.0, -4.0])):
+            for part, values in zip(parts, gradient.split(sizes), strict=True):
+                part.grad = values.clone()
+            with suppress(Exception):  # of what it would need besides; it is for the step to say
+                made.step()
+        results.append(torch.cat([part.detach() for part in parts]))
+        noted |= {name for name, value in comparable(made.param_groups[0]).items() if before.get(name) != value}
+    name = optimizer_class.__name__
+    if not torch.allclose(results[0], results[1], rtol=1e-4, atol=1e-6):
+        raise ConfigurationError(
+            f"optimizer_class: {name} cannot be sharded: a step on a whole parameter differs from steps on its parts"
+        )
+    if noted and offloaded:
+        raise ConfigurationError(
+            f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and there would be several "
+            "of it: needs offload=None"
+        )
 
 
 def try_group(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:

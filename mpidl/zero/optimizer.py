@@ -135,6 +135,8 @@ class ZeroOptimizer(StatefulOptimizer):
         check_settings_agree(self._comm, "units", {"names": [unit.name for unit in chosen]})
         check_settings_agree(self._comm, "params", arguments.outline(model, groups))
         self._prototype = check_everywhere(self._comm, lambda: arguments.prototype(optimizer_class, groups, kwargs))
+        away = elsewhere is not None
+        check_everywhere(self._comm, lambda: arguments.check_elementwise(optimizer_class, groups, kwargs, away))
         halves = conversion.precision.param_dtype is not None
         self._offloaded = None
         if elsewhere is not None:
@@ -317,7 +319,7 @@ class ZeroOptimizer(StatefulOptimizer):
         were changed other than by a step, inside `gathered` or by loading.
         """
         self._place.refuse_capture("ZeroOptimizer.step")
-        problem = self._guard.problem(self._slices)
+        problem = self._guard.problem(self._slices) or self._foreign_gradient()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -327,10 +329,23 @@ class ZeroOptimizer(StatefulOptimizer):
             inner.update({key: value for key, value in mine.items() if key != "params"})
         self._attach_gradients(problem)
         self._inner.step()
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
         for part in self._slices.values():
             part.write_back()
         self._parameters.after_step()
         return loss
+
+    def _foreign_gradient(self) -> str | None:
+        """What is wrong with a `.grad` that somebody has set, as those of backward passes are taken away."""
+        found = next((p for p in self._slices if p.grad is not None), None)
+        if found is None:
+            return None
+        name = next(name for name, p in self._model.named_parameters() if p is found)
+        return (
+            f"{name}: its .grad was set otherwise than by a backward pass, and a step takes the reduced gradients of "
+            "those alone; set it to None"
+        )
 
     def _attach_gradients(self, problem: str | None) -> None:
         """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.

@@ -25,6 +25,29 @@ def linear() -> nn.Module:
     return nn.Linear(3, 3)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as schedule-free ones do."""
+
+    def __init__(self, params: list, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.change(p.grad), alpha=group["lr"] / group["k"])
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Normalised(Counting):
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
 def sets(model: nn.Module) -> list[dict]:
     return [{"params": set(model.parameters())}]
 
@@ -46,6 +69,14 @@ WRONG = {
     "a kind of LBFGS": (
         {"optimizer_class": LimitedMemory},
         "LimitedMemory, a kind of LBFGS, cannot be sharded: it works on the whole",
+    ),
+    "a class of one's own that looks at whole parameters": (
+        {"optimizer_class": Normalised},
+        "Normalised cannot be sharded: a step on a whole parameter differs",
+    ),
+    "one that counts in its groups, offloaded": (
+        {"optimizer_class": Counting, "offload": "cpu"},
+        "offload: Counting changes k of its groups in a step",
     ),
     "no optimizer": ({"optimizer_class": nn.Linear}, "optimizer_class: got .*; needs a torch.optim class"),
     "foreign parameters": ({"params": [{"params": [nn.Parameter(torch.ones(2))]}]}, "no parameter of the model"),
@@ -357,4 +388,34 @@ def test_refused_units_leave_a_larger_model_as_it_was(comm) -> None:
     assert picture(model) == before
     optimizer = build(model, comm, offload="disk", precision=mpidl.Precision(torch.bfloat16))
     model(*sequences(0, 0)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_an_optimizer_notes_in_its_groups_stays(comm, stage: int) -> None:
+    torch.manual_seed(0)
+    plain, model = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.load_state_dict(plain.state_dict())
+    judge = Counting(list(plain.parameters()), lr=0.5)
+    optimizer = build(model, comm, optimizer_class=Counting, stage=stage, lr=0.5)
+    for number in range(3):
+        for m, o in ((plain, judge), (model, optimizer)):
+            m(torch.full((1, 3), number + 1.0)).square().sum().backward()
+            o.step()
+            o.zero_grad()
+    assert [group["k"] for group in optimizer.param_groups] == [3]
+    weights = optimizer.model_state_dict()
+    if comm.rank == 0:
+        torch.testing.assert_close(weights["weight"], plain.weight.detach())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_somebody_has_set_is_refused_on_every_rank(comm, stage: int) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = build(model, comm, stage=stage)
+    if comm.rank == comm.size - 1:
+        model.bias.grad = torch.ones(3)
+    with pytest.raises(mpidl.TrainingError, match=r"bias: its \.grad was set otherwise than by a backward pass"):
+        optimizer.step()
+    optimizer.zero_grad()
     optimizer.step()
