@@ -148,11 +148,11 @@ def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, standin:
         standin.fill(y, torch.ones(1000))
         comm.all_reduce(y)
         z = comm.shared(1000, np.float32, device=on(standin))
-        if comm.rank % 2:
+        if comm.local_rank % 2:
             mine = y.data_ptr()
             del y, z
             comm.all_reduce(x)  # sweeps
-            assert mine in standin._maps, "rank 0 has it open still"
+            assert mine in standin._maps, "the first rank of the node has it open still"
         else:
             comm.all_reduce(x)
             assert (standin.get(y) == comm.size).all()
