@@ -56,9 +56,8 @@ def checkpoint_modules(
 ) -> CheckpointedModules:
     """Checkpoints modules of a model in place, before or after an engine takes the model.
 
-    modules: module classes, or a function of a module; by default the blocks of the model: each entry of every
-        `torch.nn.ModuleList` or `Sequential` of two or more modules of one class. Of modules inside each other the
-        outermost.
+    modules: module classes, or a function of a module; by default the blocks of the model, as `zero.units.cut` finds
+        them. Of modules inside each other the outermost.
     every: of those, in the model's order, each so-manieth, beginning with the first; the others keep their insides.
     store: where the inputs lie until backward; by default wherever they are.
     options: torch.utils.checkpoint's, as `checkpoint` takes them.

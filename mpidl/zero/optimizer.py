@@ -48,7 +48,7 @@ from .slices import Slice
 from .stateful import StatefulOptimizer
 from .traffic import Traffic
 from .unfreeze import added_group, thawed
-from .units import Unit, UnitRule, cut, flat_groups
+from .units import Unit, UnitRule, cut, flat_groups, warn_of_rest
 from .unwrapping import make_whole
 
 _COPIES = ("__deepcopy__", "__reduce_ex__")
@@ -131,7 +131,7 @@ class ZeroOptimizer(StatefulOptimizer):
         conversion = check_everywhere(self._comm, lambda: Conversion.of(model, precision))
         check_settings_agree(self._comm, "precision", conversion.settings())
         plan = check_everywhere(self._comm, lambda: Construction.of(model, init_fn, weights, self._place.device))
-        chosen = check_everywhere(self._comm, lambda: cut(model, units)) if stage == 3 else []
+        chosen = check_everywhere(self._comm, lambda: cut(model, units))
         check_settings_agree(self._comm, "units", {"names": [unit.name for unit in chosen]})
         check_settings_agree(self._comm, "params", arguments.outline(model, groups))
         self._prototype = check_everywhere(self._comm, lambda: arguments.prototype(optimizer_class, groups, kwargs))
@@ -207,6 +207,8 @@ class ZeroOptimizer(StatefulOptimizer):
         self.state = self._inner.state
         self._guard = WeightGuard(self, model, names, self._parameters)
         self._guard.watch(self._slices)
+        if stage == 3 and units is None and self._comm.rank == 0 and self._group.shards.size > 1:
+            warn_of_rest(chosen, stacklevel=2)
 
     def _cut_parameters(
         self, units: list[Unit], share_in_node: bool, reshard_after_forward: bool

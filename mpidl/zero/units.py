@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
 from ..errors import ConfigurationError
+from .arguments import plain
 
 _MARK = "_mpidl_unit"
+_LARGE = 4_000_000  # parameters
+_Lists = torch.nn.ModuleList | torch.nn.ModuleDict  # modules without a forward pass
 Module = TypeVar("Module", bound=torch.nn.Module)
 UnitRule = Callable[[torch.nn.Module], bool] | Iterable[type[torch.nn.Module]] | None
 
@@ -34,11 +39,16 @@ def cut(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
     """The model's units in the order of its modules; the last one is the model itself, with what is left.
 
     rule: which modules are units, beside those marked by `unit`: module classes, or a function of a module. By default
-    none where any is marked, else each entry of every `torch.nn.ModuleList` or `Sequential` of two or more modules of
-    one class (the blocks of a transformer). A unit inside a unit belongs to the outer one. A parameter that several
-    units share, or a unit and a module outside, belongs to the lowest module with a forward pass that contains them
-    all, which becomes a unit around them.
+    none where any is marked, else the blocks of the model: each entry of every `torch.nn.ModuleList` or `ModuleDict` in
+    which two or more modules, compiled or not, are of one class and have modules inside, and of every `Sequential` in
+    which all are. A unit inside a unit belongs to the outer one. A parameter that several units share, or a unit and a
+    module outside, belongs to the lowest module with a forward pass that contains them all, which becomes a unit around
+    them. Raises ConfigurationError for classes of which the model has no module.
     """
+    if rule is not None and not _is_function(rule):
+        rule = _classes(rule, "units")
+        if not any(isinstance(module, rule) for module in model.modules()):
+            raise ConfigurationError(f"units: got {rule!r}; needs classes of modules that the model has")
     within = set(chosen(model, rule).values())
     owners = {p: _owner(model, within, paths) for p, paths in _paths(model).items()}
     units = []
@@ -47,6 +57,21 @@ def cut(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
         if own:
             units.append(Unit(name, module, own))
     return [*units, Unit("", model, tuple(p for p, owner in owners.items() if owner is model))]
+
+
+def warn_of_rest(units: Sequence[Unit], stacklevel: int) -> None:
+    """RuntimeWarning where most of a large model, embeddings aside, is in its last unit, the model's own."""
+    model = units[-1].module
+    tables = {p for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()}
+    rest = sum(p.numel() for p in units[-1].parameters if p not in tables)
+    every = sum(p.numel() for p in model.parameters())
+    if every >= _LARGE and 2 * rest > every:
+        warnings.warn(
+            f"units: {rest / every:.0%} of the {every:,} parameters of {type(model).__name__} are in none, and whole "
+            "from the beginning of a pass to its end; name the classes of its blocks by units=",
+            RuntimeWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def flat_groups(units: Sequence[Unit]) -> list[list[torch.nn.Parameter]]:
@@ -70,8 +95,8 @@ def chosen(model: torch.nn.Module, rule: UnitRule, argument: str = "units") -> d
     if rule is None and marked:
         wanted = set()
     elif rule is None:
-        wanted = {id(child) for group in model.modules() if _repeats(group) for child in group.children()}
-    elif callable(rule) and not isinstance(rule, type | torch.nn.Module):
+        wanted = {id(block) for group in model.modules() for block in _blocks(group)}
+    elif _is_function(rule):
         wanted = {id(module) for module in model.modules() if rule(module)}
     else:
         classes = _classes(rule, argument)
@@ -82,6 +107,10 @@ def chosen(model: torch.nn.Module, rule: UnitRule, argument: str = "units") -> d
         if id(module) in wanted and module is not model and not inside:
             names[name] = module
     return names
+
+
+def _is_function(rule: object) -> TypeGuard[Callable[[torch.nn.Module], bool]]:
+    return callable(rule) and not isinstance(rule, type | torch.nn.Module)
 
 
 def _classes(rule: Any, argument: str) -> tuple[type[torch.nn.Module], ...]:
@@ -96,15 +125,27 @@ def _classes(rule: Any, argument: str) -> tuple[type[torch.nn.Module], ...]:
     raise ConfigurationError(f"{argument}: got {given}; needs module classes, or a function of a module")
 
 
-def _repeats(group: torch.nn.Module) -> bool:
-    """Whether a module is a list of modules that are all of one class and have children: a stack of blocks."""
-    children = list(group.children())
-    return (
-        isinstance(group, torch.nn.ModuleList | torch.nn.Sequential)
-        and len(children) > 1
-        and len({type(child) for child in children}) == 1
-        and any(True for child in children for _ in child.children())
-    )
+def _blocks(group: torch.nn.Module) -> list[torch.nn.Module]:
+    """The entries of a list of modules, if two of them are of one class and have modules inside; else none.
+
+    A Sequential, which may be any chain of layers, must have entries of that class alone.
+    """
+    if not isinstance(group, _Lists | torch.nn.Sequential):
+        return []
+    entries = list(_entries(group))
+    kinds = Counter(type(plain(entry)) for entry in entries)
+    stacked = {type(plain(entry)) for entry in entries if any(True for _ in plain(entry).children())}
+    chain = isinstance(group, torch.nn.Sequential)
+    return entries if any(kinds[kind] > 1 for kind in stacked) and not (chain and len(kinds) > 1) else []
+
+
+def _entries(group: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules in a list of modules, and those in the lists that a ModuleList holds."""
+    for child in group.children():
+        if not isinstance(child, _Lists):
+            yield child
+        elif isinstance(group, torch.nn.ModuleList):
+            yield from _entries(child)
 
 
 def _paths(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[list[torch.nn.Module]]]:
@@ -128,4 +169,4 @@ def _owner(
             return module
     if not any(module in chosen for path in paths for module in path):
         return model
-    return next(m for m in reversed(common) if not isinstance(m, torch.nn.ModuleList | torch.nn.ModuleDict))
+    return next(m for m in reversed(common) if not isinstance(m, _Lists))
