@@ -5,7 +5,7 @@ Whole states have the plain model's and the plain optimizer's formats; how they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,20 +96,26 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state.scatter_model(self._group, self._model, self._names, state_dict, self.gathered(from_rank=0), self._slices)
         self._guard.accept()
 
-    def load_safetensors(self, path: str | Path, rename: Rename | None = None) -> None:
+    def load_safetensors(
+        self, path: str | Path, rename: Rename | None = None, missing: Callable[[str], bool] | None = None
+    ) -> None:
         """Loads the model's weights from safetensors, of which each rank reads its slices. Collective.
 
-        The arguments are those of `zero.Safetensors`. Masters take the values before they are rounded. Raises
-        ConfigurationError on every rank, before anything is changed, for names and shapes that do not fit.
+        The arguments are those of `zero.Safetensors`. Masters take the values before they are rounded. Raises, on every
+        rank and before anything is changed, ConfigurationError for names and shapes that do not fit, and TrainingError
+        where the files lack some and weights were changed other than by a step, inside `gathered` or by loading.
         """
         self.flush()
-        self._guard.put_back()
         names = self._names.tensors(self._model)
-        files = check_everywhere(self._comm, lambda: WeightFiles(Safetensors(path, rename), names))
-        files.check_ties(self._comm)
+        files = check_everywhere(self._comm, lambda: WeightFiles(Safetensors(path, rename, missing), names))
+        files.check(self._comm)
+        if files.tensors.issuperset(names.values()):
+            self._guard.put_back()
+        else:
+            refuse_everywhere(self._comm, self._guard.damage())
         self._parameters.settle()
         targets = targets_of(self._model, self._group.rank, self._parameters.shards, self._slices)
-        files.fill({t: targets[t] for t in names.values()})
+        files.fill({t: targets[t] for t in files.tensors})
         self._parameters.after_step()
         self._guard.accept()
 

@@ -181,3 +181,85 @@ def test_training_goes_on_from_them_between_passes(comm, save) -> None:
         model(tokens, tokens)  # a unit is left whole, as no backward pass follows
         optimizer.load_safetensors(folder)
         assert torch.equal(model(tokens, tokens), saved(tokens, tokens))
+
+
+class Adapted(nn.Module):
+    """A linear layer of a file, with an adapter that the file lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.scale = nn.Linear(5, 7), nn.Parameter(torch.ones(3))
+        self.down, self.up = nn.Parameter(torch.empty(2, 5)), nn.Linear(2, 7, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.down)
+        nn.init.constant_(self.scale, 4.0)
+        self.base.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(x @ self.down.t())
+
+
+ADAPTER = ("down", "up.weight")
+
+
+@pytest.mark.parametrize("build", [mpidl.deferred_init, on_meta, lambda make: make()], ids=["deferred", "meta", "real"])
+@EVERY_WAY
+def test_files_may_lack_what_is_said_to_be_missing(comm, save, way: str, build: Callable[[Any], nn.Module]) -> None:
+    saved, other = seeded(3, Adapted).state_dict(), seeded(8, Adapted).state_dict()
+    folder = save({name: t for name, t in saved.items() if name not in ADAPTER})
+    given = Safetensors(folder, missing=ADAPTER.__contains__)
+    torch.manual_seed(8)
+    found = zero(build(Adapted), comm, way, weights=given, precision=BF16).model_state_dict()
+    expected = {name: other[name] if name in ADAPTER else saved[name] for name in saved}
+    if build is on_meta and comm.rank == 0:  # which initialises in the order of the modules
+        assert all(found[name].isfinite().all() and found[name].std() > 0.1 for name in ADAPTER)
+        found.update((name, expected[name]) for name in ADAPTER)
+    assert_same(found, expected, comm)
+
+
+@EVERY_WAY
+def test_an_init_fn_sets_what_files_lack(comm, save, way: str) -> None:
+    saved = seeded(3, Adapted).state_dict()
+
+    def ones(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.ones_(p)
+
+    given = Safetensors(
+        save({n: t for n, t in saved.items() if n not in ADAPTER}), missing=lambda name: name != "scale"
+    )
+    found = zero(on_meta(Adapted), comm, way, weights=given, init_fn=ones).model_state_dict()
+    assert_same(found, {n: torch.ones_like(t) if n in ADAPTER else t for n, t in saved.items()}, comm)
+
+
+@EVERY_WAY
+def test_later_loading_leaves_what_files_lack(comm, save, way: str) -> None:
+    saved, other = seeded(3, Adapted).state_dict(), seeded(8, Adapted).state_dict()
+    folder = save({name: t for name, t in saved.items() if name not in ADAPTER})
+    optimizer = zero(seeded(8, Adapted), comm, way, precision=BF16)
+    optimizer.load_safetensors(folder, missing=ADAPTER.__contains__)
+    expected = {name: other[name] if name in ADAPTER else saved[name] for name in saved}
+    assert_same(optimizer.model_state_dict(), expected, comm)
+    optimizer.model(torch.ones(2, 5)).float().sum().backward()
+    optimizer.step()
+    optimizer.model.down.data = torch.ones(2, 5)
+    with pytest.raises(mpidl.TrainingError, match="down"):
+        optimizer.load_safetensors(folder, missing=ADAPTER.__contains__)
+
+
+def test_what_files_lack_must_be_said_and_alike_on_all_ranks(comm, save) -> None:
+    tensors = dict(seeded(3, Mixture).state_dict())
+    folder = save({n: t for n, t in tensors.items() if n not in ("embed.weight", "head.weight")})
+    for missing, message in (
+        (lambda name: name == "head.weight", r"missing names: embed\.weight"),  # of a tensor that has two
+        (["head.weight"], r"missing: got \['head.weight'\]; needs a function"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            zero(mpidl.deferred_init(Mixture), comm, "stage 3", weights=Safetensors(folder, missing=missing))
+    drop = "scale" if comm.rank else None
+    if comm.size > 1:
+        given = Safetensors(folder, lambda name: None if name == drop else name, lambda _: True)
+        with pytest.raises(mpidl.ModelMismatch, match="weights: rank 0 has missing names="):
+            zero(mpidl.deferred_init(Mixture), comm, "stage 3", weights=given)

@@ -59,7 +59,7 @@ class Construction:
         names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
         if weights is not None:
             plan._files = WeightFiles(weights, plan._stored)
-            left = {t: None for t in left if t not in set(plan._stored.values())}
+            left = {t: None for t in left if t not in plan._loaded}
         for recording in _recordings(model):
             views = {t: view for t in left if (view := recording.view(t)) is not None}
             for tensor in views:
@@ -78,18 +78,22 @@ class Construction:
                     f"model: {names[next(iter(left))]} is on the meta device and not from deferred_init, or was "
                     "converted after it; do it in build"
                 )
-            plan._calls = ModuleCalls(model, set(left), init_fn)
+            plan._calls = ModuleCalls(model, set(left), init_fn, plan._loaded)
         elif init_fn is not None:
             raise ConfigurationError("init_fn: the model has no tensor on the meta device that it would be called for")
         return plan
 
+    @property
+    def _loaded(self) -> set[torch.Tensor]:
+        return set() if self._files is None else self._files.tensors
+
     def begin(self, comm: Communicator) -> None:
         """Agrees with rank 0 on random numbers, and makes meta tensors ordinary ones. Collective.
 
-        Before that, ConfigurationError on every rank for tied tensors that differ in the files.
+        Before that, an error on every rank for files that differ over the ranks, or in the values of a tied tensor.
         """
         if self._files is not None:
-            self._files.check_ties(comm)
+            self._files.check(comm)
         tapes = [recording.tape for recording in self._recorded]
         check_settings_agree(comm, "model (deferred_init)", {f"recording {n}": t.digest() for n, t in enumerate(tapes)})
         for tape in tapes:
@@ -116,7 +120,7 @@ class Construction:
         rank: among those over which shards are cut. originals: values from before a conversion, of which each is given
             up once it is used.
         """
-        model, loaded = self._model, set(self._stored.values()) if self._files is not None else set()
+        model, loaded = self._model, self._loaded
         empty = dict.fromkeys([*self._parameters, *originals])
         inside = {p for shard in shards for p in shard.parameters}
         whole = [p for p in model.parameters() if p in empty and p not in inside]
@@ -130,12 +134,12 @@ class Construction:
             value = originals.pop(p)
             if p not in loaded:
                 write_all(targets[p], value)
-        if self._files is not None:
-            self._files.fill({t: targets[t] for t in loaded})
         for recording, views in self._recorded.items():
             self._play(recording, views, targets)
         if self._calls is not None:
             self._run_calls(comm, self._calls, targets)
+        if self._files is not None:
+            self._files.fill({t: targets[t] for t in loaded})
         broadcast_states(comm, [*whole, *self._buffers])
         return bool(empty or loaded)
 

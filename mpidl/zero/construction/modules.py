@@ -6,7 +6,7 @@ A parameter is whole from the first call that concerns it to the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 
@@ -22,19 +22,25 @@ class ModuleCalls:
 
     wanted: parameters and buffers without values. init_fn: called with each module that has some of its own; None: the
     `reset_parameters` (or `_reset_parameters`) of every module that has such a method, for all that is in the module.
-    Raises ConfigurationError for a module with parameters or buffers that no call would set.
+    elsewhere: parameters that get their values after the calls, which may set them. Raises ConfigurationError for a
+    module with parameters or buffers that no call would set.
     """
 
-    def __init__(self, model: torch.nn.Module, wanted: set[torch.Tensor], init_fn: InitFn | None) -> None:
-        self._init_fn = init_fn
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        wanted: set[torch.Tensor],
+        init_fn: InitFn | None,
+        elsewhere: Collection[torch.Tensor] = (),
+    ) -> None:
+        self._init_fn, self._wanted = init_fn, wanted
         self._calls: list[tuple[str, torch.nn.Module, list[torch.Tensor]]] = []
         for name, module in _inside_first(model):
             if init_fn is None and _reset_of(module) is None:
                 continue
-            of = _tensors(module, recurse=init_fn is None)
-            concerned = [t for t in dict.fromkeys(of) if t in wanted]
-            if concerned:
-                self._calls.append((name, module, concerned))
+            of = dict.fromkeys(_tensors(module, recurse=init_fn is None))
+            if any(t in wanted for t in of):
+                self._calls.append((name, module, [t for t in of if t in wanted or t in elsewhere]))
         self._last = {t: number for number, (_, _, tensors) in enumerate(self._calls) for t in tensors}
         for name, module in model.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -49,7 +55,7 @@ class ModuleCalls:
     def run(self, dtypes: dict[torch.Tensor, torch.dtype], deliver: Deliver) -> None:
         """Calls the modules, and hands over each parameter when it is through.
 
-        dtypes: of the parameters, before any conversion. A buffer must have storage and is set in place.
+        dtypes: of parameters on the meta device, before any conversion. A buffer must have storage and is set in place.
         """
         whole: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         for number, (name, module, tensors) in enumerate(self._calls):
@@ -57,7 +63,7 @@ class ModuleCalls:
                 if tensor not in whole:
                     old = tensor.data
                     if isinstance(tensor, torch.nn.Parameter):
-                        tensor.data = _unset(tensor.shape, dtypes[tensor])
+                        tensor.data = _unset(tensor.shape, dtypes.get(tensor, tensor.dtype))
                     whole[tensor] = (old, tensor._version)
             reset = _reset_of(module) if self._init_fn is None else None
             if reset is not None:
@@ -68,10 +74,12 @@ class ModuleCalls:
             for tensor in tensors:
                 if self._last[tensor] == number:
                     old, version = whole.pop(tensor)
-                    _check(name, module, tensor, version)
+                    if tensor in self._wanted:
+                        _check(name, module, tensor, version)
                     if isinstance(tensor, torch.nn.Parameter):
                         value, tensor.data = tensor.data, old
-                        deliver(tensor, value)
+                        if tensor in self._wanted:
+                            deliver(tensor, value)
 
 
 def _inside_first(model: torch.nn.Module) -> Iterator[Named]:

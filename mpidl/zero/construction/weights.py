@@ -14,7 +14,7 @@ import torch
 
 from collectives import Communicator
 
-from ...consistency import check_everywhere
+from ...consistency import check_everywhere, check_settings_agree
 from ...errors import ConfigurationError
 from .target import Targets, wanted
 
@@ -28,28 +28,36 @@ class Safetensors:
     path: a file, or a directory as Hugging Face saves it: `model.safetensors`, or several files and
         `model.safetensors.index.json`. The same on every rank.
     rename: from a name in the files to the model's; None from it leaves a tensor out.
+    missing: whether the files may lack a name of the model, as that of an adapter or a new head: what is there, or what
+        gives values to a model on the meta device, stays. By default they may lack none.
     """
 
     path: str | Path
     rename: Rename | None = None
+    missing: Callable[[str], bool] | None = None
 
 
 class WeightFiles:
-    """Opened and compared with a model, whose tensors they fit.
+    """Opened and compared with a model, whose tensors they fit. tensors: those of which they have the values.
 
-    names: the model's, several for a tied one; one of them must be in the files. Raises ConfigurationError for missing
-    or unexpected names, other shapes, and files that cannot be read.
+    names: the model's, several for a tied one; one of them must be in the files, or all may be missing. Raises
+    ConfigurationError for missing or unexpected names, other shapes, and files that cannot be read.
     """
 
     def __init__(self, given: Safetensors | str | Path, names: Mapping[str, torch.Tensor]) -> None:
         self._given = given if isinstance(given, Safetensors) else Safetensors(given)
         if not isinstance(self._given.path, str | os.PathLike):
             raise ConfigurationError(f"weights: got {self._given.path!r}; needs a path, or a zero.Safetensors with one")
+        for argument in ("rename", "missing"):
+            function = getattr(self._given, argument)
+            if not (function is None or callable(function)):
+                raise ConfigurationError(f"{argument}: got {function!r}; needs a function of a name")
         self._names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in names.items():
             self._names.setdefault(tensor, []).append(name)
         self._places: dict[str, tuple[Path, str]] = {}
         self._compare(names, self._shapes())
+        self.tensors = {tensor for name, tensor in names.items() if name in self._places}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         safe_open, problem = _library()
@@ -70,7 +78,9 @@ class WeightFiles:
         return shapes
 
     def _compare(self, names: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing = [same[0] for same in self._names.values() if not any(name in shapes for name in same)]
+        may_miss = self._given.missing or (lambda _: False)
+        absent = [same for same in self._names.values() if not any(name in shapes for name in same)]
+        missing = [same[0] for same in absent if not all(may_miss(name) for name in same)]
         problems = {
             "missing names": missing,
             "unexpected names": sorted(shapes.keys() - names.keys()),
@@ -84,11 +94,13 @@ class WeightFiles:
         if found:
             raise ConfigurationError(f"weights: {self._given.path} does not fit the model; {found}")
 
-    def check_ties(self, comm: Communicator) -> None:
-        """ConfigurationError on every rank if a tied tensor is in the files under several names with other values.
+    def check(self, comm: Communicator) -> None:
+        """Raises on every rank if the ranks' files lack other names, or a tied tensor has several values. Collective.
 
-        Each rank compares an even part of each. Collective.
+        ModelMismatch, and ConfigurationError. Of a tensor under several names each rank compares an even part.
         """
+        lacking = [names[0] for tensor, names in self._names.items() if tensor not in self.tensors]
+        check_settings_agree(comm, "weights", {"missing names": lacking})
         check_everywhere(comm, lambda: self._check_ties(comm.rank, comm.size))
 
     def _check_ties(self, rank: int, ranks: int) -> None:
@@ -97,7 +109,7 @@ class WeightFiles:
             for tensor, names in self._names.items():
                 present = [name for name in names if name in self._places]
                 start, stop = (tensor.numel() * number // ranks for number in (rank, rank + 1))
-                if len(present) == 1 or start == stop:
+                if len(present) < 2 or start == stop:
                     continue
                 first, *others = (self._read(stack, files, name, start, stop) for name in present)
                 for name, other in zip(present[1:], others, strict=True):
