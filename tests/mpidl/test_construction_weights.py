@@ -263,3 +263,17 @@ def test_what_files_lack_must_be_said_and_alike_on_all_ranks(comm, save) -> None
         given = Safetensors(folder, lambda name: None if name == drop else name, lambda _: True)
         with pytest.raises(mpidl.ModelMismatch, match="weights: rank 0 has missing names="):
             zero(mpidl.deferred_init(Mixture), comm, "stage 3", weights=given)
+
+
+def test_weights_are_no_advice_for_what_they_cannot_give(comm, save) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+    folder = save({"weight": torch.ones(3)})
+    with pytest.raises(ConfigurationError, match=r"angles is on the meta device.*or give init_fn=$"):
+        zero(on_meta(Turned), comm, "stage 3", weights=folder)
+    with pytest.raises(ConfigurationError, match=r"weight is on the meta device.*or give init_fn= or weights=$"):
+        zero(on_meta(Turned), comm, "stage 3")

@@ -78,7 +78,8 @@ class Construction:
                     f"model: {names[next(iter(left))]} is on the meta device and not from deferred_init, or was "
                     "converted after it; do it in build"
                 )
-            plan._calls = ModuleCalls(model, set(left), init_fn, plan._loaded)
+            loadable = set(plan._stored.values()) if weights is None else set()
+            plan._calls = ModuleCalls(model, set(left), init_fn, plan._loaded, loadable)
         elif init_fn is not None:
             raise ConfigurationError("init_fn: the model has no tensor on the meta device that it would be called for")
         return plan

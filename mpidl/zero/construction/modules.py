@@ -22,8 +22,8 @@ class ModuleCalls:
 
     wanted: parameters and buffers without values. init_fn: called with each module that has some of its own; None: the
     `reset_parameters` (or `_reset_parameters`) of every module that has such a method, for all that is in the module.
-    elsewhere: parameters that get their values after the calls, which may set them. Raises ConfigurationError for a
-    module with parameters or buffers that no call would set.
+    elsewhere: parameters that get their values after the calls, which may set them. loadable: what `weights` could
+    give, for the message. Raises ConfigurationError for a module with parameters or buffers that no call would set.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class ModuleCalls:
         wanted: set[torch.Tensor],
         init_fn: InitFn | None,
         elsewhere: Collection[torch.Tensor] = (),
+        loadable: Collection[torch.Tensor] = (),
     ) -> None:
         self._init_fn, self._wanted = init_fn, wanted
         self._calls: list[tuple[str, torch.nn.Module, list[torch.Tensor]]] = []
@@ -47,8 +48,8 @@ class ModuleCalls:
                 if tensor in wanted and tensor not in self._last:
                     raise ConfigurationError(
                         f"model: {f'{name}.{key}'.lstrip('.')} is on the meta device, and its {type(module).__name__} "
-                        "has no reset_parameters(): construct the model by mpidl.deferred_init, or give init_fn= or "
-                        "weights="
+                        "has no reset_parameters(): construct the model by mpidl.deferred_init, or give init_fn="
+                        + (" or weights=" if tensor in loadable else "")
                     )
 
     @torch.no_grad()
