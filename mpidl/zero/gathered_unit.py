@@ -47,6 +47,7 @@ class FlatParameters:
         self._dtype = first.dtype
         self._fillers = [placeholder(shape, first.dtype, first.device) for shape in self._shapes]
         self._private: torch.Tensor | None = None
+        self._blocks = 0  # that have it
 
     @property
     def whole(self) -> torch.Tensor:
@@ -95,16 +96,25 @@ class FlatParameters:
             release(p, filler, touched)
 
     def copy(self) -> None:
-        """The parameters are a copy of this rank's own, of what was gathered."""
-        self._private = self.whole.clone()
-        self._point_to(self.layout.views(self._private, self._shapes))
+        """The parameters are a copy of this rank's own, of what was gathered, for one block more."""
+        self._blocks += 1
+        if self._private is None:
+            self._private = self.whole.clone()
+            self._point_to(self.layout.views(self._private, self._shapes))
+
+    def follow(self) -> None:
+        """A copy takes what has been gathered meanwhile."""
+        if self._private is not None:
+            self._private.copy_(self.whole)
 
     def keep_changes(self) -> None:
-        """Takes this rank's shard from the copy, and gives the copy up."""
+        """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
         assert self._private is not None
         self.shard.values.copy_(self.layout.shard(self._private, self._rank))
-        self._private = None
-        self.hold()
+        self._blocks -= 1
+        if not self._blocks:
+            self._private = None
+            self.hold()
 
     def _point_to(self, tensors: Sequence[torch.Tensor], watched: bool = False) -> None:
         for p, tensor in zip(self._parameters, tensors, strict=True):

@@ -67,9 +67,15 @@ class NodeSharedParameters:
     def even_out(self) -> None:
         """Nothing to do: no rank waits for another to use a parameter."""
 
+    def rest(self) -> None:
+        """As `settle`."""
+        self.settle()
+
     def after_step(self) -> None:
-        """Waits until every rank has written its shards."""
+        """Waits until every rank has written its shards; copies of open `gathered` blocks follow them."""
         self._meet()
+        for flat in self._flats:
+            flat.follow()
 
     def _meet(self) -> None:
         """Waits until every rank has done what it was to do to the shared memory."""
@@ -80,7 +86,8 @@ class NodeSharedParameters:
     def gathered(self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True) -> Iterator[None]:
         """Whole parameters inside, of every unit that holds any of `parameters` (default: all). Collective.
 
-        writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes.
+        writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes. A
+            block inside another has that one's copies.
         """
         if not writable:
             yield
@@ -119,6 +126,7 @@ class _SharedFlat:
         self._whole, self._rank = whole, rank
         self._views = layout.views(whole, [p.shape for p in parameters])
         self._private: torch.Tensor | None = None
+        self._blocks = 0  # that have it
         own = place.alone(layout.shard(whole, rank))
         self.shard = ParameterShard(list(parameters), layout, own, parameters[0].requires_grad)
 
@@ -134,18 +142,28 @@ class _SharedFlat:
             p.data = view
 
     def copy(self) -> None:
-        """Makes the parameters views of a copy."""
+        """Makes the parameters views of a copy, for one block more."""
+        self._blocks += 1
+        if self._private is not None:
+            return
         self._private = self._whole.clone()
         shapes = [p.shape for p in self.shard.parameters]
         for p, view in zip(self.shard.parameters, self.shard.layout.views(self._private, shapes), strict=True):
             p.data = view
 
+    def follow(self) -> None:
+        """A copy takes what the shards have been given meanwhile."""
+        if self._private is not None:
+            self._private.copy_(self._whole)
+
     def keep_changes(self) -> None:
-        """Takes this rank's shard from the copy, and gives the copy up."""
+        """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
         assert self._private is not None
         self.shard.values.copy_(self.shard.layout.shard(self._private, self._rank))
-        self._private = None
-        self.share()
+        self._blocks -= 1
+        if not self._blocks:
+            self._private = None
+            self.share()
 
 
 def shared_arenas(units: Sequence[Unit], comm: Communicator, place: Place) -> dict[torch.dtype, torch.Tensor] | None:

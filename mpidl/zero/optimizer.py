@@ -50,10 +50,22 @@ from .traffic import Traffic
 from .unfreeze import added_group, thawed
 from .units import Unit, UnitRule, cut, flat_groups, warn_of_rest
 from .unwrapping import make_whole
+from .whole import WholeParameters
 
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 _ENGINE = (
-    *("_parameters", "_gradients", "_guard", "_slices", "_shards", "_inner", "_offloaded", "_watch", "_nonfinite"),
+    *(
+        "_parameters",
+        "_gradients",
+        "_guard",
+        "_whole",
+        "_slices",
+        "_shards",
+        "_inner",
+        "_offloaded",
+        "_watch",
+        "_nonfinite",
+    ),
     *("_group", "_model", "_names", "_trained", "_hooks", "_dtypes"),
 )
 
@@ -207,6 +219,7 @@ class ZeroOptimizer(StatefulOptimizer):
         self.state = self._inner.state
         self._guard = WeightGuard(self, model, names, self._parameters)
         self._guard.watch(self._slices)
+        self._whole = WholeParameters(self._comm, model, self._parameters, self._slices)
         if stage == 3 and units is None and self._comm.rank == 0 and self._group.shards.size > 1:
             warn_of_rest(chosen, stacklevel=2)
 

@@ -84,6 +84,10 @@ class ReplicatedParameters:
     def even_out(self) -> None:
         """Nothing to do: no rank waits for another to use a parameter."""
 
+    def rest(self) -> None:
+        """As `settle`."""
+        self.settle()
+
     def after_step(self) -> None:
         """Sends every rank's new shards to every rank; they already lie at their places."""
         for flat, shard in zip(reversed(self._whole), reversed(self.shards), strict=True):

@@ -315,6 +315,10 @@ class ShardedParameters:
         pinned = [unit.name or "the model" for unit in self._units if unit.pins]
         if pinned:
             raise TrainingError(f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used")
+        self.rest()
+
+    def rest(self) -> None:
+        """As `settle`, also inside `gathered`, whose parameters stay whole."""
         self._end_pass()
         self._training = False
         self.even_out()
@@ -349,7 +353,11 @@ class ShardedParameters:
                     self._rounds.start(None, self._mine(), Purpose.REDUCES)
 
     def after_step(self) -> None:
-        """Nothing to do: the new shards are gathered when they are next used."""
+        """The new shards are gathered when they are next used; at once where `gathered` keeps their units whole."""
+        pinned = [unit for unit in self._units if unit.pins]
+        if pinned:
+            self._rounds.refresh([unit.number for unit in pinned])
+            self._each(pinned, "follow")
 
     # ---- whole parameters -------------------------------------------------------------------------------------------
 
@@ -358,7 +366,7 @@ class ShardedParameters:
         """Whole parameters inside, of every unit that holds any of `parameters` (default: all). Collective.
 
         writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes.
-            Inside, the ranks need not run alike.
+            Inside, the ranks need not run alike. A block inside another has that one's copies.
         """
         wanted = None if parameters is None else set(parameters)
         chosen = [u for u in self._units if wanted is None or any(wanted & set(f.shard.parameters) for f in u.flats)]

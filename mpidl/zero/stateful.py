@@ -24,7 +24,7 @@ from .offload import OffloadedOptimizer
 from .owned import OwnedState
 from .shards import GradientShards, ParameterShard
 from .slices import Slice
-from .whole import whole_parameters
+from .whole import WholeParameters
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
@@ -41,6 +41,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _inner: Any
     _offloaded: OffloadedOptimizer | None
     _guard: WeightGuard
+    _whole: WholeParameters
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -64,12 +65,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
             some ranks only, to sample from it, say; not to change them saves a copy.
         from_rank: the changes of this rank alone count, and go to all.
 
-        Raises TrainingError on every rank at the end of the block for parameters that the ranks have changed otherwise
-        than one another.
+        A block may be inside another; a writable one begins with what the outer ones have made by then, which the ranks
+        agree on as at their end. Raises TrainingError on every rank at the end of the block, or the begin of an inner
+        one, for parameters that the ranks have changed otherwise than one another.
         """
         self.flush()
-        slices = self._slices.values()
-        held = whole_parameters(self._comm, self._model, self._parameters, slices, module, writable, from_rank)
+        held = self._whole.block(module, writable, from_rank)
         with self._guard.gathered(module, writable), held:
             yield
 
@@ -113,7 +114,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._guard.put_back()
         else:
             refuse_everywhere(self._comm, self._guard.damage())
-        self._parameters.settle()
+            if self._whole.is_open:
+                with self.gathered():
+                    pass  # what blocks around this have changed is in the shards then
+        self._parameters.rest()
         targets = targets_of(self._model, self._group.rank, self._parameters.shards, self._slices)
         files.fill({t: targets[t] for t in files.tensors})
         self._parameters.after_step()

@@ -6,12 +6,14 @@
 
 Whether ranks have changed a parameter alike is told by checksums: of all of it where torch has counted a write, of
 some elements of any other, as torch does not count what is written through `p.data`.
+
+A writable block inside another begins with what the outer one has made, on which the ranks agree first.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -29,22 +31,87 @@ from .state import Parameters
 _SAMPLES = 64  # elements of a parameter that torch has counted no write to
 
 
-def whole_parameters(
-    comm: Communicator,
-    model: torch.nn.Module,
-    parameters: Parameters,
-    slices: Iterable[Slice],
-    module: torch.nn.Module | None,
-    writable: bool,
-    from_rank: int | None,
-) -> AbstractContextManager[None]:
-    """Those of `module`, or all, are whole inside; afterwards masters follow what was changed. Collective.
+class WholeParameters:
+    """The blocks of one optimizer in which parameters are whole, one inside the other. slices: as they are by then."""
 
-    Wrong arguments are refused at once; the end of the block raises what `ZeroOptimizer.gathered` says.
-    """
-    check_everywhere(comm, lambda: _check(model, module, writable, from_rank, comm.size))
-    chosen = None if module is None else list(module.parameters())
-    return _whole(comm, model, parameters, slices, chosen, writable, from_rank)
+    def __init__(
+        self,
+        comm: Communicator,
+        model: torch.nn.Module,
+        parameters: Parameters,
+        slices: Mapping[torch.nn.Parameter, Slice],
+    ) -> None:
+        self._comm, self._model, self._parameters, self._slices = comm, model, parameters, slices
+        self._open: list[_Changes] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this is inside a writable block."""
+        return bool(self._open)
+
+    def block(
+        self, module: torch.nn.Module | None, writable: bool, from_rank: int | None
+    ) -> AbstractContextManager[None]:
+        """Those of `module`, or all, are whole inside; afterwards masters follow what was changed. Collective.
+
+        Wrong arguments are refused at once; the block raises what `ZeroOptimizer.gathered` says.
+        """
+        check_everywhere(self._comm, lambda: _check(self._model, module, writable, from_rank, self._comm.size))
+        chosen = None if module is None else list(module.parameters())
+        return self._writable(chosen, from_rank) if writable else self._readable(chosen)
+
+    @contextmanager
+    def _readable(self, chosen: Sequence[torch.nn.Parameter] | None) -> Iterator[None]:
+        with torch.no_grad(), self._parameters.gathered(chosen, writable=False):
+            yield
+            self._parameters.even_out()
+
+    @contextmanager
+    def _writable(self, chosen: Sequence[torch.nn.Parameter] | None, from_rank: int | None) -> Iterator[None]:
+        problem = None
+        with torch.no_grad():
+            for outer in self._open:
+                _refuse(self._agree(outer))
+            try:
+                with self._parameters.gathered(chosen):
+                    of = list(self._model.parameters()) if chosen is None else chosen
+                    changes = _Changes([_Held(p, p.data, p._version) for p in of], from_rank)
+                    self._open.append(changes)
+                    try:
+                        yield
+                        self._parameters.even_out()
+                    finally:
+                        self._open.pop()
+                        problem = self._agree(changes)
+            finally:  # also when an exception ends it, as the parameters keep what was changed until then
+                for part in self._slices.values():
+                    part.read_back()
+        _refuse(problem)
+
+    def _agree(self, changes: _Changes) -> str | None:
+        """Sees to it that all ranks hold the same; what is wrong if not, the same on every rank. Collective."""
+        comm, held = self._comm, changes.held
+        written = [h.parameter._version != h.version for h in held]
+        flags = np.array([[not h.put_back() for h in held], written], np.uint8)
+        comm.all_reduce(flags, "max")
+        misfits, full = flags.astype(bool)
+        if misfits.any():
+            return f"{_names(self._model, held, misfits)}: replaced inside gathered by what has another shape or dtype"
+        if changes.from_rank is not None:
+            for h in held:
+                broadcast_states(comm, [h.memory], changes.from_rank)
+            return None
+        mine = np.array([h.checksum(whole) for h, whole in zip(held, full, strict=True)], np.int64)
+        everyone = np.empty((comm.size, mine.size), np.int64)
+        comm.all_gather(everyone, mine)
+        unlike = (everyone != everyone[0]).any(0)
+        if not unlike.any():
+            return None
+        return (
+            f"{_names(self._model, held, unlike)}: changed inside gathered, but not alike on all ranks, each of which "
+            "has kept its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
+            "optimizer.load_model_state_dict(...) sets the weights right"
+        )
 
 
 def _check(
@@ -63,31 +130,7 @@ def _check(
         raise ConfigurationError("from_rank: is for changes, and writable=False allows none")
 
 
-@contextmanager
-def _whole(
-    comm: Communicator,
-    model: torch.nn.Module,
-    parameters: Parameters,
-    slices: Iterable[Slice],
-    chosen: Sequence[torch.nn.Parameter] | None,
-    writable: bool,
-    from_rank: int | None,
-) -> Iterator[None]:
-    problem = None
-    with torch.no_grad():
-        try:
-            with parameters.gathered(chosen, writable):
-                of = list(model.parameters()) if chosen is None else chosen
-                held = [_Held(p, p.data, p._version) for p in of if writable]
-                try:
-                    yield
-                    parameters.even_out()
-                finally:
-                    if writable:
-                        problem = _agree(comm, model, held, from_rank)
-        finally:  # also when an exception ends it, as the parameters keep what was changed until then
-            for part in slices if writable else []:
-                part.read_back()
+def _refuse(problem: str | None) -> None:
     if problem is not None:
         raise TrainingError(problem)
 
@@ -118,29 +161,12 @@ class _Held:
         return zlib.crc32(values.contiguous().view(torch.uint8).cpu().numpy().data)
 
 
-def _agree(comm: Communicator, model: torch.nn.Module, held: Sequence[_Held], from_rank: int | None) -> str | None:
-    """Sees to it that all ranks hold the same; what is wrong if they do not, the same on every rank. Collective."""
-    written = [h.parameter._version != h.version for h in held]
-    flags = np.array([[not h.put_back() for h in held], written], np.uint8)
-    comm.all_reduce(flags, "max")
-    misfits, full = flags.astype(bool)
-    if misfits.any():
-        return f"{_names(model, held, misfits)}: replaced inside gathered by what has another shape or dtype"
-    if from_rank is not None:
-        for h in held:
-            broadcast_states(comm, [h.memory], from_rank)
-        return None
-    mine = np.array([h.checksum(whole) for h, whole in zip(held, full, strict=True)], np.int64)
-    everyone = np.empty((comm.size, mine.size), np.int64)
-    comm.all_gather(everyone, mine)
-    unlike = (everyone != everyone[0]).any(0)
-    if not unlike.any():
-        return None
-    return (
-        f"{_names(model, held, unlike)}: changed inside gathered, but not alike on all ranks, each of which has kept "
-        "its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
-        "optimizer.load_model_state_dict(...) sets the weights right"
-    )
+@dataclass(frozen=True, eq=False)
+class _Changes:
+    """What a block may change. from_rank: whose changes count, or None where they must be alike."""
+
+    held: list[_Held]
+    from_rank: int | None
 
 
 def _names(model: torch.nn.Module, held: Sequence[_Held], chosen: np.ndarray) -> str:

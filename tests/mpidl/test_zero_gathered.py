@@ -163,3 +163,137 @@ def test_a_module_of_nothing_is_none_of_the_model(comm, way: str) -> None:
     with optimizer.gathered(nn.ModuleList()):
         pass
     check(model, optimizer, made(Several))
+
+
+def head_only(m: Any) -> Any:
+    return m.head
+
+
+def nothing(m: Any) -> None:
+    return None
+
+
+@every_part
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("outer", [head_only, nothing])
+@pytest.mark.parametrize("inner", [head_only, nothing])
+def test_a_block_inside_another_sees_its_changes_and_keeps_its_own(comm, inner, outer, reshard: bool, way: str) -> None:
+    model, optimizer = engine(comm, Several, way, reshard_after_forward=reshard)
+    plain = made(Several)
+    with optimizer.gathered(outer(model)):
+        model.head.bias.fill_(1.0)
+        with optimizer.gathered(inner(model)):
+            assert (model.head.bias == 1.0).all()
+            model.head.weight.fill_(2.0)
+            seventh(inner(model) or model)
+            model.head.bias.mul_(3.0)
+        assert (model.head.bias == 21.0).all()
+        model.head.weight.add_(1.0)
+    seventh(inner(plain) or plain)
+    with torch.no_grad():
+        plain.head.bias.mul_(3.0)
+        plain.head.weight.add_(1.0)
+    check(model, optimizer, plain)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@every_part
+@pytest.mark.parametrize("inner", [None, 0, -1])
+@pytest.mark.parametrize("outer", [0, -1])
+def test_changes_of_one_rank_go_to_all_from_both_blocks(comm, outer: int, inner: int | None, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    outer %= comm.size
+    inner = None if inner is None else inner % comm.size
+    with optimizer.gathered(from_rank=outer):
+        if comm.rank == outer:
+            model.head.bias.fill_(3.0)
+        with optimizer.gathered(model.head, from_rank=inner):
+            assert (model.head.bias == 3.0).all()
+            if inner in (None, comm.rank):
+                model.head.bias.add_(1.0)
+        assert (model.head.bias == 4.0).all()
+        if comm.rank == outer:
+            model.head.weight.fill_(5.0)
+    plain = made(Several)
+    nn.init.constant_(plain.head.bias, 4.0)
+    nn.init.constant_(plain.head.weight, 5.0)
+    check(model, optimizer, plain)
+
+
+@every_part
+def test_an_inner_block_does_not_begin_with_what_is_not_alike(comm, way: str) -> None:
+    if comm.size == 1:
+        return
+    model, optimizer = engine(comm, Several, way)
+
+    def change() -> None:
+        with optimizer.gathered():
+            head_to(float(comm.rank))(model)
+            with optimizer.gathered(model.blocks[0]):
+                raise AssertionError
+
+    with pytest.raises(mpidl.TrainingError, match=r"^head\.weight: changed inside gathered, but not alike"):
+        change()
+    optimizer.load_model_state_dict(made(Several).state_dict())
+    check(model, optimizer, made(Several))
+
+
+@every_part
+@pytest.mark.parametrize("caught", ["inside", "outside"])
+def test_an_error_of_an_inner_block_leaves_both_changes(comm, caught: str, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+
+    def both() -> None:
+        with optimizer.gathered():
+            model.head.bias.fill_(1.0)
+            try:
+                with optimizer.gathered(model.head):
+                    model.head.weight.fill_(2.0)
+                    raise KeyError("deliberate")
+            except KeyError:
+                if caught == "outside":
+                    raise
+            model.head.bias.add_(1.0)
+
+    if caught == "outside":
+        with pytest.raises(KeyError, match="deliberate"):
+            both()
+    else:
+        both()
+    plain = made(Several)
+    nn.init.constant_(plain.head.bias, 1.0 if caught == "outside" else 2.0)
+    nn.init.constant_(plain.head.weight, 2.0)
+    check(model, optimizer, plain)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@every_part
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("loads", ["state", "files"])
+def test_weights_are_loaded_inside_a_block(comm, tmp_path, loads: str, writable: bool, half: bool, way: str) -> None:
+    precision = mpidl.Precision(torch.bfloat16) if half else None
+    model, optimizer = engine(comm, Several, way, precision=precision)
+    plain = made(Several, rank=2)
+    whole = dict(plain.state_dict())
+    with optimizer.gathered(writable=writable):
+        if writable:
+            model.head.bias.fill_(1.0)
+        if loads == "state":
+            optimizer.load_model_state_dict(whole)
+        else:
+            files = pytest.importorskip("safetensors.torch")
+            files.save_file(whole, tmp_path / "weights.safetensors")
+            optimizer.load_safetensors(tmp_path / "weights.safetensors")
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.detach(), whole[name].to(p.dtype), rtol=0, atol=0)
+        if writable:
+            model.head.weight.zero_()
+            whole["head.weight"].zero_()
+    found = optimizer.model_state_dict()
+    for name, value in found.items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+    model(torch.ones(1, 3, dtype=torch.bfloat16 if half else None)).sum().backward()
+    optimizer.step()
