@@ -5,6 +5,7 @@ this process is in. Nothing is added to an operation but the few bytes that it w
 
     waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
     being waited for        the late rank prints where its program is, so that the report has its cause beside it
+    in another operation    than ranks that have come as far: the report says which ranks are in which
     waiting for a rank      that has come to the end of its program, which is hopeless: reported at once; the job ends
                             with that rank's exit status, if it is known and not 0
 
@@ -252,10 +253,17 @@ def report(
             where = str(known[other]) if other in known else "has not answered"
             missing.setdefault(where, []).append(other)
     lines += [f"  not arrived: {listing(late)}, which {where}" for where, late in missing.items()]
+    kinds: dict[str, list[int]] = {}
+    for other, there in sorted(known.items()) if mine.inside else ():
+        if there.number == mine.number and there.operation != END:
+            kinds.setdefault(there.operation, []).append(other)
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind} on {listing(those)}" for kind, those in kinds.items())
+        lines.append(f"  the ranks are in different operations: {listed}; MPIDL_DEBUG=1 compares each before it begins")
     if silent:
         seconds = f"{min(silent.values()):.0f} s"
         lines.append(f"  silent for {seconds}, as if stopped or gone: {listing(sorted(silent))}")
-    elif mine.inside and not missing:
+    elif mine.inside and not missing and len(kinds) == 1:
         lines.append("  all have arrived: one of them hangs inside the operation, or it takes longer than the limit")
     lines.append(f"  the job ends; a longer limit is given by Communicator(timeout=seconds) or {TIMEOUT}")
     return "\n".join(lines) + "\n"

@@ -52,6 +52,39 @@ def test_a_late_rank_is_named_with_the_operation_and_where_it_is(job: Callable, 
     assert "# so late" in text
 
 
+def test_ranks_in_different_operations_are_told_apart(job: Callable) -> None:
+    status, text, _ = job(
+        "comm.all_reduce(x) if rank == 1 else comm.reduce_scatter(np.ones(1), np.ones(comm.size))", MPIDL_TIMEOUT="1.5"
+    )
+    assert status != 0
+    assert text.count("has waited") == 1, text
+    assert "arrived: ranks 0, 1, 2\n" in text
+    assert (
+        "the ranks are in different operations: reduce_scatter on ranks 0, 2, all_reduce on rank 1; MPIDL_DEBUG=1"
+        in text
+    )
+    assert "one of them hangs" not in text
+
+
+@pytest.mark.thorough
+def test_different_operations_are_told_of_beside_a_late_rank_and_not_of_one_at_its_end(job: Callable) -> None:
+    status, text, _ = job(
+        f"""
+        if rank == 2:
+            time.sleep({LONG})
+        comm.all_reduce(x) if rank else comm.barrier()
+        """,
+        MPIDL_TIMEOUT="1.5",
+    )
+    assert status != 0
+    assert "not arrived: rank 2, which is after barrier (operation 1)\n" in text
+    assert "in different operations: barrier on rank 0, all_reduce on rank 1; " in text
+    status, text, _ = job("if rank:\n    comm.all_reduce(x)", 2)
+    assert status != 0
+    assert "not arrived: rank 0, which is at the end of its program" in text
+    assert "different operations" not in text
+
+
 @pytest.mark.thorough
 def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> None:
     status, text, _ = job(
