@@ -73,10 +73,9 @@ def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Com
     given, norm_type = norm_type, _number(norm_type)
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
-    kinds = [torch.float64 if s.dtype == torch.float64 else torch.float32 for s in shards]
     of_each = [
-        torch.linalg.vector_norm(s, norm_type, dtype=kind).double()
-        for s, kind in zip(shards, kinds, strict=True)
+        torch.linalg.vector_norm(s, norm_type, dtype=torch.promote_types(s.dtype, torch.float32)).double()
+        for s in shards
         if s.numel()
     ]
     norms = np.array(values_of(of_each), np.float64)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from collectives import Communicator
 
+_TOGETHER = 2**25  # bytes; a buffer of so many goes back to the system, where smaller ones may stay with malloc
+
 
 def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
-    """Overwrites every tensor with the root's; one broadcast a dtype. Collective.
+    """Overwrites every tensor with the root's. Collective.
 
-    Written past autograd, so that a graph which has saved a buffer stays valid.
+    Those of a dtype go together, by way of a buffer of at most 32 MiB; a larger one goes by itself, without a copy if
+    it is contiguous. Written past autograd, so that a graph which has saved a buffer stays valid.
 
     tensors: on every rank the same number, shapes and dtypes, in the same order; of any layout in memory.
     """
@@ -20,10 +23,39 @@ def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: 
     for tensor in tensors:
         alike.setdefault((tensor.dtype, tensor.device.type), []).append(tensor.data)
     for group in alike.values():
-        if len(group) == 1 and group[0].is_contiguous():
-            comm.broadcast(group[0], root)
+        chunks = _chunks(group)
+        sizes = [sum(t.numel() for t in chunk) for chunk in chunks if len(chunk) > 1]
+        room = group[0].new_empty(min(sum(sizes), _TOGETHER // group[0].itemsize))
+        for chunk in chunks:
+            _broadcast(comm, chunk, room, root)
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """By sizes alone, so that they are the same on every rank."""
+    alone: list[list[torch.Tensor]] = []
+    together: list[list[torch.Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if tensor.nbytes > _TOGETHER:
+            alone.append([tensor])
             continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        comm.broadcast(flat, root)
-        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        filled += tensor.nbytes
+        if filled > _TOGETHER or not together:
+            together.append([])
+            filled = tensor.nbytes
+        together[-1].append(tensor)
+    return alone + together
+
+
+def _broadcast(comm: Communicator, chunk: Sequence[torch.Tensor], room: torch.Tensor, root: int) -> None:
+    if len(chunk) == 1:
+        whole = chunk[0].contiguous()
+        comm.broadcast(whole, root)
+        if whole is not chunk[0]:
+            chunk[0].copy_(whole)
+        return
+    flat = room[: sum(t.numel() for t in chunk)]
+    torch.cat([tensor.reshape(-1) for tensor in chunk], out=flat)
+    comm.broadcast(flat, root)
+    for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

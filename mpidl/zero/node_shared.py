@@ -47,6 +47,7 @@ class NodeSharedParameters:
         if comm.local_rank == 0:
             for flat in self._flats:
                 flat.fill()
+                flat.share()  # at once, so that no more than one flat is there twice
         self._meet()
         for flat in self._flats:
             flat.share()

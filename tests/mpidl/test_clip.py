@@ -29,13 +29,14 @@ def check_same(a: nn.Module, b: nn.Module, rtol: float) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.filterwarnings("ignore:Complex modules:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
 @pytest.mark.parametrize("norm_type", [0.5, 1, 2, 3.0, math.inf, "inf"])
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
 def test_norm_and_gradients_are_torchs(max_norm: float, norm_type: float, dtype: torch.dtype) -> None:
     expected, found = model(dtype), model(dtype)
     norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm, norm_type)
-    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    rtol = 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
     assert mpidl.clip_grad_norm_(found.parameters(), max_norm, norm_type) == pytest.approx(float(norm), rel=rtol)
     check_same(found, expected, rtol)
 

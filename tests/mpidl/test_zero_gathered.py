@@ -297,3 +297,20 @@ def test_weights_are_loaded_inside_a_block(comm, tmp_path, loads: str, writable:
         torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
     model(torch.ones(1, 3, dtype=torch.bfloat16 if half else None)).sum().backward()
     optimizer.step()
+
+
+@each_way
+def test_weights_of_a_part_are_loaded_inside_a_block_beside_what_it_has_changed(comm, tmp_path, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    whole = dict(made(Several, rank=2).state_dict())
+    kept = whole.pop("head.bias")
+    with optimizer.gathered():
+        model.head.bias.fill_(3.0)
+        files = pytest.importorskip("safetensors.torch")
+        files.save_file(whole, tmp_path / "weights.safetensors")
+        optimizer.load_safetensors(tmp_path / "weights.safetensors", missing=lambda name: name == "head.bias")
+        assert torch.equal(model.head.bias, torch.full_like(kept, 3.0))
+    found = optimizer.model_state_dict()
+    for name, value in found.items():
+        expected = torch.full_like(kept, 3.0) if name == "head.bias" else whole[name]
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)

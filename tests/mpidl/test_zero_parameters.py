@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpidl.zero.units import cut
-from tests.mpidl.zero_reference import Block, Several, data, every_part, follow, made, plainly
+from tests.mpidl.zero_reference import Block, Several, data, engine, every_part, follow, made, plainly
 
 pytestmark = pytest.mark.mpi
 
@@ -214,14 +214,29 @@ def test_a_unit_of_nothing_but_empty_parameters(comm, way: str) -> None:
     follow(comm, way, OnlyEmpty, plainly)
 
 
+class Phases(Several):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (super().forward(x) * self.phase).abs()
+
+
 @every_part
 def test_complex_parameters(comm, way: str) -> None:
-    class Phases(Several):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
-
-        def forward(self, x):
-            return (super().forward(x) * self.phase).abs()
-
     follow(comm, way, Phases, plainly)
+
+
+@every_part
+def test_complex_gradients_are_clipped_with_the_others(comm, way: str) -> None:
+    model, optimizer = engine(comm, Phases, way)
+    plain = made(Phases)
+    for m in (model, plain):
+        plainly(m, 0, 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    assert optimizer.clip_grad_norm_(0.01) == pytest.approx(float(norm), rel=1e-5)
+    found = optimizer.gradients()
+    for name, p in plain.named_parameters():
+        if comm.rank == 0:
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7)
