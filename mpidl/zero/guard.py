@@ -107,9 +107,9 @@ class WeightGuard:
         """Why the model cannot be taken out of the engine now."""
         return "unwrap: inside `with optimizer.gathered(...):` the parameters are copies" if self._writable else None
 
-    def damage(self) -> str | None:
-        """What is wrong with the weights of this rank."""
-        return self._moved() or self._described(self._written())
+    def damage(self, *, inside: bool = False) -> str | None:
+        """What is wrong with the weights of this rank. inside: writes that a block allows are not."""
+        return self._moved() or self._described([p for p in self._written() if not (inside and self._may_write(p))])
 
     def refuse_moved(self) -> None:
         """Raises TrainingError, on this rank, for a parameter that is no longer where the engine has laid it."""

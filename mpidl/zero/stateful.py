@@ -113,7 +113,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if files.tensors.issuperset(names.values()):
             self._guard.put_back()
         else:
-            refuse_everywhere(self._comm, self._guard.damage())
+            refuse_everywhere(self._comm, self._guard.damage(inside=True))
             if self._whole.is_open:
                 with self.gathered():
                     pass  # what blocks around this have changed is in the shards then

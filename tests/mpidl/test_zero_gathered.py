@@ -299,7 +299,7 @@ def test_weights_are_loaded_inside_a_block(comm, tmp_path, loads: str, writable:
     optimizer.step()
 
 
-@each_way
+@every_part
 def test_weights_of_a_part_are_loaded_inside_a_block_beside_what_it_has_changed(comm, tmp_path, way: str) -> None:
     model, optimizer = engine(comm, Several, way)
     whole = dict(made(Several, rank=2).state_dict())
