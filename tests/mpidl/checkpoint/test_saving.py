@@ -206,12 +206,16 @@ def test_in_the_background_the_copy_is_saved_and_training_goes_on(comm, shared: 
 def test_what_has_been_written_in_the_background_leaves_memory(comm, shared: Path, monkeypatch) -> None:
     """Before anybody waits for it."""
 
-    def held() -> int:
+    def tensors() -> list[torch.Tensor]:
         gc.collect()
-        storages = [thing.untyped_storage() for thing in gc.get_objects() if torch.is_tensor(thing)]
+        return [thing for thing in gc.get_objects() if torch.is_tensor(thing)]
+
+    def held() -> int:
+        storages = [tensor.untyped_storage() for tensor in tensors()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     model = fresh(lambda: torch.nn.Linear(100, 100))
+    earlier = tensors()  # those of other tests stay until the end of this one
     before, going_on = held(), threading.Event()
     write = tensorfile.write_all
 
@@ -228,6 +232,7 @@ def test_what_has_been_written_in_the_background_leaves_memory(comm, shared: Pat
     assert sum(mpidl.all_gather_object(comm, copied)) == sum(p.nbytes for p in model.parameters())
     assert held() == before
     assert wait(model) == saving.path
+    del earlier
 
 
 def test_a_program_that_changes_its_directory_saves_where_it_was(comm, shared: Path, monkeypatch) -> None:
