@@ -210,9 +210,8 @@ class ShardedParameters:
                 alive._use(of)
                 of.kept = of.frozen  # of which nobody tells when it is through
 
-        @torch.compiler.disable
         def hook(part: torch.nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled parts are one step of backward
                 for tensor in tensors_with_gradient(output):
                     if tensor.grad_fn is not None:
                         tensor.register_hook(gradient_arrives)

@@ -63,3 +63,41 @@ def test_a_model_that_was_compiled_before(comm, way: str) -> None:
         assert list(optimizer.model_state_dict()) == (list(plain.model.state_dict()) if comm.rank == 0 else [])
         with pytest.raises(mpidl.ConfigurationError, match="trains it already"):
             mpidl.ZeroOptimizer(compiled, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Blocks(nn.Module):
+    """Of several modules each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("way", ["2", "3-node", "3-gathered"])
+def test_no_hook_cuts_a_compiled_unit_into_pieces(comm, way: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Blocks()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+    for _ in range(2):
+        model(torch.randn(3, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert not torch._dynamo.utils.counters["graph_break"]
