@@ -35,10 +35,10 @@ from ..partition import even_counts
 from ..patience import wait_all
 from ..reduction import Reduction, partial_of
 from ..scratch import Scratch
-from ..symmetric.meeting import Entry, Meeting, Meetings
+from ..symmetric.meeting import Entry, Meetings
 from ..symmetric.shared_memory import Allocator, SharedMemory
 from ..topology import Topology
-from .contributions import add
+from .contributions import add, readable
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -104,9 +104,8 @@ class PipelinedAllReduce:
         entry = Entry("all_reduce", x.dtype.name, op.name, 0, x.size, op.factor)
         meeting = self._meetings.meet(entry, place)
         run.factors = meeting.factors
-        if meeting.pull:
-            run.sources = self._peers(meeting, x)
-        elif place is not None:
+        run.sources = readable(meeting, x)
+        if run.sources is None and place is not None:
             self._copy_in(run, 0)
             self._meetings.barrier()
         for tick in range(1, run.segments + _TICKS):
@@ -207,12 +206,6 @@ class PipelinedAllReduce:
         dtype = run.x.dtype.accumulate
         memory = self._scratch.take(f"{purpose} {segment % 2}", size * dtype.itemsize)
         return memory.view(dtype)
-
-    def _peers(self, meeting: Meeting, x: Buffer) -> list[Array]:
-        return [
-            memory.view(peer, start, x.size, x.dtype.storage)
-            for peer, (memory, start, _) in enumerate(meeting.arrays(x, outputs=False))
-        ]
 
     def _shared(self, dtype: DType) -> _Views:
         found = self._views.get(dtype.storage.str)

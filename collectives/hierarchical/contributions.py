@@ -1,4 +1,4 @@
-"""What all nodes have contributed to a part of a reduction, put together."""
+"""What ranks contribute to a reduction: where those of a node read each other's, and how the nodes' are added."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ import numpy as np
 
 from ..buffers import Buffer
 from ..reduction import Reduction
+from ..symmetric.meeting import Meeting
+
+Array = np.ndarray[Any, Any]
 
 
-def add(op: Reduction, contributions: Sequence[np.ndarray[Any, Any]], out: Buffer, ranks: int) -> None:
+def readable(meeting: Meeting, x: Buffer) -> list[Array] | None:
+    """Every local rank's x, if all of them lie where the node's ranks can read them."""
+    if not meeting.pull:
+        return None
+    places = enumerate(meeting.arrays(x, outputs=False))
+    return [memory.view(peer, start, x.size, x.dtype.storage) for peer, (memory, start, _) in places]
+
+
+def add(op: Reduction, contributions: Sequence[Array], out: Buffer, ranks: int) -> None:
     """out = the complete reduction of at least two contributions, in the order of nodes.
 
     contributions: partial results in the accumulating dtype, the first of which is overwritten. ranks: of all nodes.

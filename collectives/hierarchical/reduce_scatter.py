@@ -31,7 +31,7 @@ from ..scratch import Scratch
 from ..symmetric.meeting import Entry, Meetings
 from ..symmetric.shared_memory import Allocator, SharedMemory
 from ..topology import Topology
-from .contributions import add
+from .contributions import add, readable
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -85,11 +85,7 @@ class PipelinedReduceScatter:
         entry = Entry("reduce_scatter", x.dtype.name, op.name, 0, x.size, op.factor)
         meeting = self._meetings.meet(entry, place)
         run.factors = meeting.factors
-        if meeting.pull:
-            run.sources = [
-                memory.view(peer, start, x.size, x.dtype.storage)
-                for peer, (memory, start, _) in enumerate(meeting.arrays(x, outputs=False))
-            ]
+        run.sources = readable(meeting, x)
         for tick in range(run.segments + 2):
             self._tick(run, tick)
         self._meetings.barrier()  # all ranks of the node are through with this one's x, and with what it copied in
