@@ -54,19 +54,8 @@ from .whole import WholeParameters
 
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 _ENGINE = (
-    *(
-        "_parameters",
-        "_gradients",
-        "_guard",
-        "_whole",
-        "_slices",
-        "_shards",
-        "_inner",
-        "_offloaded",
-        "_watch",
-        "_nonfinite",
-    ),
-    *("_group", "_model", "_names", "_trained", "_hooks", "_dtypes"),
+    *("_parameters", "_gradients", "_guard", "_whole", "_slices", "_shards", "_inner", "_offloaded", "_watch"),
+    *("_nonfinite", "_group", "_model", "_names", "_trained", "_hooks", "_dtypes"),
 )
 
 
