@@ -38,7 +38,7 @@ from ..scratch import Scratch
 from ..symmetric.meeting import Entry, Meetings
 from ..symmetric.shared_memory import Allocator, SharedMemory
 from ..topology import Topology
-from .contributions import add, readable
+from .contributions import add, others, readable
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -89,6 +89,7 @@ class PipelinedAllReduce:
 
     def __init__(self, place: Topology, meetings: Meetings, allocator: Allocator, scratch: Scratch) -> None:
         self._across, self._nodes, self._node = place.across, place.nodes, place.across.Get_rank()
+        self._others = others(self._node, self._nodes)
         self._rank, self._ranks = place.local_rank, place.local_size
         self._meetings, self._allocator, self._scratch = meetings, allocator, scratch
         self._memory: SharedMemory | None = None
@@ -152,8 +153,8 @@ class PipelinedAllReduce:
         partial_of(run.op).combine(inputs, [partial], run.x.dtype, run.factors, self._scratch)
         ranges = self._ranges(run, stop - start)
         coming = self._coming(run, segment, ranges)
-        run.parts[segment] = [self._across.Irecv([coming[node], MPI.BYTE], node, _PARTS) for node in self._others()] + [
-            self._across.Isend([partial[slice(*ranges[node])], MPI.BYTE], node, _PARTS) for node in self._others()
+        run.parts[segment] = [self._across.Irecv([coming[node], MPI.BYTE], node, _PARTS) for node in self._others] + [
+            self._across.Isend([partial[slice(*ranges[node])], MPI.BYTE], node, _PARTS) for node in self._others
         ]
 
     def _add(self, run: _Run, segment: int) -> None:
@@ -170,9 +171,9 @@ class PipelinedAllReduce:
         requests = run.finished[segment] = []
         if not self._is_whole(run, stop - start):
             requests += [
-                self._across.Irecv([result[slice(*ranges[node])], MPI.BYTE], node, _FINISHED) for node in self._others()
+                self._across.Irecv([result[slice(*ranges[node])], MPI.BYTE], node, _FINISHED) for node in self._others
             ]
-            requests += [self._across.Isend([out, MPI.BYTE], node, _FINISHED) for node in self._others()]
+            requests += [self._across.Isend([out, MPI.BYTE], node, _FINISHED) for node in self._others]
 
     def _copy_out(self, run: _Run, segment: int) -> None:
         low, high = run.range(segment)
@@ -180,10 +181,6 @@ class PipelinedAllReduce:
             run.x.flat[low + start : low + stop] = run.views.results[segment % _RESULTS][peer][: stop - start]
 
     # ---- memory -----------------------------------------------------------------------------------------------
-
-    def _others(self) -> list[int]:
-        """The other nodes, from the next one on, so that not all send to the same one first."""
-        return [(self._node + step) % self._nodes for step in range(1, self._nodes)]
 
     def _is_whole(self, run: _Run, size: int) -> bool:
         return size * run.x.dtype.accumulate.itemsize <= _WHOLE_BELOW

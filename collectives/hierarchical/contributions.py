@@ -14,6 +14,11 @@ from ..symmetric.meeting import Meeting
 Array = np.ndarray[Any, Any]
 
 
+def others(node: int, nodes: int) -> list[int]:
+    """The other nodes, from the next one on, so that not all send to the same one first."""
+    return [(node + step) % nodes for step in range(1, nodes)]
+
+
 def readable(meeting: Meeting, x: Buffer) -> list[Array] | None:
     """Every local rank's x, if all of them lie where the node's ranks can read them."""
     if not meeting.pull:

@@ -31,7 +31,7 @@ from ..scratch import Scratch
 from ..symmetric.meeting import Entry, Meetings
 from ..symmetric.shared_memory import Allocator, SharedMemory
 from ..topology import Topology
-from .contributions import add, readable
+from .contributions import add, others, readable
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -71,6 +71,7 @@ class PipelinedReduceScatter:
 
     def __init__(self, place: Topology, meetings: Meetings, allocator: Allocator, scratch: Scratch) -> None:
         self._across, self._nodes, self._node = place.across, place.nodes, place.across.Get_rank()
+        self._others = others(self._node, self._nodes)
         self._rank, self._ranks = place.local_rank, place.local_size
         self._meetings, self._allocator, self._scratch = meetings, allocator, scratch
         self._memory: SharedMemory | None = None
@@ -92,15 +93,13 @@ class PipelinedReduceScatter:
 
     def _tick(self, run: _Run, tick: int) -> None:
         """What can begin a message comes before what waits for one."""
-        if run.sources is None:
-            if tick < run.segments:
-                self._copy_in(run, tick)
-            if 0 < tick <= run.segments:
-                self._combine(run, tick - 1)
-            if tick < run.segments:
-                self._meetings.barrier()
-        elif 0 < tick <= run.segments:
+        copies = run.sources is None and tick < run.segments
+        if copies:
+            self._copy_in(run, tick)
+        if 0 < tick <= run.segments:
             self._combine(run, tick - 1)
+        if copies:
+            self._meetings.barrier()
         if tick >= 2:
             self._add(run, tick - 2)
 
@@ -128,10 +127,10 @@ class PipelinedReduceScatter:
             partial_of(run.op).combine(inputs, target, run.x.dtype, run.factors, self._scratch)
         mine = sizes[self._node]
         run.requests[segment] = [
-            self._across.Irecv([coming[node][:mine], MPI.BYTE], node, _TAG) for node in self._others() if mine
+            self._across.Irecv([coming[node][:mine], MPI.BYTE], node, _TAG) for node in self._others if mine
         ] + [
             self._across.Isend([partial[node][: sizes[node]], MPI.BYTE], node, _TAG)
-            for node in self._others()
+            for node in self._others
             if sizes[node]
         ]
 
@@ -150,10 +149,6 @@ class PipelinedReduceScatter:
     def _number(self) -> int:
         """This rank's among all."""
         return self._node * self._ranks + self._rank
-
-    def _others(self) -> list[int]:
-        """The other nodes, from the next one on, so that not all send to the same one first."""
-        return [(self._node + step) % self._nodes for step in range(1, self._nodes)]
 
     def _memory_of(self, run: _Run, purpose: str, segment: int) -> list[Array]:
         """For each node the memory of a piece, in the accumulating dtype."""
