@@ -62,17 +62,8 @@ def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
 
     Its backward may start passes of its own, as re-entrant activation checkpoints do, to parameters not in this graph.
     """
-    seen: set[Any] = set()
-    pending = [tensor.grad_fn for tensor in tensors]
-    while pending:
-        current = pending.pop()
-        if current is None or current in seen:
-            continue
-        if isinstance(current, torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(current)
-        pending += [following for following, _ in current.next_functions]
-    return False
+    nodes = _behind(tensor.grad_fn for tensor in tensors)
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
 
 
 def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> bool:
@@ -83,17 +74,19 @@ def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> b
     """
     if any(reaches(p) for p in parameters):
         return True
-    seen: set[Any] = set()
+    return all(_will_run(node) for node in _behind(nodes))
+
+
+def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These nodes of autograd's graph and all that follow them, each once."""
+    seen: set[Any] = {None}
     pending = list(nodes)
     while pending:
         current = pending.pop()
-        if current is None or current in seen:
-            continue
-        seen.add(current)
-        if not _will_run(current):
-            return False
-        pending += [following for following, _ in current.next_functions]
-    return True
+        if current not in seen:
+            seen.add(current)
+            yield current
+            pending += [following for following, _ in current.next_functions]
 
 
 def _will_run(node: Any) -> bool:
