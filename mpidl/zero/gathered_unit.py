@@ -20,6 +20,7 @@ from collectives.pages import Pages
 
 from ..buckets import Layout, layout_of
 from .construction.target import placeholder
+from .private_copy import PrivateCopy
 from .released import Touched, release, restore
 from .shards import ParameterShard
 from .units import Unit, flat_groups
@@ -38,7 +39,6 @@ class FlatParameters:
         self._parameters = list(parameters)
         self._shapes = [p.shape for p in parameters]
         self.layout: Layout = layout_of(parameters, comm.size)
-        self._rank = comm.rank
         values = comm.empty(self.layout.shard_size, first.dtype, device=first.device).zero_()
         for p, piece in zip(parameters, self.layout.pieces(comm.rank), strict=True):
             part = p.detach().reshape(-1)[piece.start : piece.stop]
@@ -46,8 +46,7 @@ class FlatParameters:
         self.shard = ParameterShard(self._parameters, self.layout, values, first.requires_grad)
         self._dtype = first.dtype
         self._fillers = [placeholder(shape, first.dtype, first.device) for shape in self._shapes]
-        self._private: torch.Tensor | None = None
-        self._blocks = 0  # that have it
+        self._private = PrivateCopy(self.shard, comm.rank)
 
     @property
     def whole(self) -> torch.Tensor:
@@ -97,23 +96,17 @@ class FlatParameters:
 
     def copy(self) -> None:
         """The parameters are a copy of this rank's own, of what was gathered, for one block more."""
-        self._blocks += 1
-        if self._private is None:
-            self._private = self.whole.clone()
-            self._point_to(self.layout.views(self._private, self._shapes))
+        views = self._private.open(self.whole)
+        if views is not None:
+            self._point_to(views)
 
     def follow(self) -> None:
         """A copy takes what has been gathered meanwhile."""
-        if self._private is not None:
-            self._private.copy_(self.whole)
+        self._private.follow(self.whole)
 
     def keep_changes(self) -> None:
         """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
-        assert self._private is not None
-        self.shard.values.copy_(self.layout.shard(self._private, self._rank))
-        self._blocks -= 1
-        if not self._blocks:
-            self._private = None
+        if self._private.close():
             self.hold()
 
     def _point_to(self, tensors: Sequence[torch.Tensor], watched: bool = False) -> None:

@@ -18,6 +18,7 @@ from collectives import Communicator, Work
 from collectives.cuda.place import Place
 
 from ..buckets import Layout, aligned, layout_of
+from .private_copy import PrivateCopy
 from .shards import ParameterShard
 from .traffic import Traffic
 from .units import Unit, flat_groups
@@ -124,12 +125,11 @@ class _SharedFlat:
         rank: int,
         place: Place,
     ) -> None:
-        self._whole, self._rank = whole, rank
+        self._whole = whole
         self._views = layout.views(whole, [p.shape for p in parameters])
-        self._private: torch.Tensor | None = None
-        self._blocks = 0  # that have it
         own = place.alone(layout.shard(whole, rank))
         self.shard = ParameterShard(list(parameters), layout, own, parameters[0].requires_grad)
+        self._private = PrivateCopy(self.shard, rank)
 
     def fill(self) -> None:
         """Writes the parameters' values and the padding."""
@@ -139,31 +139,25 @@ class _SharedFlat:
 
     def share(self) -> None:
         """Makes the parameters views of the shared memory."""
-        for p, view in zip(self.shard.parameters, self._views, strict=True):
+        self._point_to(self._views)
+
+    def _point_to(self, views: Sequence[torch.Tensor]) -> None:
+        for p, view in zip(self.shard.parameters, views, strict=True):
             p.data = view
 
     def copy(self) -> None:
         """Makes the parameters views of a copy, for one block more."""
-        self._blocks += 1
-        if self._private is not None:
-            return
-        self._private = self._whole.clone()
-        shapes = [p.shape for p in self.shard.parameters]
-        for p, view in zip(self.shard.parameters, self.shard.layout.views(self._private, shapes), strict=True):
-            p.data = view
+        views = self._private.open(self._whole)
+        if views is not None:
+            self._point_to(views)
 
     def follow(self) -> None:
         """A copy takes what the shards have been given meanwhile."""
-        if self._private is not None:
-            self._private.copy_(self._whole)
+        self._private.follow(self._whole)
 
     def keep_changes(self) -> None:
         """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
-        assert self._private is not None
-        self.shard.values.copy_(self.shard.layout.shard(self._private, self._rank))
-        self._blocks -= 1
-        if not self._blocks:
-            self._private = None
+        if self._private.close():
             self.share()
 
 

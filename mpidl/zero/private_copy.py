@@ -1,0 +1,38 @@
+"""A rank's own copy of whole parameters, while it may change them: one for `gathered` blocks inside one another."""
+
+from __future__ import annotations
+
+import torch
+
+from .shards import ParameterShard
+
+
+class PrivateCopy:
+    """Of the parameters of which `shard` is this rank's part. rank: among those over which they are cut."""
+
+    def __init__(self, shard: ParameterShard, rank: int) -> None:
+        self._shard, self._rank = shard, rank
+        self._values: torch.Tensor | None = None
+        self._blocks = 0  # that have it
+
+    def open(self, whole: torch.Tensor) -> list[torch.Tensor] | None:
+        """For one block more. The outermost makes it, of `whole`, and gets views of it, of the parameters' shapes."""
+        self._blocks += 1
+        if self._values is not None:
+            return None
+        self._values = whole.clone()
+        return self._shard.layout.views(self._values, [p.shape for p in self._shard.parameters])
+
+    def follow(self, whole: torch.Tensor) -> None:
+        """Takes what the shards have been given meanwhile, if it is there."""
+        if self._values is not None:
+            self._values.copy_(whole)
+
+    def close(self) -> bool:
+        """The shard takes its part at the end of a block; whether that was the outermost, with which the copy goes."""
+        assert self._values is not None
+        self._shard.values.copy_(self._shard.layout.shard(self._values, self._rank))
+        self._blocks -= 1
+        if not self._blocks:
+            self._values = None
+        return not self._blocks
