@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-from typing import Any
 
 import pytest
 
-from tests import hosts
-from tests.harness import launch
+from tests.harness.on_hosts import on_hosts
 
 JOB = """
 import numpy as np
@@ -34,27 +31,17 @@ print("rank", comm.rank, "is right")
 """
 
 
-def on_hosts(job: str, ranks: int = 2, timeout: int = 50) -> Any:
-    """A Python program, run to its end on two hosts with so many ranks each. timeout: seconds."""
-    obstacle = hosts.obstacle()
-    if obstacle:
-        pytest.skip(f"no test hosts: {obstacle}")
-    layout = ["--hosts", "2", "--ranks-per-host", str(ranks)]
-    command = [sys.executable, hosts.__file__, *layout, "--", "python", "-c", job]
-    return launch.run(command, timeout, launch.ROOT, launch.environment())
-
-
 @pytest.mark.thorough("two ranks and one")
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("job", [JOB, UNEVEN], ids=["two and two ranks", "two ranks and one"])
 def test_ranks_of_two_hosts_reduce_over_shared_memory_and_the_network(job: str) -> None:
-    done = on_hosts(job)
+    done = on_hosts("-c", job)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is right") == 4, done.stdout + done.stderr
 
 
 def test_a_rank_that_fails_gives_its_status() -> None:
-    done = on_hosts("raise SystemExit(3)", ranks=1)
+    done = on_hosts("-c", "raise SystemExit(3)", ranks=1)
     assert done.returncode == 3, done.stdout + done.stderr
 
 
@@ -83,7 +70,7 @@ AFTER = "which is after barrier (operation 1)"
     ids=["sleeps", "is stopped", "is stopped with all of its host"],
 )
 def test_a_late_rank_on_another_host_is_named_with_what_it_is_in(ranks: str, what: str, missing: str) -> None:
-    done = on_hosts(LATE.replace("RANKS", ranks).replace("WHAT", what))
+    done = on_hosts("-c", LATE.replace("RANKS", ranks).replace("WHAT", what))
     assert done.returncode != 0
     assert "rank 0 of 4 has waited" in done.stderr
     assert f"not arrived: {missing}\n" in done.stderr, done.stderr
@@ -95,7 +82,7 @@ def test_a_rank_on_another_host_that_is_stopped_inside_an_operation_is_named() -
     what = "import threading; threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()"
     many = "while True:\n    comm.all_reduce(np.ones(1_000_000), algorithm='ring')\n"
     job = LATE.replace("RANKS", "[3]").replace("WHAT", what).rpartition("comm.all_reduce")[0] + many
-    done = on_hosts(job)
+    done = on_hosts("-c", job)
     assert done.returncode != 0
     assert re.search(r" of 4 has waited [23] s in all_reduce \(operation ", done.stderr), done.stderr
     assert re.search(r"silent for \d s, as if stopped or gone: rank 3\n", done.stderr), done.stderr
@@ -134,6 +121,6 @@ print("rank", comm.rank, "is right")
 
 @pytest.mark.limit(90)
 def test_parts_of_all_sizes_are_those_of_the_all_reduce_bit_by_bit() -> None:
-    done = on_hosts(PARTS, timeout=80)
+    done = on_hosts("-c", PARTS, timeout=80)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is right") == 4, done.stdout + done.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import hosts
 from tests.harness import launch
+from tests.harness.on_hosts import on_hosts
 
 JOB = Path(__file__).with_name("job_zero_hosts.py")
 PEAK = Path(__file__).with_name("job_zero_peak.py")
@@ -18,13 +17,8 @@ STEPS = 3
 
 def run(number: int, ranks: int, *arguments: str, **variables: str) -> str:
     """What a Python program prints that runs on so many hosts with so many ranks each."""
-    obstacle = hosts.obstacle()
-    if obstacle:
-        pytest.skip(f"no test hosts: {obstacle}")
-    layout = ["--hosts", str(number), "--ranks-per-host", str(ranks)]
-    environment = launch.environment(PYTHONPATH=str(launch.ROOT), **variables)
-    command = [sys.executable, hosts.__file__, *layout, "--", "python", *arguments]
-    done = launch.run(command, 100, launch.ROOT, environment)
+    settings = {"PYTHONPATH": str(launch.ROOT), **variables}
+    done = on_hosts(*arguments, number=number, ranks=ranks, timeout=100, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
