@@ -11,9 +11,11 @@ which all later ones wait for ever. The collective is an all-reduce for inferenc
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,19 +56,36 @@ class DeepSpeed:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        self.linear = torch.nn.functional.linear
-        self.engine, *_ = load().initialize(model=model, optimizer=optimizer, config=config)
+        self._linear = torch.nn.functional.linear
+        with self._own_linear():
+            self.engine, *_ = load().initialize(model=model, optimizer=optimizer, config=config)
+
+    @contextlib.contextmanager
+    def _own_linear(self) -> Iterator[None]:
+        """Stage 3 replaces torch's `linear` by a function of its own, for the whole process: here, for itself alone.
+
+        Otherwise every engine that makes its steps in turn with it would compute by that function, whose backward pass
+        takes longer than torch's.
+        """
+        others = torch.nn.functional.linear
+        torch.nn.functional.linear = self._linear
+        try:
+            yield
+        finally:
+            self._linear, torch.nn.functional.linear = torch.nn.functional.linear, others
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         """The forward pass."""
-        return self.engine(*batch)
+        with self._own_linear():
+            return self.engine(*batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a loss that is divided by the micro-steps already.
 
         DeepSpeed counts micro-steps in `step`, which must be called after each of them.
         """
-        self.engine.backward(loss, scale_wrt_gas=False)
+        with self._own_linear():
+            self.engine.backward(loss, scale_wrt_gas=False)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 
@@ -77,11 +96,10 @@ class DeepSpeed:
     def close(self) -> None:
         """Undoes what DeepSpeed leaves behind, so that engines after it are timed and their memory measured alone.
 
-        Stage 3 puts a function of its own in the place of torch's `linear` for the rest of the process, and keeps the
-        model in a list and in a cache of a class.
+        Stage 3 keeps the model in a list and in a cache of a class.
         """
-        self.engine.destroy()
-        torch.nn.functional.linear = self.linear
+        with self._own_linear():
+            self.engine.destroy()
         from deepspeed.runtime.zero import parameter_offload
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
