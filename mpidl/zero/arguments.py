@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,11 @@ from ..ddp.sparse import sparse_parameters
 from ..ddp.wrapper import DistributedDataParallel
 from ..errors import ConfigurationError
 from ..trained_by import refuse_trained
+from .optimizer_class import comparable, refuse_class
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None
 
 _DIGEST = 8  # bytes
-_NOT_ELEMENTWISE = {
-    "LBFGS": "it works on the whole model's gradient at once",
-    "Muon": "it orthogonalises whole matrices, and a shard may cut through one",
-    "Adafactor": "it keeps row and column statistics of whole matrices, and a shard may cut through one",
-    "SparseAdam": "it takes sparse gradients, and buckets are dense",
-}
 
 
 def plain(model: Any) -> Any:
@@ -49,10 +43,7 @@ def check(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         given = _instance_of(optimizer_class, torch.optim.Optimizer)
         raise ConfigurationError(f"optimizer_class: got {given}; needs a torch.optim class, not an instance of one")
-    for base in optimizer_class.__mro__:
-        if base.__name__ in _NOT_ELEMENTWISE:
-            named = optimizer_class.__name__ + ("" if base is optimizer_class else f", a kind of {base.__name__},")
-            raise ConfigurationError(f"optimizer_class: {named} cannot be sharded: {_NOT_ELEMENTWISE[base.__name__]}")
+    refuse_class(optimizer_class)
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (1, 2, 3):
         raise ConfigurationError(f"stage: got {stage!r}; needs 1, 2 or 3")
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
@@ -124,78 +115,6 @@ def _in_order(given: Any, argument: str, needed: str) -> list[Any]:
     if isinstance(given, set | frozenset | str | Mapping | torch.Tensor) or not isinstance(given, Iterable):
         raise ConfigurationError(f"{argument}: got {type(given).__name__}; needs a list of {needed}")
     return list(given)
-
-
-def prototype(
-    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """An optimizer of that class with those groups' settings, on single elements.
-
-    It refuses wrong settings, by the class's own errors, before the model is changed.
-    """
-    made = optimizer_class([_on_one_element(group) for group in groups], **settings)
-    for group in made.param_groups:
-        _refuse_differentiable(group)
-    return made
-
-
-def check_elementwise(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    settings: Mapping[str, Any],
-    offloaded: bool,
-) -> None:
-    """Refuses a class, of which nothing is known, if a step on a parameter is not one on its parts.
-
-    offloaded: refuses also what notes anything in its groups, as there are several of it then.
-    """
-    if optimizer_class.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
-        return
-    results, noted = [], set()
-    for sizes in ((4,), (1, 3)):
-        parts = [torch.nn.Parameter(part) for part in torch.linspace(-1.0, 2.0, 4).split(sizes)]
-        made = optimizer_class([{**groups[0], "params": parts}], **settings)
-        before = dict(made.param_groups[0])
-        for gradient in (torch.tensor([0.5, -1.0, 3.0, 0.25]), torch.tensor([-0.5, 2.0, 1.0, -4.0])):
-            for part, values in zip(parts, gradient.split(sizes), strict=True):
-                part.grad = values.clone()
-            with suppress(Exception):  # of what it would need besides; it is for the step to say
-                made.step()
-        results.append(torch.cat([part.detach() for part in parts]))
-        noted |= {name for name, value in comparable(made.param_groups[0]).items() if before.get(name) != value}
-    name = optimizer_class.__name__
-    if not torch.allclose(results[0], results[1], rtol=1e-4, atol=1e-6):
-        raise ConfigurationError(
-            f"optimizer_class: {name} cannot be sharded: a step on a whole parameter differs from steps on its parts"
-        )
-    if noted and offloaded:
-        raise ConfigurationError(
-            f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and there would be several "
-            "of it: needs offload=None"
-        )
-
-
-def try_group(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Adds a group to a prototype, which refuses wrong settings likewise."""
-    _refuse_differentiable(group)
-    made.add_param_group(_on_one_element(group))
-
-
-def _on_one_element(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**group, "params": [torch.nn.Parameter(torch.zeros(1))]}
-
-
-def _refuse_differentiable(group: Mapping[str, Any]) -> None:
-    if group.get("differentiable"):
-        raise ConfigurationError("differentiable: got True; autograd does not follow a step on shards: needs False")
-
-
-def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an optimizer's settings that look alike on all ranks when they are alike."""
-    numbers = {n: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for n, v in settings.items()}
-    return {
-        n: v for n, v in numbers.items() if n != "params" and isinstance(v, bool | int | float | str | tuple | list)
-    }
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""ZeroOptimizer: any elementwise `torch.optim` class over shards, and with it the training of the model.
+"""ZeroOptimizer: any `torch.optim` class over shards, and with it the training of the model.
 
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
 
@@ -40,6 +40,7 @@ from .groups import ShardGroup
 from .guard import WeightGuard, raise_everywhere, refuse_everywhere
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
+from .optimizer_class import comparable, prototype, steps_on_wholes, try_group
 from .precision import Conversion, Precision
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
@@ -51,6 +52,7 @@ from .unfreeze import added_group, thawed
 from .units import Unit, UnitRule, cut, flat_groups, warn_of_rest
 from .unwrapping import make_whole
 from .whole import WholeParameters
+from .whole_steps import WholeSteps
 
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 _ENGINE = (
@@ -63,8 +65,10 @@ class ZeroOptimizer(StatefulOptimizer):
     """Trains `model` with its optimizer state (stage 1), gradients (2) and parameters (3) cut over the ranks.
 
     model: alike in structure on every rank; rank 0's parameters and buffers are broadcast.
-    optimizer_class: a `torch.optim` class that updates every element by itself (AdamW, SGD, ...), or LARS or LAMB of
-        `mpidl.optim`; `kwargs` are its settings.
+    optimizer_class: a `torch.optim` class, LARS or LAMB of `mpidl.optim`, or one's own; `kwargs` are its settings.
+        Classes that update every element by itself (AdamW, SGD, ...) step on slices. For others (Muon, Adafactor)
+        each parameter has one rank that gets it whole for the step and keeps its state (`whole_steps`). Refused are
+        those whose step depends on several parameters at once (LBFGS), or on sparse gradients.
     stage: 1, 2 or 3.
     params: as torch has it, parameters, or pairs with their names (which are not kept), or dictionaries of them with
         settings of their own; by default one group of all that require gradients. What trains must be in some group.
@@ -127,7 +131,7 @@ class ZeroOptimizer(StatefulOptimizer):
         self._place = check_everywhere(self._comm, lambda: place_of("model", model, device=device))
         alike = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": bucket_cap_mb}
         alike |= {**flags, "offload": elsewhere is not None, "device": self._place.device.type}
-        check_settings_agree(self._comm, "ZeroOptimizer", {**alike, **arguments.comparable(kwargs)})
+        check_settings_agree(self._comm, "ZeroOptimizer", {**alike, **comparable(kwargs)})
         check_models_agree(self._comm, model)
         conversion = check_everywhere(self._comm, lambda: Conversion.of(model, precision))
         check_settings_agree(self._comm, "precision", conversion.settings())
@@ -135,9 +139,9 @@ class ZeroOptimizer(StatefulOptimizer):
         chosen = check_everywhere(self._comm, lambda: cut(model, units))
         check_settings_agree(self._comm, "units", {"names": [unit.name for unit in chosen]})
         check_settings_agree(self._comm, "params", arguments.outline(model, groups))
-        self._prototype = check_everywhere(self._comm, lambda: arguments.prototype(optimizer_class, groups, kwargs))
+        self._prototype = check_everywhere(self._comm, lambda: prototype(optimizer_class, groups, kwargs))
         away = elsewhere is not None
-        check_everywhere(self._comm, lambda: arguments.check_elementwise(optimizer_class, groups, kwargs, away))
+        on_wholes = check_everywhere(self._comm, lambda: steps_on_wholes(optimizer_class, groups, kwargs, away))
         halves = conversion.precision.param_dtype is not None
         self._offloaded = None
         if elsewhere is not None:
@@ -193,6 +197,9 @@ class ZeroOptimizer(StatefulOptimizer):
         self._inner = self._offloaded
         if self._offloaded is not None:
             self._offloaded.add_param_groups(inner_groups)
+        elif on_wholes:
+            self._inner = WholeSteps(self._group, partial(optimizer_class, **kwargs), self._slices)
+            self._inner.add_param_groups(inner_groups)
         else:
             self._inner = optimizer_class(inner_groups, **kwargs)
         if isinstance(self._inner, TrustRatioOptimizer):
@@ -259,7 +266,7 @@ class ZeroOptimizer(StatefulOptimizer):
         names = self._names_of(group["params"])
         check_settings_agree(self._comm, "add_param_group", {"params": names})
         # The class's own errors, before anything is changed.
-        check_everywhere(self._comm, lambda: arguments.try_group(self._prototype, group))
+        check_everywhere(self._comm, lambda: try_group(self._prototype, group))
         self.flush()
         if isinstance(self._parameters, ReplicatedParameters):
             inside = set(group["params"])

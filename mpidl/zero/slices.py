@@ -23,6 +23,12 @@ class Slice:
         """This slice's place in a shard of parameters or of gradients."""
         return flat[self.piece.offset : self.piece.offset + self.piece.stop - self.piece.start]
 
+    def counts(self, parameter: torch.nn.Parameter, ranks: int) -> list[int]:
+        """How many elements of the parameter, of which this is a slice, each rank's shard holds."""
+        index = next(i for i, p in enumerate(self.shard.parameters) if p is parameter)
+        pieces = [self.shard.layout.pieces(rank)[index] for rank in range(ranks)]
+        return [piece.stop - piece.start for piece in pieces]
+
     def attach(self, gradient: torch.Tensor | None) -> None:
         """Points the slice's `.grad` to its part of the bucket's reduced gradient."""
         self.values.grad = None if gradient is None else self.of(gradient).to(self.values.dtype)

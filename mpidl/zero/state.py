@@ -21,6 +21,7 @@ from .node_shared import NodeSharedParameters
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
 from .slices import Slice
+from .whole_steps import WholeSteps
 
 Parameters = ReplicatedParameters | NodeSharedParameters | ShardedParameters
 Slices = Mapping[torch.nn.Parameter, Slice]
@@ -107,7 +108,7 @@ def scatter_model(
         if p in slices and slices[p].is_master:
             master = slices[p].values
             whole = state_dict[name].detach().to(master.device, master.dtype).contiguous() if over.is_root else None
-            over.scatter(slices[p].values.detach(), whole, _counts(over, p, slices[p]))
+            over.scatter(slices[p].values.detach(), whole, slices[p].counts(p, over.size))
 
 
 def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
@@ -158,15 +159,8 @@ def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: A
     if not torch.is_tensor(value) or value.shape != part.values.shape:
         return value.detach().cpu().clone() if torch.is_tensor(value) else value
     whole = torch.empty(p.numel(), dtype=value.dtype, device=value.device) if over.is_root else None
-    over.gather(whole, value.detach().contiguous(), _counts(over, p, part))
+    over.gather(whole, value.detach().contiguous(), part.counts(p, over.size))
     return None if whole is None else whole.view(p.shape).cpu()
-
-
-def _counts(over: ShardGroup, p: torch.nn.Parameter, part: Slice) -> list[int]:
-    """How many elements of a parameter each rank's shard holds."""
-    index = next(i for i, q in enumerate(part.shard.parameters) if q is p)
-    pieces = [part.shard.layout.pieces(rank)[index] for rank in range(over.size)]
-    return [piece.stop - piece.start for piece in pieces]
 
 
 def scatter_optimizer(
@@ -177,7 +171,7 @@ def scatter_optimizer(
     state_dict: Mapping[str, Any],
 ) -> None:
     """Rank 0's whole optimizer state into every rank's slices."""
-    problem = _misfit(outer.param_groups, state_dict) if over.is_root else None
+    problem = _misfit(outer.param_groups, state_dict, isinstance(inner, WholeSteps)) if over.is_root else None
     outline = None if problem or not over.is_root else _outline(state_dict, outer.param_groups)
     problem, outline = broadcast_object(over.world, (problem, outline))
     if problem:
@@ -196,8 +190,8 @@ def scatter_optimizer(
             inner.state[part.values] = entry
 
 
-def _misfit(groups: Sequence[Mapping[str, Any]], given: Any) -> str | None:
-    """Why a whole optimizer state does not fit these groups."""
+def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, other_shapes: bool) -> str | None:
+    """Why a whole optimizer state does not fit these groups. other_shapes: it may have some beside the parameters'."""
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
         listed = ", ".join(map(repr, given)) or "nothing" if isinstance(given, Mapping) else type(given).__name__
         return f"got {listed}; needs what a state_dict() gave, with 'state' and 'param_groups'"
@@ -208,12 +202,15 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any) -> str | None:
     if sizes != own:
         return f"got groups of {sizes} parameters; needs {own}"
     numbered = _numbered(given, groups)
+    unknown = next((number for number in given["state"] if number not in numbered), None)
+    if unknown is not None:
+        return f"got a state of parameter {unknown!r}, which is in no group"
+    cut = elementwise((numbered[number].shape, entry) for number, entry in given["state"].items())
     for number, entry in given["state"].items():
-        if number not in numbered:
-            return f"got a state of parameter {number!r}, which is in no group"
         shape = tuple(numbered[number].shape)
         for key, value in entry.items():
-            if torch.is_tensor(value) and value.dim() and value.shape != shape:
+            of_shape = torch.is_tensor(value) and value.dim() and (key in cut or not other_shapes)
+            if of_shape and value.shape != shape:
                 return f"got {key} of shape {tuple(value.shape)} for a parameter of shape {shape}"
     return None
 
@@ -245,7 +242,7 @@ class _Cut:
 def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, alike: Any, whole: Any) -> Any:
     if not isinstance(alike, _Cut):
         return alike.clone() if torch.is_tensor(alike) else alike
-    counts = _counts(over, p, part)
+    counts = part.counts(p, over.size)
     where = part.values.device
     own = torch.empty(counts[over.rank], dtype=alike.dtype, device=where)
     over.scatter(own, whole.detach().contiguous().to(where) if over.is_root else None, counts)

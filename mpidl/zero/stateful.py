@@ -25,6 +25,7 @@ from .owned import OwnedState
 from .shards import GradientShards, ParameterShard
 from .slices import Slice
 from .whole import WholeParameters
+from .whole_steps import WholeSteps
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
@@ -126,11 +127,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as the plain torch optimizer would have it, on rank 0; {} on others. Collective."""
         self.flush()
+        self._cut_state()
         return state.gather_optimizer(self._group, self, self._inner, self._slices)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` or the plain torch optimizer gave, whatever the ranks, from rank 0. Collective."""
         self.flush()
+        self._cut_state()
         state.scatter_optimizer(self._group, self, self._inner, self._slices, state_dict)
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -140,7 +143,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         no rank's passes reached since zero_grad are left out.
         """
         self._parameters.settle()
-        return state.gather_gradients(self._group, self._names, self.owned_state().gradients(), self._slices)
+        return state.gather_gradients(self._group, self._names, self._owned().gradients(), self._slices)
 
     def owned_state(self) -> OwnedState:
         """What this rank owns of the parameters and gradients, slice by slice; the state of a slice is in `state`.
@@ -150,9 +153,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._parameters.settle()  # a library's all-gather may use the shard's own place as room while it runs
         if self._offloaded is not None:
             self._offloaded.complete()
+        self._cut_state()
+        return self._owned()
+
+    def _owned(self) -> OwnedState:
         return OwnedState(
             self._group, self._parameters, self._slices, self._gradients, self._shards, self._offloaded, self._guard
         )
+
+    def _cut_state(self) -> None:
+        """The state is in slices, as the parameters are, in `state`. Collective."""
+        if isinstance(self._inner, WholeSteps):
+            self._inner.cut_state()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """All tensors of model state on this rank, by category; views of one storage may appear several times."""
@@ -160,12 +172,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if self._offloaded is not None:
             own = self._offloaded.held_tensors()
             return {**held, **own, "gradients": held["gradients"] + own["gradients"]}
-        states = [
-            value
-            for entry in self._inner.state.values()
-            for value in entry.values()
-            if torch.is_tensor(value) and value.dim() > 0
-        ]
+        if isinstance(self._inner, WholeSteps):
+            states = self._inner.held_tensors()
+        else:
+            entries = self._inner.state.values()
+            states = [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
         return {**held, "optimizer": states + [s.values.detach() for s in self._slices.values() if s.is_master]}
 
     def offloaded_bytes(self) -> int:

@@ -43,9 +43,21 @@ class Counting(torch.optim.Optimizer):
         return gradient
 
 
-class Normalised(Counting):
+class Clipping(Counting):
+    """Looks at all gradients of a group."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+        super().step()
+
+
+class Failing(Counting):
+    """Of which a trial tells nothing, so that it needs whole parameters."""
+
     def change(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / gradient.norm()
+        raise RuntimeError("deliberate")
 
 
 def sets(model: nn.Module) -> list[dict]:
@@ -70,9 +82,13 @@ WRONG = {
         {"optimizer_class": LimitedMemory},
         "LimitedMemory, a kind of LBFGS, cannot be sharded: it works on the whole",
     ),
-    "a class of one's own that looks at whole parameters": (
-        {"optimizer_class": Normalised},
-        "Normalised cannot be sharded: a step on a whole parameter differs",
+    "a class of one's own that looks at several parameters": (
+        {"optimizer_class": Clipping},
+        "Clipping cannot be sharded: a step on a parameter depends on the others",
+    ),
+    "one that fails in the trial, offloaded": (
+        {"optimizer_class": Failing, "offload": "cpu"},
+        "offload: a step of Failing needs whole parameters",
     ),
     "one that counts in its groups, offloaded": (
         {"optimizer_class": Counting, "offload": "cpu"},

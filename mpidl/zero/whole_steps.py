@@ -1,0 +1,279 @@
+"""Optimizers that need a whole parameter for a step, as Muon and Adafactor do: each parameter has one rank that steps.
+
+    slices of gradients and values    rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
+    all-to-all                        rank 0 [ w0   w1 ]    rank 1 [ v0   v1 ]      its owner has a parameter whole
+    a step of the inner optimizer     rank 0   w            rank 1   v
+    all-to-all back                   rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
+
+A few parameters of every owner at a time, so that no rank holds much whole. State stays with the owner. Only to be
+saved or loaded it is cut like the parameters, as that of other optimizers is; the next step brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..buckets import MIB
+from ..errors import TrainingError
+from ..objects import all_gather_object
+from .construction.target import placeholder
+from .groups import ShardGroup
+from .slices import Slice
+
+_BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
+
+
+@dataclass(eq=False)
+class _Owned:
+    """A parameter. part: this rank's slice of it. counts: elements of each rank's. owner: the rank that steps on it.
+
+    whole: what the inner optimizer steps on, on the owner; between steps without memory.
+    """
+
+    part: Slice
+    counts: list[int]
+    owner: int
+    whole: torch.nn.Parameter
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Stands for a state of the parameter's shape, of which every rank gets a slice."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """A state of another shape, or no tensor, in the host's memory. beside: it was where the parameter is."""
+
+    value: Any
+    beside: bool
+
+
+class WholeSteps:
+    """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
+
+    over: the ranks over which parameters are cut. make: an inner optimizer of parameter groups. slices: of all
+    parameters, also of those that are added later. param_groups: settings, and slices' values. state: by these, cut
+    like them, from `cut_state` until the next step; else empty.
+    """
+
+    def __init__(
+        self,
+        over: ShardGroup,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        slices: Mapping[torch.nn.Parameter, Slice],
+    ) -> None:
+        self._comm, self._make, self._slices = over.shards, make, slices
+        self._loads = [0] * over.size  # elements that each rank owns
+        self._owned: dict[torch.Tensor, _Owned] = {}
+        self._batches: list[list[_Owned]] = []
+        self._inner: torch.optim.Optimizer | None = None
+        self._is_cut = False
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+    def add_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Groups of slices' values, alike on every rank, which are to be stepped on from now on."""
+        parts = {part.values: (p, part) for p, part in self._slices.items()}
+        added = {values: parts[values] for group in groups for values in group["params"]}
+        for p, part in sorted(added.values(), key=lambda pair: -pair[0].numel()):
+            owner = self._loads.index(min(self._loads))
+            self._loads[owner] += p.numel()
+            whole = torch.nn.Parameter(placeholder(p.shape, part.values.dtype, part.values.device))
+            self._owned[part.values] = _Owned(part, part.counts(p, self._comm.size), owner, whole)
+        made = []
+        for group in groups:
+            owned = [self._owned[values] for values in group["params"]]
+            made.append({**group, "params": [each.whole for each in owned if each.owner == self._comm.rank]})
+            self.param_groups.append(dict(group))
+        if self._inner is None:
+            self._inner = self._make(made)
+        else:
+            for group in made:
+                self._inner.add_param_group(group)
+        self._batches = self._cut_batches()
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """One more of them."""
+        self.add_param_groups([group])
+
+    def _cut_batches(self) -> list[list[_Owned]]:
+        """Parameters of one dtype whose turn is at the same time: of each owner the next ones, up to a limit.
+
+        In each batch by owner.
+        """
+        batches: dict[tuple[torch.dtype, int], list[_Owned]] = {}
+        last: dict[tuple[torch.dtype, int], tuple[int, int]] = {}  # of an owner: the batch, and its bytes in it
+        for values, each in self._owned.items():
+            size = each.whole.numel() * values.element_size()
+            number, held = last.get((values.dtype, each.owner), (0, 0))
+            if held and held + size > _BATCH_BYTES:
+                number, held = number + 1, 0
+            last[values.dtype, each.owner] = number, held + size
+            batches.setdefault((values.dtype, number), []).append(each)
+        return [sorted(batch, key=lambda each: each.owner) for batch in batches.values()]
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """A step on the slices' values by their gradients, which may be None, alike on every rank. Collective."""
+        assert self._inner is not None
+        self._take_back_state()
+        for batch in self._batches:
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                inner.update({key: value for key, value in group.items() if key != "params"})
+            self._step_on([each for each in batch if each.part.values.grad is not None])
+        # What it notes there in one step, and so in each batch's alike.
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _step_on(self, batch: list[_Owned]) -> None:
+        assert self._inner is not None
+        mine = [each for each in batch if each.owner == self._comm.rank]
+        wholes = self._to_owners(batch, [each.part.values.detach() for each in batch])
+        gradients = self._to_owners(batch, [each.part.values.grad for each in batch])
+        for each, values, gradient in zip(mine, wholes, gradients, strict=True):
+            each.whole.data = values.view(each.whole.shape)
+            each.whole.grad = gradient.view(each.whole.shape)
+        del gradients
+        self._inner.step()
+        for each in mine:
+            each.whole.grad = None
+            each.whole.data = placeholder(each.whole.shape, each.whole.dtype, each.whole.device)
+        self._from_owners(batch, wholes)
+
+    def _to_owners(self, batch: Sequence[_Owned], slices: Sequence[Any]) -> list[torch.Tensor]:
+        """Whole ones, flat, of those that this rank owns, in the batch's order."""
+        if not batch:  # on all ranks
+            return []
+        leaving, coming = self._splits(batch)
+        sent = torch.cat([*slices])
+        received = sent.new_empty(sum(coming))
+        self._comm.all_to_all(received, sent, coming, leaving)
+        mine = [each for each in batch if each.owner == self._comm.rank]
+        wholes = [sent.new_empty(sum(each.counts)) for each in mine]
+        for whole, pieces in zip(wholes, self._pieces(mine, received, coming), strict=True):
+            torch.cat(pieces, out=whole)
+        return wholes
+
+    def _from_owners(self, batch: Sequence[_Owned], wholes: Sequence[torch.Tensor]) -> None:
+        """The slices' values become those of whole ones on the owners."""
+        if not batch:
+            return
+        coming, leaving = self._splits(batch)
+        mine = [each for each in batch if each.owner == self._comm.rank]
+        values = batch[0].part.values.detach()
+        sent = values.new_empty(sum(leaving))
+        for each, whole, pieces in zip(mine, wholes, self._pieces(mine, sent, leaving), strict=True):
+            for piece, part in zip(pieces, whole.split(each.counts), strict=True):
+                piece.copy_(part)
+        received = values.new_empty(sum(coming))
+        self._comm.all_to_all(received, sent, coming, leaving)
+        sizes = [each.counts[self._comm.rank] for each in batch]
+        for each, part in zip(batch, received.split(sizes), strict=True):
+            each.part.values.detach().copy_(part)
+
+    def _splits(self, batch: Sequence[_Owned]) -> tuple[list[int], list[int]]:
+        """Elements of slices of this rank's by owner, and of what it owns by the rank that has the slices."""
+        ranks, rank = range(self._comm.size), self._comm.rank
+        of_owner = [sum(each.counts[rank] for each in batch if each.owner == owner) for owner in ranks]
+        of_slices = [sum(each.counts[other] for each in batch if each.owner == rank) for other in ranks]
+        return of_owner, of_slices
+
+    @staticmethod
+    def _pieces(mine: Sequence[_Owned], flat: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Of each parameter that this rank owns every rank's slice, as views of what goes between them and this one."""
+        by_rank = [
+            part.split([each.counts[rank] for each in mine]) if mine else ()
+            for rank, part in enumerate(flat.split(list(sizes)))
+        ]
+        return [[parts[number] for parts in by_rank] for number in range(len(mine))]
+
+    # ---- its state --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def cut_state(self) -> None:
+        """Cuts the state like the parameters, into `state`: what is not of their shape is whole on every rank.
+
+        Collective. Raises TrainingError on every rank for a state that nobody could tell from a slice.
+        """
+        if self._is_cut:
+            return
+        assert self._inner is not None
+        found = [(n, each, self._inner.state.get(each.whole)) for n, each in enumerate(self._owned.values())]
+        held = {number: (each, entry) for number, each, entry in found if entry}
+        outlines = {number: _outline(each, entry) for number, (each, entry) in held.items()}
+        known = {n: outline for rank in all_gather_object(self._comm, outlines) for n, outline in rank.items()}
+        for outline in known.values():
+            for key, told in outline.items():
+                if isinstance(told, _Alike) and torch.is_tensor(told.value) and told.value.dim() == 1:
+                    raise TrainingError(
+                        f"{type(self._inner).__name__}: its state {key!r} is a list of {told.value.numel()} numbers "
+                        "that are not one for each of the parameter's, which cannot be saved from shards"
+                    )
+        for number, (values, each) in enumerate(self._owned.items()):
+            own = held[number][1] if number in held else {}
+            for key, told in known.get(number, {}).items():
+                entry = self.state.setdefault(values, {})
+                if isinstance(told, _Cut):
+                    entry[key] = self._scatter(each, own.get(key), told.dtype)
+                else:
+                    entry[key] = told.value.to(values.device) if told.beside else told.value
+            self._inner.state.pop(each.whole, None)
+        self._is_cut = True
+
+    @torch.no_grad()
+    def _take_back_state(self) -> None:
+        """The owners have the state again, as it was or as somebody has loaded it into `state`."""
+        if not self._is_cut:
+            return
+        assert self._inner is not None
+        entries = [(values, key, value) for values, entry in self.state.items() for key, value in entry.items()]
+        flags = np.array([torch.is_tensor(v) and v.shape == values.shape for values, _, v in entries], np.uint8)
+        if entries:  # on all ranks or on none
+            self._comm.all_reduce(flags, "min")
+        for (values, key, value), is_cut in zip(entries, flags, strict=True):
+            each = self._owned[values]
+            whole = self._gather(each, value) if is_cut else value
+            if each.owner == self._comm.rank:
+                self._inner.state[each.whole][key] = whole
+        self.state.clear()
+        self._is_cut = False
+
+    def _scatter(self, each: _Owned, whole: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice of the owner's."""
+        own = torch.empty_like(each.part.values, dtype=dtype, requires_grad=False)
+        self._comm.scatter(own, None if whole is None else whole.reshape(-1), each.owner, each.counts)
+        return own
+
+    def _gather(self, each: _Owned, own: torch.Tensor) -> torch.Tensor | None:
+        """Of all ranks' slices the whole, on the owner."""
+        whole = own.new_empty(each.whole.shape) if each.owner == self._comm.rank else None
+        self._comm.gather(None if whole is None else whole.view(-1), own.contiguous(), each.owner, each.counts)
+        return whole
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """The state on this rank, without what is a single number."""
+        states = [*self.state.values(), *(self._inner.state.values() if self._inner is not None else ())]
+        return [value for entry in states for value in entry.values() if torch.is_tensor(value) and value.dim() > 0]
+
+
+def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, _Cut | _Alike]:
+    """What every rank is told of a parameter's state."""
+    outline: dict[str, _Cut | _Alike] = {}
+    for key, value in entry.items():
+        if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
+            outline[key] = _Cut(value.dtype)
+        elif torch.is_tensor(value):
+            outline[key] = _Alike(value.cpu(), value.device == each.whole.device)
+        else:
+            outline[key] = _Alike(value, beside=False)
+    return outline
