@@ -69,13 +69,13 @@ def check_models_agree(comm: Communicator, model: torch.nn.Module, ignored: Cont
     for name, p in model.named_parameters(remove_duplicate=False):
         if name not in ignored:
             tied = f", the same as {first[p]}" if p in first else ""
-            frozen = "" if p.requires_grad else ", frozen"
+            frozen = ("" if p.requires_grad else ", frozen") + (", on meta" if p.is_meta else "")
             lines.append(f"parameter {name}: {tuple(p.shape)} {p.dtype}{_order(p)}{frozen}{tied}")
             first.setdefault(p, name)
     for name, b in model.named_buffers(remove_duplicate=False):
         if name not in ignored:
             tied = f", the same as {first[b]}" if b in first else ""
-            lines.append(f"buffer {name}: {tuple(b.shape)} {b.dtype}{tied}")
+            lines.append(f"buffer {name}: {tuple(b.shape)} {b.dtype}{', on meta' if b.is_meta else ''}{tied}")
             first.setdefault(b, name)
     digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.uint8)
     digests = np.empty(comm.size * digest.size, np.uint8)

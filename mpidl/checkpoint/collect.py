@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..models.pretrained import published_settings
-from ..optim.elementwise import elementwise
+from ..optim.elementwise import elementwise, is_slice
 from . import random_states, tree
 from .engine import Engine, Place
 from .tensorfile import code_of
@@ -197,15 +197,9 @@ def _optimizer(
         for key, value in entry.items():
             if not isinstance(key, str) or "/" in key:
                 raise ConfigurationError(f"optimizer: its state of {place.name} has the key {key!r}; needs a word")
-            if key in cut and is_sliced(value, place):
+            if key in cut and is_slice(value, cast(torch.Tensor, place.key)):
                 add(f"optimizer/{key}/{place.name}", place, value.detach(), place.apart)
                 state[place.name][key] = "$slices"
             else:
                 state[place.name][key] = tree.encode(value, f"optimizer.{key}", whole)
     return {"class": engine.optimizer_class, "groups": groups, "state": state}
-
-
-def is_sliced(value: Any, place: Place) -> bool:
-    """Whether an optimizer's value has an element for each of the parameter's, and so is cut as it is."""
-    key = place.key
-    return torch.is_tensor(value) and key is not None and value.shape == key.shape

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CheckpointMismatch
+from ..optim.elementwise import alike
 from . import tree
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine, Place
@@ -67,7 +68,7 @@ class Plan:
                 if not torch.is_tensor(value):  # JSON
                     value = tree.decode(value, tensor)
                     on_device = torch.is_tensor(value) and (value.dim() > 0 or flags[place.parameter])
-                    value = value.to(place.key.device) if on_device else value
+                    value = alike(value.to(place.key.device) if on_device else value)
                 entry[key] = value
             if entry:
                 optimizer.state[place.key] = entry

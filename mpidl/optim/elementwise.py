@@ -9,6 +9,8 @@ import torch
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # that torch's optimizers keep, one for a whole parameter
 
+_ALIKE = "_mpidl_alike"
+
 
 def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> set[str]:
     """Their names. states: of each parameter its shape and what is kept of it.
@@ -25,3 +27,15 @@ def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> se
             elif torch.is_tensor(value):
                 found[key] = found.get(key, False) or tuple(value.shape) == tuple(shape)
     return {key for key, cut in found.items() if cut} | (unsure - found.keys() - _NUMBERS)
+
+
+def alike(value: Any) -> Any:
+    """A state that is whole on every rank, marked, as a tensor may have the shape of a slice by accident."""
+    if torch.is_tensor(value):
+        setattr(value, _ALIKE, True)
+    return value
+
+
+def is_slice(value: Any, of: torch.Tensor) -> bool:
+    """Whether a state is cut as the slice `of` is, or, if that is whole, has an element for each of its."""
+    return torch.is_tensor(value) and value.shape == of.shape and not hasattr(value, _ALIKE)

@@ -13,7 +13,7 @@ of its own, which torch counts apart. So it does for `p.data.mul_(2)`, which is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -190,6 +190,14 @@ class WeightGuard:
                 for p, place in self._places.items():
                     if not self._lies_right(p) or p.dtype != place.values.dtype:
                         p.data = place.values
+
+    def stepped(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """A step has changed these: backward through what was computed with them before is an error of torch's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in parameters:
+                before = p._version
+                torch.autograd.graph.increment_version(p)
+                self._versions[p] += p._version - before  # what somebody else has written still counts
 
     def accept(self) -> None:
         """All weights have been loaded: whatever was done to them before does not count."""

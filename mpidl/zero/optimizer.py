@@ -10,7 +10,7 @@ Models", sections 5 and 7.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from .groups import ShardGroup
 from .guard import WeightGuard, raise_everywhere, refuse_everywhere
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
-from .optimizer_class import comparable, prototype, steps_on_wholes, try_group
+from .optimizer_class import comparable, needs, prototype, try_group
 from .precision import Conversion, Precision
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
@@ -141,7 +141,8 @@ class ZeroOptimizer(StatefulOptimizer):
         check_settings_agree(self._comm, "params", arguments.outline(model, groups))
         self._prototype = check_everywhere(self._comm, lambda: prototype(optimizer_class, groups, kwargs))
         away = elsewhere is not None
-        on_wholes = check_everywhere(self._comm, lambda: steps_on_wholes(optimizer_class, groups, kwargs, away))
+        self._needs = partial(needs, optimizer_class, settings=kwargs, offloaded=away)
+        found = check_everywhere(self._comm, lambda: self._needs(groups))
         halves = conversion.precision.param_dtype is not None
         self._offloaded = None
         if elsewhere is not None:
@@ -197,8 +198,9 @@ class ZeroOptimizer(StatefulOptimizer):
         self._inner = self._offloaded
         if self._offloaded is not None:
             self._offloaded.add_param_groups(inner_groups)
-        elif on_wholes:
-            self._inner = WholeSteps(self._group, partial(optimizer_class, **kwargs), self._slices)
+        elif found.wholes:
+            make = partial(optimizer_class, **kwargs)
+            self._inner = WholeSteps(self._group, make, self._slices, found.together)
             self._inner.add_param_groups(inner_groups)
         else:
             self._inner = optimizer_class(inner_groups, **kwargs)
@@ -210,7 +212,8 @@ class ZeroOptimizer(StatefulOptimizer):
             setattr(model, name, _refuse_copy)
         clears_with(model, self)
         self._building = True
-        super().__init__(groups, self._prototype.defaults)
+        made = [{k: v for k, v in g.items() if k != "params"} for g in self._prototype.param_groups]
+        super().__init__([{**m, **g} for m, g in zip(made, groups, strict=True)], self._prototype.defaults)
         self._building = False
         self.state = self._inner.state
         self._guard = WeightGuard(self, model, names, self._parameters)
@@ -267,6 +270,7 @@ class ZeroOptimizer(StatefulOptimizer):
         check_settings_agree(self._comm, "add_param_group", {"params": names})
         # The class's own errors, before anything is changed.
         check_everywhere(self._comm, lambda: try_group(self._prototype, group))
+        check_everywhere(self._comm, lambda: self._check_needs(group))
         self.flush()
         if isinstance(self._parameters, ReplicatedParameters):
             inside = set(group["params"])
@@ -282,6 +286,13 @@ class ZeroOptimizer(StatefulOptimizer):
             self.watch_nonfinite()
         super().add_param_group(group)
         self._inner.add_param_group({**group, "params": [self._slices[p].values for p in group["params"]]})
+
+    def _check_needs(self, group: Mapping[str, Any]) -> None:
+        if self._needs([group]).wholes and not isinstance(self._inner, WholeSteps):
+            raise ConfigurationError(
+                f"add_param_group: a step of {self.inner_class.__name__} with this group's settings needs whole "
+                "parameters, and with the first groups' it did not: give a group like this one at construction"
+            )
 
     def unwrap(self) -> torch.nn.Module:
         """Makes the model a plain one again and returns it: whole parameters on every rank, and no hooks. Collective.
@@ -338,13 +349,14 @@ class ZeroOptimizer(StatefulOptimizer):
         self._parameters.settle()
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key != "params"})
-        self._attach_gradients(problem)
+        reached = self._attach_gradients(problem)
         self._inner.step()
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
         for part in self._slices.values():
             part.write_back()
         self._parameters.after_step()
+        self._guard.stepped(reached)
         return loss
 
     def _foreign_gradient(self) -> str | None:
@@ -358,10 +370,10 @@ class ZeroOptimizer(StatefulOptimizer):
             "those alone; set it to None"
         )
 
-    def _attach_gradients(self, problem: str | None) -> None:
+    def _attach_gradients(self, problem: str | None) -> list[torch.nn.Parameter]:
         """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.
 
-        problem: why this rank cannot step, for which all ranks raise TrainingError.
+        Returns the reached ones. problem: why this rank cannot step, for which all ranks raise TrainingError.
         """
         counts = range(len(self._shards))
         flags = [problem is not None, *(r for number in counts for r in self._gradients.reached(number))]
@@ -374,11 +386,17 @@ class ZeroOptimizer(StatefulOptimizer):
             raise_everywhere(self._comm, problem)
         if not arguments.same_fingerprints(agreed):
             check_settings_agree(self._comm, "step", settings)
-        reached = iter(agreed[1:])
+        flag = iter(agreed[1:])
+        reached = []
         for number, shard in enumerate(self._shards):
             gradient = self._gradients.shard(number)
             for p in shard.parameters:
-                self._slices[p].attach(gradient if next(reached) else None)
+                if next(flag):
+                    reached.append(p)
+                    self._slices[p].attach(gradient)
+                else:
+                    self._slices[p].attach(None)
+        return reached
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients, and buckets are dense",
 }
 _ON_WHOLES = ("Muon", "Adafactor")  # the former makes matrices orthogonal, the latter keeps sums of rows and columns
+_TRIED_STEPS = 8  # some change their manner after a few
 
 
 def refuse_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -39,31 +41,47 @@ def prototype(
 
     It refuses wrong settings, and parameters, by the class's own errors, before the model is changed.
     """
-    made = optimizer_class([_on_single_elements(group) for group in groups], **settings)
+    given = [_on_single_elements(group) for group in groups]
+    sizes = [len(group["params"]) for group in given]
+    made = optimizer_class(given, **settings)
+    if [len(group["params"]) for group in made.param_groups] != sizes:
+        raise ConfigurationError(
+            f"optimizer_class: {optimizer_class.__name__} makes {len(made.param_groups)} groups of the {len(sizes)} "
+            "that it is given; needs a class that keeps them: make its groups yourself, by params="
+        )
     for group in made.param_groups:
         _refuse_differentiable(group)
     return made
 
 
-def steps_on_wholes(
+@dataclass(frozen=True)
+class Needs:
+    """What a step needs beside slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
+
+    wholes: bool
+    together: bool = False
+
+
+def needs(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     offloaded: bool,
-) -> bool:
-    """Whether a step needs whole parameters: False if one on a parameter is one on its parts.
+) -> Needs:
+    """No wholes, if a step on a parameter is one on its parts.
 
     Raises ConfigurationError if it depends on other parameters too. offloaded: refuses what needs whole parameters, and
     what notes anything in its groups, as there are several of it then.
     """
     name = optimizer_class.__name__
     if any(base.__name__ in _ON_WHOLES for base in optimizer_class.__mro__):
-        on_wholes, noted = True, set[str]()
+        found, noted = Needs(wholes=True), set[str]()
     elif optimizer_class.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
-        return False
+        return Needs(wholes=False)
     else:
         on_wholes, noted = _tried(optimizer_class, groups, settings)
-    if on_wholes and offloaded:
+        found = Needs(on_wholes, together=True)  # it may note more than a state of each parameter
+    if found.wholes and offloaded:
         raise ConfigurationError(
             f"offload: a step of {name} needs whole parameters, and what is offloaded are shards: needs offload=None"
         )
@@ -72,51 +90,60 @@ def steps_on_wholes(
             f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and there would be several "
             "of it: needs offload=None"
         )
-    return on_wholes
+    return found
 
 
 def _tried(
     optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> tuple[bool, set[str]]:
-    """As of `steps_on_wholes`, of a class of which nothing is known; and which settings a step changes in groups."""
+    """Whether a step of a class of which nothing is known needs wholes, and which settings it changes in its groups.
+
+    In double precision, as a rate may be small. What fails, or changes nothing, is taken to need wholes.
+    """
     noted: set[str] = set()
-    on_wholes = False
+    on_wholes = failed = False
 
     def run(group: Mapping[str, Any], *starts: torch.Tensor) -> torch.Tensor:
-        """The values after two steps on parameters that begin with these."""
-        nonlocal on_wholes
+        """What some steps change in parameters that begin with these."""
+        nonlocal failed, on_wholes
+        torch.manual_seed(0)
         parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-        made = optimizer_class([{**group, "params": parameters}], **settings)
-        before = dict(made.param_groups[0])
-        for gradient in (lambda x: x * x - x, lambda x: 0.25 - 0.5 * x**3):  # in directions that do not cancel
-            for p, start in zip(parameters, starts, strict=True):
-                p.grad = gradient(start)
-            try:
+        try:
+            made = optimizer_class([{**group, "params": parameters}], **settings)
+            before = dict(made.param_groups[0])
+            for step in range(_TRIED_STEPS):
+                for p, start in zip(parameters, starts, strict=True):
+                    p.grad = torch.sin((step + 1.0) * start + step)
                 made.step()
-            except Exception:  # what it needs besides is for the real step to say
-                on_wholes = True
-        noted.update(n for n, value in comparable(made.param_groups[0]).items() if before.get(n) != value)
-        return torch.cat([p.detach().flatten() for p in parameters])
+            noted.update(n for n, value in comparable(made.param_groups[0]).items() if before.get(n) != value)
+            states = [(p, value) for p in parameters for value in made.state.get(p, {}).values()]
+            on_wholes |= any(torch.is_tensor(v) and v.dim() > 0 and v.shape != p.shape for p, v in states)
+        except Exception:  # what it needs besides is for the real step to say
+            failed = True
+        pairs = zip(parameters, starts, strict=True)
+        return torch.cat([(p.detach() - start).flatten() for p, start in pairs])
 
-    for group in groups:
-        for dimensions in sorted({p.dim() for p in group["params"]}):
-            shape = [*[1] * (dimensions - 2), 4, 3][-dimensions:] if dimensions else []
-            first = torch.linspace(-1.0, 2.0, math.prod(shape)).view(shape)
-            second = torch.linspace(0.5, -2.0, math.prod(shape)).view(shape)
-            alone = run(group, first)
-            if dimensions:
-                rows = max(dimensions - 2, 0)
-                on_wholes |= not _close(alone, run(group, *first.split((1, shape[rows] - 1), rows)))
-            if not _close(run(group, first, second), torch.cat([alone, run(group, second)])):
-                raise ConfigurationError(
-                    f"optimizer_class: {optimizer_class.__name__} cannot be sharded: a step on a parameter depends on "
-                    "the others beside it"
-                )
-    return on_wholes, noted
+    with torch.random.fork_rng(devices=[]):
+        for group in groups:
+            for dimensions in sorted({p.dim() for p in group["params"]}):
+                shape = [*[1] * (dimensions - 2), 4, 3][-dimensions:] if dimensions else []
+                count = math.prod(shape)
+                first = torch.linspace(-1.0, 2.0, count, dtype=torch.float64).view(shape)
+                second = torch.linspace(0.5, -2.0, count, dtype=torch.float64).view(shape)
+                alone = run(group, first)
+                parts = first.flatten().split((1, count - 1)) if dimensions else [first.flatten()]  # as slices are
+                on_wholes |= not (_alike(alone, run(group, *parts)) and alone.any())
+                if not _alike(run(group, first, second), torch.cat([alone, run(group, second)])):
+                    raise ConfigurationError(
+                        f"optimizer_class: {optimizer_class.__name__} cannot be sharded: a step on a parameter depends "
+                        "on the others beside it, or on random numbers"
+                    )
+    return on_wholes or failed, noted
 
 
-def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True)
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """But for rounding, also of what is computed in single precision in between."""
+    return bool((first - second).abs().max() <= 1e-6 * first.abs().max())
 
 
 def try_group(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:

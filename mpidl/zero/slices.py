@@ -34,10 +34,18 @@ class Slice:
         self.values.grad = None if gradient is None else self.of(gradient).to(self.values.dtype)
 
     def write_back(self) -> None:
-        """Rounds a master into the parameters' shard, and gives its fp32 gradient up."""
+        """Rounds a master into the parameters' shard, and gives its fp32 gradient up.
+
+        Values that the optimizer has put elsewhere, as `p.data = ...` does, come back to the shard.
+        """
         if self.is_master:
             self.of(self.shard.values).copy_(self.values.detach())
             self.values.grad = None
+            return
+        own = self.of(self.shard.values)
+        if self.values.data_ptr() != own.data_ptr():
+            own.copy_(self.values.detach())
+            self.values.data = own
 
     def show(self) -> None:
         """Makes the values, that somebody else than a step has written, the parameters'."""

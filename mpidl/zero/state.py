@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..objects import broadcast_object
-from ..optim.elementwise import elementwise
+from ..optim.elementwise import alike, elementwise, is_slice
 from ..replicate import broadcast_states
 from .groups import ShardGroup
 from .node_shared import NodeSharedParameters
@@ -156,7 +156,7 @@ def gather_optimizer(over: ShardGroup, outer: torch.optim.Optimizer, inner: Any,
 
 def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: Any) -> Any:
     """One value of an optimizer's state: what has the slice's shape is gathered, anything else is alike everywhere."""
-    if not torch.is_tensor(value) or value.shape != part.values.shape:
+    if not is_slice(value, part.values):
         return value.detach().cpu().clone() if torch.is_tensor(value) else value
     whole = torch.empty(p.numel(), dtype=value.dtype, device=value.device) if over.is_root else None
     over.gather(whole, value.detach().contiguous(), part.counts(p, over.size))
@@ -171,8 +171,9 @@ def scatter_optimizer(
     state_dict: Mapping[str, Any],
 ) -> None:
     """Rank 0's whole optimizer state into every rank's slices."""
-    problem = _misfit(outer.param_groups, state_dict, isinstance(inner, WholeSteps)) if over.is_root else None
-    outline = None if problem or not over.is_root else _outline(state_dict, outer.param_groups)
+    by_itself = isinstance(inner, WholeSteps)
+    problem = _misfit(outer.param_groups, state_dict, by_itself) if over.is_root else None
+    outline = None if problem or not over.is_root else _outline(state_dict, outer.param_groups, by_itself)
     problem, outline = broadcast_object(over.world, (problem, outline))
     if problem:
         raise ConfigurationError(f"load_state_dict: {problem}")
@@ -182,16 +183,16 @@ def scatter_optimizer(
         for number, p in zip(saved["params"], group["params"], strict=True):
             part = slices[p]
             entry = {}
-            for key, alike in outline["state"].get(number, {}).items():
+            for key, told in outline["state"].get(number, {}).items():
                 whole = state_dict["state"][number][key] if over.is_root else None
-                entry[key] = _scatter_entry(over, p, part, alike, whole)
-                if torch.is_tensor(alike) and (group.get("fused") or group.get("capturable")):
+                entry[key] = _scatter_entry(over, p, part, told, whole)
+                if torch.is_tensor(told) and (group.get("fused") or group.get("capturable")):
                     entry[key] = entry[key].to(part.values.device)  # where such steps count
             inner.state[part.values] = entry
 
 
-def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, other_shapes: bool) -> str | None:
-    """Why a whole optimizer state does not fit these groups. other_shapes: it may have some beside the parameters'."""
+def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:
+    """Why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
         listed = ", ".join(map(repr, given)) or "nothing" if isinstance(given, Mapping) else type(given).__name__
         return f"got {listed}; needs what a state_dict() gave, with 'state' and 'param_groups'"
@@ -202,15 +203,12 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, other_shapes: bool)
     if sizes != own:
         return f"got groups of {sizes} parameters; needs {own}"
     numbered = _numbered(given, groups)
-    unknown = next((number for number in given["state"] if number not in numbered), None)
-    if unknown is not None:
-        return f"got a state of parameter {unknown!r}, which is in no group"
-    cut = elementwise((numbered[number].shape, entry) for number, entry in given["state"].items())
     for number, entry in given["state"].items():
+        if number not in numbered:
+            return f"got a state of parameter {number!r}, which is in no group"
         shape = tuple(numbered[number].shape)
         for key, value in entry.items():
-            of_shape = torch.is_tensor(value) and value.dim() and (key in cut or not other_shapes)
-            if of_shape and value.shape != shape:
+            if torch.is_tensor(value) and value.dim() and value.shape != shape and not by_itself:
                 return f"got {key} of shape {tuple(value.shape)} for a parameter of shape {shape}"
     return None
 
@@ -221,12 +219,21 @@ def _numbered(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     return {n: p for saved, own in pairs for n, p in zip(saved["params"], own["params"], strict=True)}
 
 
-def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state without the tensors that are cut over the ranks: of those only the dtype."""
+def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], by_itself: bool) -> dict[str, Any]:
+    """A state without the tensors that are cut over the ranks: of those only the dtype.
+
+    by_itself: states may have other shapes than the parameters, and each tells by its own, not by its name.
+    """
     numbered, state = _numbered(state_dict, groups), state_dict["state"]
-    cut = elementwise((numbered[number].shape, entry) for number, entry in state.items())
+    named = elementwise((numbered[number].shape, entry) for number, entry in state.items())
+
+    def is_cut(number: Any, key: str, value: Any) -> bool:
+        if not torch.is_tensor(value):
+            return False
+        return bool(value.dim()) and value.shape == numbered[number].shape if by_itself else key in named
+
     entries = {
-        number: {key: _Cut(v.dtype) if torch.is_tensor(v) and key in cut else v for key, v in entry.items()}
+        number: {key: _Cut(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}
         for number, entry in state.items()
     }
     return {"param_groups": state_dict["param_groups"], "state": entries}
@@ -239,12 +246,12 @@ class _Cut:
     dtype: torch.dtype
 
 
-def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, alike: Any, whole: Any) -> Any:
-    if not isinstance(alike, _Cut):
-        return alike.clone() if torch.is_tensor(alike) else alike
+def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
+    if not isinstance(told, _Cut):
+        return alike(told.clone() if torch.is_tensor(told) else told)
     counts = part.counts(p, over.size)
     where = part.values.device
-    own = torch.empty(counts[over.rank], dtype=alike.dtype, device=where)
+    own = torch.empty(counts[over.rank], dtype=told.dtype, device=where)
     over.scatter(own, whole.detach().contiguous().to(where) if over.is_root else None, counts)
     # As torch does: a state saved with 16-bit parameters goes on in the master's dtype.
     return own.to(part.values.dtype) if own.is_floating_point() else own

@@ -15,6 +15,7 @@ import torch
 from collectives import Communicator
 
 from ..consistency import check_everywhere
+from ..errors import TrainingError
 from . import state
 from .construction.construct import targets_of
 from .construction.weights import Rename, Safetensors, WeightFiles
@@ -40,6 +41,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _slices: dict[torch.nn.Parameter, Slice]
     _gradients: GradientShards
     _inner: Any
+    _prototype: torch.optim.Optimizer
     _offloaded: OffloadedOptimizer | None
     _guard: WeightGuard
     _whole: WholeParameters
@@ -162,9 +164,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
         )
 
     def _cut_state(self) -> None:
-        """The state is in slices, as the parameters are, in `state`. Collective."""
+        """The state is in slices, as the parameters are, in `state`. Collective.
+
+        Raises TrainingError for what no parameter's name could be given to. Alike on every rank.
+        """
         if isinstance(self._inner, WholeSteps):
             self._inner.cut_state()
+        kept = self._inner.own_state if isinstance(self._inner, WholeSteps) else self._inner.state
+        foreign = [] if self._offloaded is not None else [key for key in kept if not torch.is_tensor(key)]
+        if foreign:
+            raise TrainingError(
+                f"state_dict: {type(self._prototype).__name__} keeps a state {foreign[0]!r} that belongs to no "
+                "parameter, and only those of parameters are saved and loaded"
+            )
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """All tensors of model state on this rank, by category; views of one storage may appear several times."""

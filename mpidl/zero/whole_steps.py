@@ -5,22 +5,27 @@
     a step of the inner optimizer     rank 0   w            rank 1   v
     all-to-all back                   rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
 
-A few parameters of every owner at a time, so that no rank holds much whole. State stays with the owner. Only to be
-saved or loaded it is cut like the parameters, as that of other optimizers is; the next step brings it back.
+A few parameters of every owner at a time, so that no rank holds much whole; with classes that are not torch's all at
+once, as they may count their steps, and may change parameters that have no gradient.
+
+State stays with the owner. Only to be saved or loaded it is cut like the parameters, as that of other optimizers is,
+and what is of other shapes is on every rank; the next step brings it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..buckets import MIB
-from ..errors import TrainingError
+from ..consistency import check_everywhere
 from ..objects import all_gather_object
+from ..optim.elementwise import alike, is_slice
 from .construction.target import placeholder
 from .groups import ShardGroup
 from .slices import Slice
@@ -50,7 +55,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Alike:
-    """A state of another shape, or no tensor, in the host's memory. beside: it was where the parameter is."""
+    """A state of another shape, or no tensor, in the host's memory. beside: its tensors were where the parameter is."""
 
     value: Any
     beside: bool
@@ -60,8 +65,8 @@ class WholeSteps:
     """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
 
     over: the ranks over which parameters are cut. make: an inner optimizer of parameter groups. slices: of all
-    parameters, also of those that are added later. param_groups: settings, and slices' values. state: by these, cut
-    like them, from `cut_state` until the next step; else empty.
+    parameters, also of those that are added later. together: steps on all that a rank owns in one call. param_groups:
+    settings, and slices' values. state: by these, cut like them, from `cut_state` until the next step; else empty.
     """
 
     def __init__(
@@ -69,8 +74,9 @@ class WholeSteps:
         over: ShardGroup,
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         slices: Mapping[torch.nn.Parameter, Slice],
+        together: bool,
     ) -> None:
-        self._comm, self._make, self._slices = over.shards, make, slices
+        self._comm, self._make, self._slices, self._together = over.shards, make, slices, together
         self._loads = [0] * over.size  # elements that each rank owns
         self._owned: dict[torch.Tensor, _Owned] = {}
         self._batches: list[list[_Owned]] = []
@@ -91,7 +97,10 @@ class WholeSteps:
         made = []
         for group in groups:
             owned = [self._owned[values] for values in group["params"]]
-            made.append({**group, "params": [each.whole for each in owned if each.owner == self._comm.rank]})
+            mine = [each.whole for each in owned if each.owner == self._comm.rank]
+            # Some take a group to hold something.
+            nothing = [torch.nn.Parameter(each.whole.new_empty([0] * each.whole.dim())) for each in owned[:1]]
+            made.append({**group, "params": mine or nothing})
             self.param_groups.append(dict(group))
         if self._inner is None:
             self._inner = self._make(made)
@@ -127,28 +136,46 @@ class WholeSteps:
         """A step on the slices' values by their gradients, which may be None, alike on every rank. Collective."""
         assert self._inner is not None
         self._take_back_state()
-        for batch in self._batches:
+        for batches in [self._batches] if self._together else [[batch] for batch in self._batches]:
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                inner.update({key: value for key, value in group.items() if key != "params"})
-            self._step_on([each for each in batch if each.part.values.grad is not None])
-        # What it notes there in one step, and so in each batch's alike.
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key != "params"})
+                inner.update(_settings(group))
+            self._step_on(batches)
+        if self._together:
+            self._take_notes()
 
-    def _step_on(self, batch: list[_Owned]) -> None:
+    def _step_on(self, batches: Sequence[Sequence[_Owned]]) -> None:
+        """One call of the inner optimizer. Those without a gradient are whole too where it may change them."""
         assert self._inner is not None
-        mine = [each for each in batch if each.owner == self._comm.rank]
-        wholes = self._to_owners(batch, [each.part.values.detach() for each in batch])
-        gradients = self._to_owners(batch, [each.part.values.grad for each in batch])
-        for each, values, gradient in zip(mine, wholes, gradients, strict=True):
-            each.whole.data = values.view(each.whole.shape)
-            each.whole.grad = gradient.view(each.whole.shape)
-        del gradients
-        self._inner.step()
-        for each in mine:
-            each.whole.grad = None
-            each.whole.data = placeholder(each.whole.shape, each.whole.dtype, each.whole.device)
-        self._from_owners(batch, wholes)
+        lent = [b if self._together else [e for e in b if e.part.values.grad is not None] for b in batches]
+        mine = [[each for each in batch if each.owner == self._comm.rank] for batch in lent]
+        try:
+            for batch, own in zip(lent, mine, strict=True):
+                values = self._to_owners(batch, [each.part.values.detach() for each in batch])
+                for each, whole in zip(own, values, strict=True):
+                    each.whole.data = whole.view(each.whole.shape)
+                reached = [each for each in batch if each.part.values.grad is not None]
+                gradients = self._to_owners(reached, [each.part.values.grad for each in reached])
+                for each, whole in zip([e for e in reached if e.owner == self._comm.rank], gradients, strict=True):
+                    each.whole.grad = whole.view(each.whole.shape)
+            check_everywhere(self._comm, self._inner.step)  # or others would wait for what a rank never sends
+            for batch, own in zip(lent, mine, strict=True):
+                self._from_owners(batch, [each.whole.detach().reshape(-1) for each in own])
+        finally:
+            for each in (each for own in mine for each in own):
+                each.whole.grad = None
+                each.whole.data = placeholder(each.whole.shape, each.whole.dtype, each.whole.device)
+
+    def _take_notes(self) -> None:
+        """What the optimizer has changed in its groups; of ranks that have changed the same, the first one's."""
+        assert self._inner is not None
+        pairs = zip(self.param_groups, self._inner.param_groups, strict=True)
+        mine = [
+            {k: v for k, v in _settings(inner).items() if k not in group or not _same(group[k], v)}
+            for group, inner in pairs
+        ]
+        for notes in reversed(all_gather_object(self._comm, mine)):
+            for group, noted in zip(self.param_groups, notes, strict=True):
+                group.update(noted)
 
     def _to_owners(self, batch: Sequence[_Owned], slices: Sequence[Any]) -> list[torch.Tensor]:
         """Whole ones, flat, of those that this rank owns, in the batch's order."""
@@ -203,7 +230,7 @@ class WholeSteps:
     def cut_state(self) -> None:
         """Cuts the state like the parameters, into `state`: what is not of their shape is whole on every rank.
 
-        Collective. Raises TrainingError on every rank for a state that nobody could tell from a slice.
+        Collective.
         """
         if self._is_cut:
             return
@@ -212,13 +239,6 @@ class WholeSteps:
         held = {number: (each, entry) for number, each, entry in found if entry}
         outlines = {number: _outline(each, entry) for number, (each, entry) in held.items()}
         known = {n: outline for rank in all_gather_object(self._comm, outlines) for n, outline in rank.items()}
-        for outline in known.values():
-            for key, told in outline.items():
-                if isinstance(told, _Alike) and torch.is_tensor(told.value) and told.value.dim() == 1:
-                    raise TrainingError(
-                        f"{type(self._inner).__name__}: its state {key!r} is a list of {told.value.numel()} numbers "
-                        "that are not one for each of the parameter's, which cannot be saved from shards"
-                    )
         for number, (values, each) in enumerate(self._owned.items()):
             own = held[number][1] if number in held else {}
             for key, told in known.get(number, {}).items():
@@ -226,7 +246,8 @@ class WholeSteps:
                 if isinstance(told, _Cut):
                     entry[key] = self._scatter(each, own.get(key), told.dtype)
                 else:
-                    entry[key] = told.value.to(values.device) if told.beside else told.value
+                    move = partial(torch.Tensor.to, device=values.device if told.beside else "cpu")
+                    entry[key] = alike(tree_map_only(torch.Tensor, move, told.value))
             self._inner.state.pop(each.whole, None)
         self._is_cut = True
 
@@ -236,15 +257,12 @@ class WholeSteps:
         if not self._is_cut:
             return
         assert self._inner is not None
-        entries = [(values, key, value) for values, entry in self.state.items() for key, value in entry.items()]
-        flags = np.array([torch.is_tensor(v) and v.shape == values.shape for values, _, v in entries], np.uint8)
-        if entries:  # on all ranks or on none
-            self._comm.all_reduce(flags, "min")
-        for (values, key, value), is_cut in zip(entries, flags, strict=True):
+        for values, entry in self.state.items():
             each = self._owned[values]
-            whole = self._gather(each, value) if is_cut else value
-            if each.owner == self._comm.rank:
-                self._inner.state[each.whole][key] = whole
+            for key, value in entry.items():
+                whole = self._gather(each, value) if is_slice(value, values) else value
+                if each.owner == self._comm.rank:
+                    self._inner.state[each.whole][key] = whole
         self.state.clear()
         self._is_cut = False
 
@@ -260,10 +278,26 @@ class WholeSteps:
         self._comm.gather(None if whole is None else whole.view(-1), own.contiguous(), each.owner, each.counts)
         return whole
 
+    @property
+    def own_state(self) -> Mapping[Any, Any]:
+        """The inner optimizer's, as it has it on this rank."""
+        return {} if self._inner is None else self._inner.state
+
     def held_tensors(self) -> list[torch.Tensor]:
         """The state on this rank, without what is a single number."""
         states = [*self.state.values(), *(self._inner.state.values() if self._inner is not None else ())]
         return [value for entry in states for value in entry.values() if torch.is_tensor(value) and value.dim() > 0]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group; copies of what can be changed in place."""
+    return {k: v.clone() if torch.is_tensor(v) else v for k, v in group.items() if k != "params"}
+
+
+def _same(first: Any, second: Any) -> bool:
+    if torch.is_tensor(first) and torch.is_tensor(second):
+        return torch.equal(first, second)
+    return first is second or (type(first) is type(second) and bool(first == second))
 
 
 def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, _Cut | _Alike]:
@@ -272,8 +306,8 @@ def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, _Cut | _Alike]
     for key, value in entry.items():
         if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
             outline[key] = _Cut(value.dtype)
-        elif torch.is_tensor(value):
-            outline[key] = _Alike(value.cpu(), value.device == each.whole.device)
         else:
-            outline[key] = _Alike(value, beside=False)
+            leaves = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+            beside = any(leaf.device == each.whole.device for leaf in leaves)
+            outline[key] = _Alike(tree_map_only(torch.Tensor, torch.Tensor.cpu, value), beside)
     return outline

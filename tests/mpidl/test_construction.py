@@ -226,6 +226,14 @@ def test_a_function_sets_what_modules_do_not(comm, way: str) -> None:
     assert_same(optimizer.model_state_dict(), ordinary.state_dict(), comm)
 
 
+def test_a_model_that_only_some_ranks_have_on_the_meta_device_is_refused(comm) -> None:
+    if comm.size == 1:
+        return
+    model = Plain() if comm.rank == 0 else on_meta(Plain)
+    with pytest.raises(ModelMismatch, match=r"rank 1 has parameter .*, on meta"):
+        zero(model, comm, "stage 3")
+
+
 def test_tensors_that_nothing_sets_are_named(comm) -> None:
     model = on_meta(small_gpt2)
     with pytest.raises(

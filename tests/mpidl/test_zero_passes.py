@@ -55,6 +55,22 @@ def test_gradient_accumulation_over_different_graphs(comm, way: str, quiet: bool
         check(model, optimizer, plain.model)
 
 
+@every_way
+def test_backward_through_a_graph_older_than_a_step_is_an_error_of_torchs(comm, way: str) -> None:
+    """As with a plain model: what the graph holds is of the weights before."""
+    model, optimizer = engine(comm, Several, way)
+    loss = plainly(model, comm.rank, 0)
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+    plainly(model, comm.rank, 1).backward()
+    optimizer.step()
+
+
 @every_part
 def test_a_step_on_gradients_that_were_never_reduced_is_refused(comm, way: str) -> None:
     model, optimizer = engine(comm, Several, way)

@@ -38,39 +38,155 @@ class Matrices(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-class Normalised(torch.optim.Optimizer):
-    """Divides matrices' gradients by their norms and sums them up; of the rest it takes the signs."""
+class Own(torch.optim.Optimizer):
+    """One's own, which changes a parameter by `change` and counts steps wherever one can."""
 
-    def __init__(self, params: Any, lr: float, listed: bool = False) -> None:
-        super().__init__(params, {"lr": lr, "listed": listed, "steps": 0})
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+        self.calls = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.calls += 1
         for group in self.param_groups:
+            assert group["params"][0].dim() < 9  # looks at one, whether or not the rank has any
             group["steps"] += 1
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                change = p.grad / p.grad.norm() if p.dim() > 1 else p.grad.sign()
-                entry = self.state[p]
-                entry["sum"] = entry["sum"] + change if entry else change.clone()
-                entry["largest"] = max(entry.get("largest", 0.0), float(change.abs().max()))
-                if group["listed"]:
-                    entry["history"] = torch.tensor([1.0, 2.0, 3.0])
-                p.sub_(entry["sum"], alpha=group["lr"])
+                self.change(p, self.state[p], group["lr"])
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.grad is not None:
+            p.sub_(p.grad, alpha=lr / self.calls)
 
 
-class OfTheGroup(Normalised):
-    """A step that depends on all parameters of a group."""
+class Normalised(Own):
+    """Divides matrices' gradients by their norms and sums them up; of the rest it takes the signs."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.grad is not None:
+            change = p.grad / p.grad.norm() if p.dim() > 1 else p.grad.sign()
+            state["sum"] = state["sum"] + change if "sum" in state else change.clone()
+            state["largest"] = max(state.get("largest", 0.0), float(change.abs().max()))
+            p.sub_(state["sum"], alpha=lr)
+
+
+class Factored(Own):
+    """Keeps lists of numbers for rows and columns, and matrices in a list."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.grad is None:
+            return
+        if p.dim() > 1:
+            if not state:
+                state.update(row=torch.zeros(p.shape[0]), column=torch.zeros(p.shape[1]))
+                state["left"] = torch.zeros(p.shape[0], p.shape[0])
+                state["listed"] = [torch.zeros(n, n) for n in p.shape]
+            state["row"].add_(p.grad.square().mean(1))
+            state["column"].add_(p.grad.square().mean(0))
+            state["left"].add_(torch.outer(p.grad.sum(1), p.grad.sum(1)))  # a product's bits depend on its alignment
+            state["listed"][1].add_(torch.outer(p.grad.sum(0), p.grad.sum(0)))
+            scale = 1 + torch.outer(state["row"], state["column"]).sqrt() + state["left"].norm()
+            p.sub_(p.grad / (scale + state["listed"][1].norm()), alpha=lr)
+        else:
+            p.sub_(p.grad, alpha=lr)
+
+
+class DecaysMatrices(Own):
+    """Elementwise, but by the number of dimensions; also where there is no gradient."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.dim() > 1:
+            p.mul_(1 - lr)
+        super().change(p, state, lr)
+
+
+class Fills(Own):
+    """Gives those that have no gradient one of zeros, as some that go with Muon do."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.sub_(p.grad / (p.grad.norm() + 1e-7), alpha=lr)
+
+
+class Late(Own):
+    """Elementwise in the first steps."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.grad is not None:
+            p.sub_(p.grad if self.calls < 4 else p.grad / p.grad.norm(), alpha=lr)
+
+
+class Replaces(Normalised):
+    """Gives a parameter other memory."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        before = p.data.clone()
+        super().change(p, state, lr)
+        after = p.data.clone()
+        p.data.copy_(before)
+        p.data = after
+
+
+class ReplacesSlices(Own):
+    """The same of one that steps on slices."""
+
+    def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.grad is not None:
+            p.data = p.data - lr * p.grad
+
+
+class CountsWhatItSees(Own):
+    """Notes something only where a parameter of the group has a gradient, in a tensor, which it changes in place."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            gradients = [p.grad for p in group["params"] if p.grad is not None]
-            norm = torch.stack([gradient.norm() for gradient in gradients]).norm() if gradients else 1.0
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / norm, alpha=group["lr"])
+            given = [p for p in group["params"] if p.grad is not None]
+            if given:
+                group["seen"] = group.get("seen", torch.zeros(1))
+                group["seen"] += 1
+            for p in given:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"] / float(group["seen"]))
+
+
+class OfTheGroup(Own):
+    """A step that depends on all parameters of a group, by very little."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in given]).norm() if given else 1.0
+            for p in given:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class OwnGroups(Own):
+    """Makes groups by itself."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        given = [p for group in params for p in group["params"]]
+        super().__init__([{"params": [p for p in given if p.dim() == n]} for n in (1, 2)], lr)
+
+
+class Remembers(Normalised):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["everywhere"] = 3
+        super().step()
+
+
+class FailsOnce(Normalised):
+    """On one rank alone."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise ArithmeticError("deliberate")
+        super().step()
 
 
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -78,7 +194,17 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "Adafactor": (Mixture, torch.optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1}),
     "Adafactor, foreach": (Mixture, torch.optim.Adafactor, {"lr": 0.05, "foreach": True}),
     "one's own": (Mixture, Normalised, {"lr": 0.01}),
+    "one's own, of a low rate": (Mixture, Normalised, {"lr": 1e-6}),
+    "states of other shapes": (Mixture, Factored, {"lr": 0.1}),
+    "by dimensions": (Mixture, DecaysMatrices, {"lr": 0.1}),
+    "filling": (Mixture, Fills, {"lr": 0.01}),
+    "late": (Mixture, Late, {"lr": 0.01}),
+    "replacing": (Mixture, Replaces, {"lr": 0.01}),
+    "replacing slices": (Mixture, ReplacesSlices, {"lr": 0.1}),
+    "counting": (Mixture, CountsWhatItSees, {"lr": 0.01}),
 }
+BRIEF = [("3-gathered", "Muon"), ("1", "Adafactor"), *(("3-node", method) for method in [*METHODS][3:])]
+ON_SLICES = ("replacing slices",)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -119,8 +245,9 @@ def check_states(comm, found: dict[str, Any], expected: dict[str, Any]) -> None:
     if comm.rank:
         assert found == {}
         return
-    assert found["state"].keys() == expected["state"].keys()
-    for number, entry in expected["state"].items():
+    kept = {number: entry for number, entry in expected["state"].items() if entry}  # some only look
+    assert found["state"].keys() == kept.keys()
+    for number, entry in kept.items():
         assert found["state"][number].keys() == entry.keys()
         for key, value in entry.items():
             torch.testing.assert_close(found["state"][number][key], value, rtol=0, atol=0, msg=f"{number}, {key}")
@@ -129,12 +256,13 @@ def check_states(comm, found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @every_method
-@pytest.mark.thorough(*(f"2-{method}" for method in METHODS), *(f"{way}-Adafactor, foreach" for way in WAYS))
+@pytest.mark.thorough(*(f"{way}-{method}" for method in METHODS for way in WAYS if (way, method) not in BRIEF))
 @every_way
 def test_the_same_bits_as_whole_parameters_on_every_rank(comm, method: str, way: str, monkeypatch) -> None:
     """Weights, state, and what the next steps make of both, with a state loaded from torch's own in between."""
     monkeypatch.setattr(whole_steps, "_BATCH_BYTES", 400)  # several batches, some of one parameter larger than that
     model, optimizer = zero(comm, method, way)
+    assert isinstance(optimizer._inner, whole_steps.WholeSteps) == (method not in ON_SLICES)
     judge, reference = ddp(comm, method)
     for first in range(0, 3 * STEPS, STEPS):
         for m, o in ((judge, reference), (model, optimizer)):
@@ -254,20 +382,75 @@ def test_settings_of_groups_and_groups_added_later(comm) -> None:
             mpidl.ConfigurationError,
             "OfTheGroup cannot be sharded: a step on a parameter depends on the others",
         ),
+        (Matrices, {"optimizer_class": OfTheGroup, "lr": 1e-7}, mpidl.ConfigurationError, "depends on the others"),
+        (Mixture, {"optimizer_class": OwnGroups}, mpidl.ConfigurationError, "OwnGroups makes 2 groups of the 1"),
     ],
 )
 def test_what_is_refused(comm, make: Any, given: dict[str, Any], error: type[Exception], message: str) -> None:
     """On every rank, and before the model is changed."""
     model = fresh(make)
     with pytest.raises(error, match=message):
-        mpidl.ZeroOptimizer(model, process_group=comm, stage=3, lr=0.1, **given)
+        mpidl.ZeroOptimizer(model, process_group=comm, stage=3, **{"lr": 0.1, **given})
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_a_state_that_cannot_be_told_from_a_slice_is_not_saved(comm) -> None:
+def test_a_state_of_no_parameter_is_not_saved(comm) -> None:
     model = fresh(Mixture, comm.rank)
-    optimizer = mpidl.ZeroOptimizer(model, Normalised, process_group=comm, stage=3, lr=0.01, listed=True)
+    optimizer = mpidl.ZeroOptimizer(model, Remembers, process_group=comm, stage=3, lr=0.01)
     go_on(model, optimizer, comm.rank, range(2))
-    with pytest.raises(mpidl.TrainingError, match="its state 'history' is a list of 3 numbers"):
+    with pytest.raises(mpidl.TrainingError, match="Remembers keeps a state 'everywhere' that belongs to no parameter"):
         optimizer.state_dict()
-    go_on(model, optimizer, comm.rank, range(2, 3))
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_can_be_made_again(comm) -> None:
+    model = fresh(Mixture, comm.rank)
+    optimizer = mpidl.ZeroOptimizer(model, FailsOnce, process_group=comm, stage=2, lr=0.01)
+    judge = fresh(Mixture, comm.rank)
+    reference = mpidl.ZeroOptimizer(judge, Normalised, process_group=comm, stage=2, lr=0.01)
+    inner = optimizer._inner._inner
+    inner.fails = comm.rank == comm.size - 1
+    error, message = (ArithmeticError, "^deliberate") if inner.fails else (mpidl.ConfigurationError, "deliberate")
+    with pytest.raises(error, match=message):
+        go_on(model, optimizer, comm.rank, range(1))
+    assert all(p.grad is None and p.untyped_storage().nbytes() <= 8 for p in wholes(optimizer)), "memory is kept"
+    inner.fails = False
+    optimizer.zero_grad()
+    for m, o in ((model, optimizer), (judge, reference)):  # without the state of ranks that had stepped already
+        o.load_state_dict({"state": {}, "param_groups": o.state_dict().get("param_groups")})
+        go_on(m, o, comm.rank, range(1, 4))
+    expected, found = reference.model_state_dict(), optimizer.model_state_dict()
+    assert all(torch.equal(found[name], p) for name, p in expected.items() if name != "calls")
+
+
+def test_a_group_that_needs_more_than_the_first_ones_is_refused(comm) -> None:
+    class ByGroup(Own):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad / p.grad.norm() if group.get("normalised") else p.grad, alpha=group["lr"])
+
+    model = fresh(Matrices, comm.rank)
+    model.head.weight.requires_grad_(False)
+    optimizer = mpidl.ZeroOptimizer(model, ByGroup, process_group=comm, stage=3, lr=0.01)
+    go_on(model, optimizer, comm.rank, range(1))
+    model.head.weight.requires_grad_(True)
+    with pytest.raises(mpidl.ConfigurationError, match="a step of ByGroup with this group's settings needs whole"):
+        optimizer.add_param_group({"params": [model.head.weight], "normalised": True})
+    optimizer.add_param_group({"params": [model.head.weight]})
+    go_on(model, optimizer, comm.rank, range(1, 2))
+
+
+def test_a_trial_draws_no_random_numbers(comm) -> None:
+    class Draws(Own):
+        def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+            state["drawn"] = torch.rand(3, 3)
+            super().change(p, state, lr)
+
+    model = fresh(Matrices, comm.rank)
+    torch.manual_seed(5)
+    mpidl.ZeroOptimizer(model, Draws, process_group=comm, stage=3, lr=0.01)
+    found = torch.rand(1)
+    torch.manual_seed(5)
+    assert found == torch.rand(1)
