@@ -124,7 +124,7 @@ def _tried(
         return torch.cat([(p.detach() - start).flatten() for p, start in pairs])
 
     with torch.random.fork_rng(devices=[]):
-        for group in groups:
+        for group in _unlike(groups):
             for dimensions in sorted({p.dim() for p in group["params"]}):
                 shape = [*[1] * (dimensions - 2), 4, 3][-dimensions:] if dimensions else []
                 count = math.prod(shape)
@@ -139,6 +139,15 @@ def _tried(
                         "on the others beside it, or on random numbers"
                     )
     return on_wholes or failed, noted
+
+
+def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, those with equal settings as one, as there may be one for each parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        found.setdefault(repr(settings), {**settings, "params": []})["params"].extend(group["params"])
+    return [*found.values()]
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:

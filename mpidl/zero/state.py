@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigurationError
 from ..objects import broadcast_object
@@ -246,9 +248,15 @@ class _Cut:
     dtype: torch.dtype
 
 
+def _beside(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    return tensor.to(where if tensor.dim() else tensor.device, copy=True)
+
+
 def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
     if not isinstance(told, _Cut):
-        return alike(told.clone() if torch.is_tensor(told) else told)
+        # As torch does: but for numbers, it goes where the parameter is.
+        move = partial(_beside, where=part.values.device)
+        return alike(tree_map_only(torch.Tensor, move, told))
     counts = part.counts(p, over.size)
     where = part.values.device
     own = torch.empty(counts[over.rank], dtype=told.dtype, device=where)

@@ -297,7 +297,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _same(first: Any, second: Any) -> bool:
     if torch.is_tensor(first) and torch.is_tensor(second):
         return torch.equal(first, second)
-    return first is second or (type(first) is type(second) and bool(first == second))
+    return first is second or (type(first) is type(second) and (first == second) is True)
 
 
 def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, _Cut | _Alike]:

@@ -48,6 +48,24 @@ def test_mixed_precision(comm: Communicator, place: Any, way: str, dtype: torch.
     assert found.model.lm_head.weight.dtype == dtype
 
 
+@pytest.mark.parametrize("way", ZERO)
+def test_an_optimizer_that_needs_whole_parameters(comm: Communicator, place: Any, way: str) -> None:
+    """Its state goes over the ranks and back, between steps; numbers of steps stay in the host's memory."""
+    engine, settings = ZERO[way]
+    recipe = Recipe(torch.optim.Adafactor, {"lr": 1e-3}, steps=3, clip=0.5, engine=settings)
+    found = alike(comm, place, engine, recipe)
+    found.optimizer.load_state_dict(found.state)
+    model = found.model
+    for step in (3, 4):
+        x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))
+        model(x, y).backward()
+        found.optimizer.step()
+        found.optimizer.zero_grad()
+    state = found.optimizer.state_dict()
+    if comm.rank == 0:
+        assert all(int(entry["step"]) == 5 for entry in state["state"].values())
+
+
 @pytest.mark.parametrize("way", ["stage 2", "stage 3", "stage 3 gathered"])
 @pytest.mark.parametrize("offload", ["cpu", "disk", "delayed", "delayed on disk", "half"])
 def test_offload(comm: Communicator, place: Any, tmp_path: Path, way: str, offload: str) -> None:
