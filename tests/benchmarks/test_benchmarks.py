@@ -127,6 +127,7 @@ def test_deepspeed_trains_alike_and_leaves_nothing_behind(mpirun, tmp_path: Path
             del model, peer
             gc.collect()
             assert alive() is None, f"stage {stage}: the model is kept"
+            assert torch.nn.functional.linear is linear, f"stage {stage}: torch is left patched"
         peers.stop_gloo()
     """
     done = mpirun(2, "-c", left, timeout=100)
