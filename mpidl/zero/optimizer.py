@@ -40,7 +40,7 @@ from .groups import ShardGroup
 from .guard import WeightGuard, raise_everywhere, refuse_everywhere
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
-from .optimizer_class import comparable, needs, prototype, try_group
+from .optimizer_class import comparable, needs, prototype, try_group, without_parameters
 from .precision import Conversion, Precision
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
@@ -212,8 +212,8 @@ class ZeroOptimizer(StatefulOptimizer):
             setattr(model, name, _refuse_copy)
         clears_with(model, self)
         self._building = True
-        made = [{k: v for k, v in g.items() if k != "params"} for g in self._prototype.param_groups]
-        super().__init__([{**m, **g} for m, g in zip(made, groups, strict=True)], self._prototype.defaults)
+        pairs = zip(self._prototype.param_groups, groups, strict=True)
+        super().__init__([{**without_parameters(made), **group} for made, group in pairs], self._prototype.defaults)
         self._building = False
         self.state = self._inner.state
         self._guard = WeightGuard(self, model, names, self._parameters)

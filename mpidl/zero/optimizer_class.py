@@ -145,7 +145,7 @@ def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups, those with equal settings as one, as there may be one for each parameter."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
+        settings = without_parameters(group)
         found.setdefault(repr(settings), {**settings, "params": []})["params"].extend(group["params"])
     return [*found.values()]
 
@@ -169,6 +169,16 @@ def _on_single_elements(group: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_differentiable(group: Mapping[str, Any]) -> None:
     if group.get("differentiable"):
         raise ConfigurationError("differentiable: got True; autograd does not follow a step on shards: needs False")
+
+
+def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def frozen(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Its settings, of which tensors are copies, as an optimizer or a scheduler may change them in place."""
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in without_parameters(group).items()}
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..buckets import Piece
 from .shards import ParameterShard
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stands for a state of a parameter's shape, of which every rank has the part that its slice has of that."""
+
+    dtype: torch.dtype
 
 
 class Slice:

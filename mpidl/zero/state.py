@@ -22,7 +22,7 @@ from .groups import ShardGroup
 from .node_shared import NodeSharedParameters
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
-from .slices import Slice
+from .slices import Cut, Slice
 from .whole_steps import WholeSteps
 
 Parameters = ReplicatedParameters | NodeSharedParameters | ShardedParameters
@@ -235,17 +235,10 @@ def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]],
         return bool(value.dim()) and value.shape == numbered[number].shape if by_itself else key in named
 
     entries = {
-        number: {key: _Cut(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}
+        number: {key: Cut(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}
         for number, entry in state.items()
     }
     return {"param_groups": state_dict["param_groups"], "state": entries}
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Stands for a tensor of a parameter's shape that travels by itself."""
-
-    dtype: torch.dtype
 
 
 def _beside(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
@@ -253,7 +246,7 @@ def _beside(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 
 
 def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
-    if not isinstance(told, _Cut):
+    if not isinstance(told, Cut):
         # As torch does: but for numbers, it goes where the parameter is.
         move = partial(_beside, where=part.values.device)
         return alike(tree_map_only(torch.Tensor, move, told))

@@ -184,11 +184,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if self._offloaded is not None:
             own = self._offloaded.held_tensors()
             return {**held, **own, "gradients": held["gradients"] + own["gradients"]}
-        if isinstance(self._inner, WholeSteps):
-            states = self._inner.held_tensors()
-        else:
-            entries = self._inner.state.values()
-            states = [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
+        entries = self._inner.entries() if isinstance(self._inner, WholeSteps) else self._inner.state.values()
+        states = [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
         return {**held, "optimizer": states + [s.values.detach() for s in self._slices.values() if s.is_master]}
 
     def offloaded_bytes(self) -> int:

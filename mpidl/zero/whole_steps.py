@@ -28,7 +28,8 @@ from ..objects import all_gather_object
 from ..optim.elementwise import alike, is_slice
 from .construction.target import placeholder
 from .groups import ShardGroup
-from .slices import Slice
+from .optimizer_class import frozen
+from .slices import Cut, Slice
 
 _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
@@ -44,13 +45,6 @@ class _Owned:
     counts: list[int]
     owner: int
     whole: torch.nn.Parameter
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Stands for a state of the parameter's shape, of which every rank gets a slice."""
-
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class WholeSteps:
         made = []
         for group in groups:
             owned = [self._owned[values] for values in group["params"]]
-            mine = [each.whole for each in owned if each.owner == self._comm.rank]
+            mine = [each.whole for each in self._mine(owned)]
             # Some take a group to hold something.
             nothing = [torch.nn.Parameter(each.whole.new_empty([0] * each.whole.dim())) for each in owned[:1]]
             made.append({**group, "params": mine or nothing})
@@ -138,7 +132,7 @@ class WholeSteps:
         self._take_back_state()
         for batches in [self._batches] if self._together else [[batch] for batch in self._batches]:
             for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                inner.update(_settings(group))
+                inner.update(frozen(group))
             self._step_on(batches)
         if self._together:
             self._take_notes()
@@ -147,7 +141,7 @@ class WholeSteps:
         """One call of the inner optimizer. Those without a gradient are whole too where it may change them."""
         assert self._inner is not None
         lent = [b if self._together else [e for e in b if e.part.values.grad is not None] for b in batches]
-        mine = [[each for each in batch if each.owner == self._comm.rank] for batch in lent]
+        mine = [self._mine(batch) for batch in lent]
         try:
             for batch, own in zip(lent, mine, strict=True):
                 values = self._to_owners(batch, [each.part.values.detach() for each in batch])
@@ -155,7 +149,7 @@ class WholeSteps:
                     each.whole.data = whole.view(each.whole.shape)
                 reached = [each for each in batch if each.part.values.grad is not None]
                 gradients = self._to_owners(reached, [each.part.values.grad for each in reached])
-                for each, whole in zip([e for e in reached if e.owner == self._comm.rank], gradients, strict=True):
+                for each, whole in zip(self._mine(reached), gradients, strict=True):
                     each.whole.grad = whole.view(each.whole.shape)
             check_everywhere(self._comm, self._inner.step)  # or others would wait for what a rank never sends
             for batch, own in zip(lent, mine, strict=True):
@@ -170,7 +164,7 @@ class WholeSteps:
         assert self._inner is not None
         pairs = zip(self.param_groups, self._inner.param_groups, strict=True)
         mine = [
-            {k: v for k, v in _settings(inner).items() if k not in group or not _same(group[k], v)}
+            {k: v for k, v in frozen(inner).items() if k not in group or not _same(group[k], v)}
             for group, inner in pairs
         ]
         for notes in reversed(all_gather_object(self._comm, mine)):
@@ -185,7 +179,7 @@ class WholeSteps:
         sent = torch.cat([*slices])
         received = sent.new_empty(sum(coming))
         self._comm.all_to_all(received, sent, coming, leaving)
-        mine = [each for each in batch if each.owner == self._comm.rank]
+        mine = self._mine(batch)
         wholes = [sent.new_empty(sum(each.counts)) for each in mine]
         for whole, pieces in zip(wholes, self._pieces(mine, received, coming), strict=True):
             torch.cat(pieces, out=whole)
@@ -196,7 +190,7 @@ class WholeSteps:
         if not batch:
             return
         coming, leaving = self._splits(batch)
-        mine = [each for each in batch if each.owner == self._comm.rank]
+        mine = self._mine(batch)
         values = batch[0].part.values.detach()
         sent = values.new_empty(sum(leaving))
         for each, whole, pieces in zip(mine, wholes, self._pieces(mine, sent, leaving), strict=True):
@@ -207,6 +201,10 @@ class WholeSteps:
         sizes = [each.counts[self._comm.rank] for each in batch]
         for each, part in zip(batch, received.split(sizes), strict=True):
             each.part.values.detach().copy_(part)
+
+    def _mine(self, batch: Sequence[_Owned]) -> list[_Owned]:
+        """Those that this rank owns."""
+        return [each for each in batch if each.owner == self._comm.rank]
 
     def _splits(self, batch: Sequence[_Owned]) -> tuple[list[int], list[int]]:
         """Elements of slices of this rank's by owner, and of what it owns by the rank that has the slices."""
@@ -243,7 +241,7 @@ class WholeSteps:
             own = held[number][1] if number in held else {}
             for key, told in known.get(number, {}).items():
                 entry = self.state.setdefault(values, {})
-                if isinstance(told, _Cut):
+                if isinstance(told, Cut):
                     entry[key] = self._scatter(each, own.get(key), told.dtype)
                 else:
                     move = partial(torch.Tensor.to, device=values.device if told.beside else "cpu")
@@ -283,15 +281,9 @@ class WholeSteps:
         """The inner optimizer's, as it has it on this rank."""
         return {} if self._inner is None else self._inner.state
 
-    def held_tensors(self) -> list[torch.Tensor]:
-        """The state on this rank, without what is a single number."""
-        states = [*self.state.values(), *(self._inner.state.values() if self._inner is not None else ())]
-        return [value for entry in states for value in entry.values() if torch.is_tensor(value) and value.dim() > 0]
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group; copies of what can be changed in place."""
-    return {k: v.clone() if torch.is_tensor(v) else v for k, v in group.items() if k != "params"}
+    def entries(self) -> list[Mapping[str, Any]]:
+        """What is kept on this rank of each parameter, whole or cut."""
+        return [*self.state.values(), *self.own_state.values()]
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -300,12 +292,12 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and (first == second) is True)
 
 
-def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, _Cut | _Alike]:
+def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, Cut | _Alike]:
     """What every rank is told of a parameter's state."""
-    outline: dict[str, _Cut | _Alike] = {}
+    outline: dict[str, Cut | _Alike] = {}
     for key, value in entry.items():
         if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
-            outline[key] = _Cut(value.dtype)
+            outline[key] = Cut(value.dtype)
         else:
             leaves = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
             beside = any(leaf.device == each.whole.device for leaf in leaves)

@@ -18,6 +18,7 @@ from collectives import Communicator
 from ...consistency import check_everywhere
 from ...errors import ConfigurationError
 from ...objects import all_gather_object
+from ..optimizer_class import without_parameters
 from .settings import Offload
 from .slices import HALVES
 from .swap import SwapFile
@@ -25,11 +26,6 @@ from .swap import SwapFile
 _PADDING = 128  # bytes, at most, of a region
 Groups = Sequence[Mapping[str, Any]]
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def foresee(make: Make, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -26,10 +26,11 @@ from ...errors import ConfigurationError, TrainingError
 from ...objects import all_gather_object
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ..groups import ShardGroup
+from ..optimizer_class import frozen, without_parameters
 from ..shards import ParameterShard
 from .entries import Entries
 from .groups import MASTER, Chunk, SubGroup, cut
-from .need import Groups, Make, foresee, needed, open_file, without_parameters
+from .need import Groups, Make, foresee, needed, open_file
 from .pipeline import BUFFERS, Pipeline
 from .settings import Offload
 from .slices import Gradient, OffloadedSlice
@@ -163,7 +164,7 @@ class OffloadedOptimizer:
         found = [part for part in self._slices.values() if part.gradient is not None]
         self._held_back = {part: part.fetch(copied=delayed) for part in found}
         self._down.join()  # before the next passes' gradients
-        settings = [_frozen(group) for group in self.param_groups]
+        settings = [frozen(group) for group in self.param_groups]
         if delayed:
             assert self._updater is not None
             self._under_way = self._updater.submit(self._run, settings)
@@ -298,9 +299,3 @@ class OffloadedOptimizer:
             for chunk in group.chunks:
                 entry = group.inner.state.get(chunk.parameter, {})
                 yield from ((chunk.part, v) for v in entry.values() if torch.is_tensor(v) and v.dim() > 0)
-
-
-def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that a scheduler which changes tensors in place does not change under a running update."""
-    settings = without_parameters(group)
-    return {key: value.clone() if torch.is_tensor(value) else value for key, value in settings.items()}
