@@ -10,10 +10,8 @@ rank's, a row's the median over the steps of all rounds; so are its parts, forwa
 peak_mib is the largest rank's proportional set size (memory that ranks share is divided among them), the highest of
 those after forward, backward and step of the steps before the counted ones. The loss is the mean over ranks.
 
---in-turn: all engines are there at once, and each makes a step in turn, so that a machine whose speed changes within
-minutes is alike for all. Every turn has another order, so that none always comes after the same one, whose data the
-caches hold and whose threads may still be at work. Without it they come one after the other, as often as --rounds
-says. A ratio is the median over the turns, or rounds, of the ratios within them.
+The engines come one after the other, as often as --rounds says, and a ratio is the median over the rounds. Where the
+machine's speed changes within minutes, `bench_in_turn.py` compares them more fairly.
 
 --device cuda: on GPUs, which the ranks take in turn. Times are between events on the GPU, and peak_mib is what is in
 use there, divided by its ranks. --dtype bfloat16 computes under autocast, whatever the engine. PyTorch's DDP goes by
@@ -27,7 +25,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -37,6 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from training_report import BARE, ENGINES, PARTS, PEERS, Run, compare, plot, rows_of
+from turns import Caller
 
 import gpu_limits
 import mpidl
@@ -46,39 +45,7 @@ from mpidl.data import TokenBatches
 from mpidl.errors import UsageError
 from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
 
-OURS = ("single", "ddp", "zero1", "zero2", "zero3")
-BARE = "all-reduce"
-PARTS = ("forward", "backward", "step")
-PEERS = ("torch-ddp", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3")
-Seconds = np.ndarray[Any, Any]
 SETTINGS: dict[str, Any] = {"lr": 3e-4}
-# On GPUs: a step of an engine takes at most so many times that without communication.
-BOUNDS = {"zero3": 1.1}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One engine's result."""
-
-    engine: str
-    ranks: int
-    params: int
-    step_ms: float
-    forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
-    tokens_per_s: float
-    peak_mib: float | None
-    loss_last: float | None
-
-
-@dataclass
-class Run:
-    """What one round of an engine gave. seconds: [counted steps, parts] on the slowest rank; peak: MiB."""
-
-    seconds: Seconds
-    peak: float
-    loss: float
 
 
 @dataclass
@@ -291,8 +258,7 @@ class Trial:
         mean = np.array([self._mean_loss()])
         comm.all_reduce(mean, "avg")
         self._close()
-        peak = float("nan") if self._options.in_turn else float(summary[0])  # others' memory was there too
-        return Run(slowest, peak, float(mean[0]))
+        return Run(slowest, float(summary[0]), float(mean[0]))
 
     def _mean_loss(self) -> float:
         return sum(loss.item() for loss in self._losses) / self._options.grad_accum
@@ -325,25 +291,29 @@ class BareAllReduce(Trial):
 def measure(
     options: argparse.Namespace, make: Callable[[str], Trial], say: Callable[..., None]
 ) -> dict[str, list[Run]]:
-    """All rounds of all engines; or, --in-turn, a step of each in turn, in one round."""
-    steps = options.warmup + options.steps
-    if options.in_turn:
-        trials = {name: make(name) for name in options.engines}
-        orders = random.Random(0)  # the same on all ranks
-        for _ in range(steps):
-            for trial in orders.sample([*trials.values()], len(trials)):
-                trial.step()
-        return {name: [trial.end()] for name, trial in trials.items()}
+    """All rounds of all engines."""
     found: dict[str, list[Run]] = {name: [] for name in options.engines}
     for _ in range(options.rounds):
         for name in options.engines:
             trial = make(name)
-            for _ in range(steps):
+            for _ in range(options.warmup + options.steps):
                 trial.step()
             found[name].append(trial.end())
             del trial
             say(f"# {name}: {statistics.median(found[name][-1].seconds.sum(1)) * 1e3:.1f} ms", flush=True)
     return found
+
+
+def measure_when_called(options: argparse.Namespace, trial: Trial, comm: Communicator, about: dict[str, int]) -> Run:
+    """One round, each step of it when `bench_in_turn.py` says so, which is told of it at the end. about: told too."""
+    with Caller(options.called, comm.size) as caller:
+        for _ in range(options.warmup + options.steps):
+            with caller.turn():
+                trial.step()
+        with caller.turn() as answer:
+            run = trial.end()
+            answer |= {**about, "ranks": comm.size, "seconds": run.seconds.tolist(), "loss": run.loss}
+        return run
 
 
 def parse(comm: Communicator) -> argparse.Namespace:
@@ -358,12 +328,7 @@ def parse(comm: Communicator) -> argparse.Namespace:
     parser.add_argument("--steps", type=at_least(1), default=10, help="counted steps a round")
     parser.add_argument("--warmup", type=at_least(0), default=2, help="steps before them, of which memory is measured")
     parser.add_argument("--rounds", type=at_least(1), default=1, help="times that each engine is built and run")
-    parser.add_argument(
-        "--in-turn",
-        action="store_true",
-        help="build all engines at once and have each make a step in turn: the fairest comparison of times on a "
-        "machine whose speed changes; memory is not measured",
-    )
+    parser.add_argument("--called", type=Path, metavar="PATH", help="how `bench_in_turn.py` calls its jobs")
     parser.add_argument("--layers", type=at_least(1), default=8, help="of the model")
     parser.add_argument("--heads", type=at_least(1), default=8, help="of the model")
     parser.add_argument("--embd", type=at_least(1), default=512, help="width of the model")
@@ -377,14 +342,12 @@ def parse(comm: Communicator) -> argparse.Namespace:
     def check(options: argparse.Namespace) -> None:
         if options.device == "cuda" and gpu_limits.missing():
             raise UsageError(f"--device cuda: {gpu_limits.missing()}")
-        if options.in_turn and (options.plot or options.rounds > 1):
-            raise UsageError(
-                "--in-turn: goes without --plot, which draws memory, and --rounds; needs more --steps instead"
-            )
         options.engines = [name for name in options.engines.split(",") if name]
         for name in options.engines or [""]:
-            if name not in (*OURS, *PEERS, BARE):
-                raise UsageError(f"--engines: got {name!r}; needs any of {','.join((*OURS, *PEERS, BARE))}")
+            if name not in ENGINES:
+                raise UsageError(f"--engines: got {name!r}; needs any of {','.join(ENGINES)}")
+        if options.called and len(options.engines) != 1:
+            raise UsageError(f"--called: got {len(options.engines)} engines; needs one")
         if any(name.startswith("deepspeed") for name in options.engines):
             if options.device == "cuda":
                 raise UsageError("--engines: DeepSpeed is compared with on the CPU only")
@@ -400,67 +363,6 @@ def parse(comm: Communicator) -> argparse.Namespace:
             check_writable(options.plot)
 
     return parser.parse_on_all_ranks(check)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Two panels of bars: the parts of a step and peak memory, by engine.
-
-    What backward takes longer than that of "single" is communication that nothing hides.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn = [row for row in rows if row.engine != BARE][::-1]
-    alone = next((row.backward_ms for row in drawn if row.engine == "single"), None)
-    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(11, 1.4 + 0.42 * len(drawn)), sharey=True)
-    engines = [row.engine for row in drawn]
-    left = np.zeros(len(drawn))
-    exposed = np.array([0.0 if alone is None else max(0.0, row.backward_ms - alone) for row in drawn])
-    backward = np.array([row.backward_ms for row in drawn]) - exposed
-    parts = {
-        "forward": np.array([row.forward_ms for row in drawn]),
-        "backward": backward,
-        "exposed communication": exposed,
-        "optimizer": np.array([row.optimizer_ms for row in drawn]),
-    }
-    for (label, width), colour in zip(parts.items(), ("#9ecae1", "#4292c6", "#d94801", "#74c476"), strict=True):
-        bars = times.barh(engines, width, left=left, label=label, color=colour)
-        left += width
-    times.bar_label(bars, labels=[f"{row.step_ms:.0f}" for row in drawn], padding=3)
-    times.set_title(f"ms a step, {rows[0].ranks} ranks, {rows[0].params / 1e6:.1f} M parameters")
-    times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False, fontsize="small")
-    colours = ["#4292c6" if engine in OURS else "#aaaaaa" for engine in engines]
-    memory.bar_label(memory.barh(engines, [row.peak_mib for row in drawn], color=colours), fmt="%.0f", padding=3)
-    memory.set_title("peak MiB a rank")
-    for panel in (times, memory):
-        panel.margins(x=0.12)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def compare(times: dict[str, Seconds], say: Callable[..., None], bounded: bool = False) -> None:
-    """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than.
-
-    times: of each engine, a step's in each turn or round. bounded: whether BOUNDS hold here.
-    """
-
-    def ratio(ours: str, *others: str) -> float:
-        return float(np.median(times[ours] / sum(times[other] for other in others)))
-
-    for ours in OURS:
-        rivals = ("single", "ddp", *PEERS) if ours in ("zero1", "zero2") else ("single", *PEERS)
-        others = [other for other in rivals if other in times and other != ours and ours in times]
-        against = [f"{ratio(ours, other):.3f} of {other}" for other in others]
-        if against:
-            say(f"# {ours}: {', '.join(against)}")
-    for ours, most in BOUNDS.items() if bounded else ():
-        if {ours, "single"} <= times.keys():
-            found = ratio(ours, "single")
-            say(f"# {ours}: {found:.3f} of single (at most {most:g}: {'kept' if found <= most else 'MISSED'})")
-    if {"single", "ddp", BARE} <= times.keys():
-        say(f"# ddp: {ratio('ddp', 'single', BARE):.3f} of single + {BARE}")
 
 
 def main() -> None:
@@ -488,41 +390,19 @@ def main() -> None:
         f"{options.batch} x {options.block_size} tokens a rank a micro-step, {options.grad_accum} micro-step(s)"
         + ("" if gpu is None else f", {options.dtype} on {gpu.name}, {gpu.sharing} rank(s) on each")
     )
-    heads = " ".join(f"{part:>9}" for part in PARTS)
-    say(f"# {'engine':>12} {'ms a step':>10} {heads} {'tokens/s':>9} {'peak MiB':>9} {'last loss':>10}", flush=True)
 
     def make(name: str) -> Trial:
         kind = BareAllReduce if name == BARE else Trial
         return kind(name, comm, options, config, batches, watch)
 
-    found = measure(options, make, say)
-    rows = []
-    times: dict[str, Seconds] = {}
-    for name, rounds in found.items():
-        seconds = np.concatenate([each.seconds for each in rounds])
-        step = float(np.median(seconds.sum(1)))
-        times[name] = seconds.sum(1) if options.in_turn else np.array([np.median(r.seconds.sum(1)) for r in rounds])
-        parts = np.median(seconds, axis=0) * 1e3
-        peak, loss = max(each.peak for each in rounds), rounds[-1].loss
-        forward, backward, optimizer = parts.tolist()
-        speed = batches.tokens_per_step / step
-        rows.append(
-            Row(
-                name,
-                comm.size,
-                parameters,
-                step * 1e3,
-                forward,
-                backward,
-                optimizer,
-                speed,
-                None if np.isnan(peak) else peak,
-                None if np.isnan(loss) else loss,
-            ),
-        )
-        told = " ".join(f"{part:>9.1f}" for part in parts)
-        say(f"  {name:>12} {step * 1e3:>10.1f} {told} {rows[-1].tokens_per_s:>9.0f} {peak:>9.0f} {loss:>10.4f}")
-    compare(times, say, bounded=gpu is not None)
+    if options.called:
+        about = {"params": parameters, "tokens": batches.tokens_per_step}
+        found = {name: [measure_when_called(options, make(name), comm, about)] for name in options.engines}
+    else:
+        found = measure(options, make, say)
+    rows = rows_of(found, comm.size, parameters, batches.tokens_per_step, say)
+    rounds = {name: np.array([np.median(run.seconds.sum(1)) for run in runs]) for name, runs in found.items()}
+    compare(rounds, say, bounded=gpu is not None)
     if comm.rank == 0:
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

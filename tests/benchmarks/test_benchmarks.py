@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tests.harness.launch import ROOT, environment, run
 
 COLLECTIVES = "benchmarks/bench_collectives.py"
 TRAINING = "benchmarks/bench_training.py"
+IN_TURN = "benchmarks/bench_in_turn.py"
 OUTCOMES = "tests/examples/outcomes.py"
 DEEPSPEED = find_spec("deepspeed") is not None
 
@@ -74,19 +83,76 @@ def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_engines_that_step_in_turn_train_as_those_that_are_alone(mpirun, tmp_path: Path) -> None:
-    losses = []
-    for order in ([], ["--in-turn"]):
-        path = tmp_path / "rows.json"
-        small = ("--layers=1", "--heads=2", "--embd=16", "--batch=2", "--block-size=8", "--steps=3", "--warmup=1")
-        done = mpirun(
-            2, TRAINING, "--engines=single,zero3,ddp,all-reduce", *small, *order, f"--json={path}", timeout=100
-        )
-        assert done.returncode == 0, done.stderr
-        rows = json.loads(path.read_text())
-        losses.append([row["loss_last"] for row in rows])
-        assert all((row["peak_mib"] is None) == bool(order) and row["step_ms"] > 0 for row in rows)
-    assert losses[0] == losses[1]
+def in_turn(*arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    """Runs bench_in_turn.py, with jobs of two ranks and a small model; see `arguments`."""
+    command = [sys.executable, IN_TURN, *map(str, arguments)]
+    return run(command, timeout, ROOT, environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"))
+
+
+def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp_path: Path) -> None:
+    alone, turns = tmp_path / "alone.json", tmp_path / "turns.json"
+    small = ("--layers=1", "--heads=2", "--embd=16", "--batch=2", "--block-size=8")
+    engines, steps = "--engines=single,zero3,all-reduce", ("--steps=3", "--warmup=1")
+    done = mpirun(2, TRAINING, engines, *small, *steps, f"--json={alone}", timeout=100)
+    assert done.returncode == 0, done.stderr
+    job = ("--", "mpirun", "-n", "2", sys.executable, TRAINING, *small)
+    done = in_turn(engines, *steps, "--launches=2", f"--json={turns}", *job)
+    assert done.returncode == 0, done.stderr
+    before, after = (json.loads(path.read_text()) for path in (alone, turns))
+    kept = ("engine", "ranks", "params", "loss_last")
+    assert [[row[key] for key in kept] for row in before] == [[row[key] for key in kept] for row in after]
+    assert all(np.array(row["seconds"]).shape == (2, 3) and np.min(row["seconds"]) > 0 for row in after)
+    assert all(row["peak_mib"] is None for row in after)
+    ratio = np.divide(*(next(row for row in after if row["engine"] == name)["seconds"] for name in ("zero3", "single")))
+    of_launches = np.median(ratio, axis=1)
+    told = f"{np.median(ratio):.3f} ({of_launches.min():.3f} to {of_launches.max():.3f}) of single"
+    assert f"# zero3: {told}" in done.stdout
+    assert not list(Path(tempfile.gettempdir()).glob("mpidl-turns-*")), "something is left"
+
+
+DIES_IN_ITS_TURN = """if True:
+    import os, pathlib, signal, socket, sys
+    caller = socket.socket(socket.AF_UNIX)
+    caller.connect(sys.argv[sys.argv.index("--called") + 1])
+    if "single" in sys.argv:
+        pathlib.Path(os.environ["WAITS"]).write_text(str(os.getpid()))
+    caller.sendall(b"1\\n")
+    while caller.recv(100):
+        if "ddp" in sys.argv:
+            sys.exit("it is broken")
+        caller.sendall(b"{}\\n")
+    signal.pause()  # for ever, unless it is killed
+"""
+
+
+def test_a_job_that_dies_ends_all_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAITS", str(tmp_path / "pid"))
+    done = in_turn("--engines=single,ddp", "--", sys.executable, "-c", DIES_IN_ITS_TURN)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: ddp: its job ended too early, with status 1", "it is broken"]
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists(), "a job is left"
+
+
+def test_a_job_whose_caller_has_gone_ends(tmp_path: Path) -> None:
+    """The ranks' end of a turn, beside a caller that hangs up."""
+    import turns
+
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with turns.Caller(path, 1) as caller:
+            listener.accept()[0].close()
+            said = "the program that calls this job's turns has ended"
+            with pytest.raises(ConnectionError, match=said), caller.turn():
+                pytest.fail("it is nobody's turn")
+
+
+def test_wrong_options_of_turns_are_one_line_and_status_2(tmp_path: Path) -> None:
+    job = ("--", "true")
+    for options in (["--engines=zero4", *job], ["--engines=", *job], [], [f"--json={tmp_path}", *job]):
+        done = in_turn(*options)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), options
 
 
 @pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not installed")
@@ -149,7 +215,7 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
             COLLECTIVES,
             ["--ops=all_reduce,dance", "--algorithms=star", "--min-bytes=2 --max-bytes=1", "--min-bytes=a"],
         ),
-        (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0", "--in-turn --rounds=2"]),
+        (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0", "--called=x"]),
     ],
     ids=["collectives", "training"],
 )
