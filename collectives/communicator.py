@@ -102,6 +102,7 @@ class Communicator:
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._progress.naps = place.nodes > 1
+        self._progress.follows = place.full and place.nodes == 1
         self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)

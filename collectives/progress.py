@@ -5,7 +5,8 @@ reordering. A synchronous operation runs in the caller's thread when nothing is 
 
 While the program computes, a thread that waits for a late rank inside MPI takes a core from it, as MPI looks for
 messages all the time. So an operation begins when the node's other ranks have come to it, for which the thread sleeps
-(`counters`).
+(`counters`). On one node that has no core to spare, the thread runs on that of the thread which issues: the system
+would often put it on another rank's, when that rank wakes it, so that one core works for two ranks and the others wait.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from . import cores
 from .errors import MismatchError, OperationError, WorkTimeout
 from .patience import run_beside
 from .watchdog import mark_end
@@ -123,12 +125,13 @@ class Progress:
     Whoever runs an operation has the turn: the thread, or a caller for whom nothing is queued. The thread takes it
     before it takes a task off the queue, so that an empty queue and a free turn mean that nothing is before a caller.
 
-    naps: whether the thread naps while it waits for messages (`patience`); to be set before the first task. at_end: see
-    `Communicator.before_end`. number: in the order in which they were made.
+    naps: whether the thread naps while it waits for messages (`patience`). follows: whether it runs on the core of the
+    thread that issues; both to be set before the first task. at_end: see `Communicator.before_end`. number: in the
+    order in which they were made.
     """
 
     def __init__(self) -> None:
-        self.naps = False
+        self.naps = self.follows = False
         self.at_end: Callable[[], None] | None = None
         self.number = next(_numbers)
         self._condition = threading.Condition()
@@ -137,6 +140,7 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._waiters = 0
+        self._core = -1  # of the thread that has issued the last task
         _alive.add(self)
 
     def hurry(self, more: int) -> None:
@@ -161,6 +165,8 @@ class Progress:
             return work
         with self._condition:
             self._queue.append((work, task))
+            if self.follows:
+                self._core = cores.current()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work_off, name="mpidl-progress", daemon=True)
                 self._thread.start()
@@ -194,11 +200,15 @@ class Progress:
 
     def _work_off(self) -> None:
         run_beside(lambda: self._waiters > 0, naps=self.naps)
+        own = -1
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
+            if own != self._core:
+                own = self._core
+                cores.stay_on(own)
             with self._turn:
                 self._carry_out(*self._queue.popleft())
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from mpi4py import MPI
+
+from .cores import usable
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Topology:
 
     members: this node's ranks. node: a communicator of them. across: one of the ranks with this rank's number on all
     nodes. regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size
-    everywhere. crowded: whether this node has more ranks than cores that they may use.
+    everywhere. crowded: whether this node has more ranks than cores that they may use. full: or just as many.
     """
 
     local_rank: int
@@ -25,16 +26,12 @@ class Topology:
     node: MPI.Intracomm
     across: MPI.Intracomm
     crowded: bool
+    full: bool
 
     def free(self) -> None:
         """Frees the two communicators. Collective."""
         self.node.Free()
         self.across.Free()
-
-
-def _cores() -> set[int]:
-    """Those that this process may use, by number."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def discover(comm: MPI.Intracomm) -> Topology:
@@ -48,6 +45,6 @@ def discover(comm: MPI.Intracomm) -> Topology:
     regular = bool(comm.allreduce(int(in_place), MPI.MIN))
     assert isinstance(node, MPI.Intracomm)
     assert isinstance(across, MPI.Intracomm)
-    members, cores = zip(*node.allgather((rank, _cores())), strict=True)
-    crowded = local_size > len(set().union(*cores))
-    return Topology(local_rank, local_size, nodes, regular, members, node, across, crowded)
+    members, cores = zip(*node.allgather((rank, usable())), strict=True)
+    spare = len(set().union(*cores)) - local_size
+    return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0)

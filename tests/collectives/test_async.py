@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,48 @@ def test_async_returns_a_work_that_completes(comm: Communicator) -> None:
     assert work.is_completed()
     assert (x == comm.size).all()
     work.wait()  # again: at once
+
+
+@pytest.mark.mpi
+@pytest.mark.one_node
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen on this system")
+def test_the_thread_stays_on_the_core_that_issues_where_there_is_none_to_spare(comm: Communicator) -> None:
+    mine = os.sched_getaffinity(0)
+    x = np.ones(5)
+
+    def cores_of_the_thread() -> set[int]:
+        work = comm.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+        [thread] = [t for t in threading.enumerate() if t is comm._progress._thread]
+        assert thread.native_id is not None
+        return os.sched_getaffinity(thread.native_id)
+
+    full = comm.size >= len(set().union(*comm.mpi.allgather(mine)))
+    assert comm._progress.follows == full
+    try:
+        for core in sorted(mine):
+            if full:
+                os.sched_setaffinity(0, {core})
+            assert cores_of_the_thread() == ({core} if full else mine)
+            assert os.sched_getaffinity(0) == ({core} if full else mine), "the program's own thread was moved"
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_a_system_that_lets_no_thread_choose_its_core_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from collectives import cores
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    cores.stay_on(min(cores.usable()))
+    monkeypatch.delattr(os, "sched_setaffinity")
+    cores.stay_on(0)
+    assert cores.current() in {-1, *range(os.cpu_count() or 1)}
+    monkeypatch.setattr(cores, "_current", None)
+    assert cores.current() == -1
 
 
 @pytest.mark.mpi
