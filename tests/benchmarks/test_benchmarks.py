@@ -96,6 +96,7 @@ def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp
     done = mpirun(2, TRAINING, engines, *small, *steps, f"--json={alone}", timeout=100)
     assert done.returncode == 0, done.stderr
     job = ("--", "mpirun", "-n", "2", sys.executable, TRAINING, *small)
+    there = set(Path(tempfile.gettempdir()).glob("mpidl-turns-*"))  # of a run that was killed, perhaps
     done = in_turn(engines, *steps, "--launches=2", f"--json={turns}", *job)
     assert done.returncode == 0, done.stderr
     before, after = (json.loads(path.read_text()) for path in (alone, turns))
@@ -107,7 +108,7 @@ def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp
     of_launches = np.median(ratio, axis=1)
     told = f"{np.median(ratio):.3f} ({of_launches.min():.3f} to {of_launches.max():.3f}) of single"
     assert f"# zero3: {told}" in done.stdout
-    assert not list(Path(tempfile.gettempdir()).glob("mpidl-turns-*")), "something is left"
+    assert set(Path(tempfile.gettempdir()).glob("mpidl-turns-*")) <= there, "something is left"
 
 
 DIES_IN_ITS_TURN = """if True:
