@@ -7,9 +7,9 @@ For each engine the command is started with `--engines` and that name. While the
 all others sleep, and every turn has another order, so that a machine whose speed changes within minutes is alike for
 all, and none always comes after the same one. A ratio is the median over all turns of the ratios within them.
 
-Two processes of one program do not take the same time either: by 4 % on the machine of docs/zero.md, however many
-steps they make. So all jobs are started anew, as often as --launches says; where ratios of the launches differ, the
-lowest and the highest stand beside the median. Memory is measured by `bench_training.py`, where each engine is alone.
+Two launches of one program do not take the same time either: medians of 16 steps in turn differed by 3.5 % on the
+machine of docs/zero.md. So all jobs are started anew, as often as --launches says; beside the median stand the ratios
+of the lowest and the highest launch. Memory is measured by `bench_training.py`, where each engine is alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from training_report import ENGINES, Run, compare, rows_of
 from turns import Job, JobFailed
 

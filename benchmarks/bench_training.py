@@ -34,8 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_report import BARE, ENGINES, PARTS, PEERS, Run, compare, plot, rows_of
-from turns import Caller
 
 import gpu_limits
 import mpidl
@@ -44,6 +42,8 @@ from mpidl.cli import ArgumentParser, at_least, check_writable
 from mpidl.data import TokenBatches
 from mpidl.errors import UsageError
 from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
+from training_report import BARE, ENGINES, PARTS, PEERS, Run, compare, plot, rows_of
+from turns import Caller
 
 SETTINGS: dict[str, Any] = {"lr": 3e-4}
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from collectives import Communicator
+from collectives.cores import usable
 from collectives.cuda.place import take_turn, why_not
 from collectives.witness import tell, witnessed
 
@@ -55,8 +56,7 @@ def init() -> Communicator:
             LOCAL_RANK=str(comm.local_rank),
             LOCAL_WORLD_SIZE=str(comm.local_size),
         )
-        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        ranks = all_gather_object(comm, (platform.node(), os.getpid(), sorted(usable)))
+        ranks = all_gather_object(comm, (platform.node(), os.getpid(), sorted(usable())))
         if comm.local_rank == 0 and witnessed():
             tell([(node, process) for node, process, _ in ranks])
         _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])

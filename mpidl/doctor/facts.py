@@ -11,6 +11,7 @@ import torch
 
 from collectives import Communicator
 from collectives.about import about_mpi
+from collectives.cores import usable
 from collectives.symmetric.shared_memory import directories
 
 from ..control_group import cpu_quota, memory_limit
@@ -41,9 +42,7 @@ def facts_of_rank(comm: Communicator) -> dict[str, Any]:
             "mpi": about_mpi()["library"],
         },
         "mpi": about_mpi(),
-        "cores": sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1)),
+        "cores": sorted(usable()),
         "cores_of_machine": os.cpu_count() or 1,
         "quota": cpu_quota(),
         "threads": torch.get_num_threads(),

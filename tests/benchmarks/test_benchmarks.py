@@ -92,7 +92,7 @@ def in_turn(*arguments: object, timeout: float = 100) -> subprocess.CompletedPro
 def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp_path: Path) -> None:
     alone, turns = tmp_path / "alone.json", tmp_path / "turns.json"
     small = ("--layers=1", "--heads=2", "--embd=16", "--batch=2", "--block-size=8")
-    engines, steps = "--engines=single,zero3,all-reduce", ("--steps=3", "--warmup=1")
+    engines, steps = "--engines=single,zero3,ddp,all-reduce", ("--steps=3", "--warmup=1")
     done = mpirun(2, TRAINING, engines, *small, *steps, f"--json={alone}", timeout=100)
     assert done.returncode == 0, done.stderr
     job = ("--", "mpirun", "-n", "2", sys.executable, TRAINING, *small)
@@ -103,7 +103,8 @@ def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp
     kept = ("engine", "ranks", "params", "loss_last")
     assert [[row[key] for key in kept] for row in before] == [[row[key] for key in kept] for row in after]
     assert all(np.array(row["seconds"]).shape == (2, 3) and np.min(row["seconds"]) > 0 for row in after)
-    assert all(row["peak_mib"] is None for row in after)
+    assert all(row["step_ms"] > 0 and row["peak_mib"] is not None for row in before)
+    assert all(row["step_ms"] > 0 and row["peak_mib"] is None for row in after)
     ratio = np.divide(*(next(row for row in after if row["engine"] == name)["seconds"] for name in ("zero3", "single")))
     of_launches = np.median(ratio, axis=1)
     told = f"{np.median(ratio):.3f} ({of_launches.min():.3f} to {of_launches.max():.3f}) of single"
