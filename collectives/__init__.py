@@ -14,6 +14,7 @@ from .errors import (
     WorkTimeout,
 )
 from .partition import even_counts
+from .partitioned import PartitionedAllReduce
 from .progress import Work
 from .reduction import PremulSum
 
@@ -24,6 +25,7 @@ __all__ = [
     "Communicator",
     "MismatchError",
     "OperationError",
+    "PartitionedAllReduce",
     "PremulSum",
     "ScheduleError",
     "Work",

@@ -70,6 +70,10 @@ class CheckedDispatch(Dispatch):
         self._compare("all_reduce", f" {op.name} of {_array(x)} by {algorithm}")
         super().all_reduce(algorithm, x, op)
 
+    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> None:
+        """See Dispatch; one by one, so that each is compared."""
+        self._compare("partitioned_all_reduce", f" {op.name} of {len(parts)} arrays")
+
     def reduce_scatter(self, algorithm: str, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
         """See Dispatch."""
         self._compare("reduce_scatter", f" {op.name} of {_array(x)} in parts of {list(counts)} by {algorithm}")

@@ -47,11 +47,13 @@ from .leftovers import remove_names
 from .messages import Messages
 from .pages import Pages
 from .partition import Splits
+from .partitioned import PartitionedAllReduce
 from .patience import on_all_ranks
 from .progress import Progress, Work
 from .reduction import Reduction
 from .selection import Selection, read_tables
-from .symmetric import Operation
+from .symmetric import MeetsInMemory
+from .symmetric.partitioned import PartitionedReduction
 from .symmetric.shared_memory import SharedMemory, is_one_for_all
 from .topology import discover
 from .watchdog import Guard, limit_of, watch
@@ -152,6 +154,38 @@ class Communicator:
             chosen = self._chosen("all_reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "all_reduce", chosen, data, reduced)
         return self._issue("all_reduce", call, async_op, x)
+
+    def partitioned_all_reduce(
+        self, parts: Sequence[Any], op: str = "sum", *, algorithm: str = "auto"
+    ) -> PartitionedAllReduce:
+        """Prepares an all_reduce of several arrays, in which a rank hands in one after the other as it has them.
+
+        It can be made again and again (`partitioned`). Collective.
+
+        Where the ranks fill the cores of one node and all arrays are symmetric (`empty`), nobody reduces before it
+        waits, and a rank that is early does the others' share meanwhile. Elsewhere each part is an asynchronous
+        all_reduce by `algorithm`. The bits are those of an all_reduce of each part.
+        """
+        data = [buffers.inspect(x, f"partitioned_all_reduce: part {i}", writable=True) for i, x in enumerate(parts)]
+        if not data:
+            raise ArgumentError("partitioned_all_reduce: got no arrays; needs at least one")
+        for number, part in enumerate(data):
+            self._refuse_shared(f"partitioned_all_reduce: part {number}", part)
+            reduced = reduction.check(op, part.dtype)
+        made: list[PartitionedReduction] = []
+
+        def task() -> None:
+            found = self._dispatch.partitioned([part.unowned() for part in data], reduced)
+            made.extend([found] if found is not None else [])
+
+        self._issue("partitioned_all_reduce", task, async_op=False)
+        return PartitionedAllReduce(
+            parts,
+            lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
+            made[0] if made else None,
+            lambda: self._issued + 1,
+            lambda: self._issue("all_reduce", made[0], async_op=False, arrays=parts),
+        )
 
     def reduce_scatter(
         self,
@@ -642,7 +676,7 @@ class Communicator:
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
         try:
-            if (queued or self._dispatch.topology.crowded) and not isinstance(task, Operation):
+            if (queued or self._dispatch.topology.crowded) and not isinstance(task, MeetsInMemory):
                 self._positions.wait_for_all(number)
             task()
         except MismatchError:  # on all ranks, before anything was sent

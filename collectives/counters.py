@@ -80,8 +80,9 @@ def _let_mpi_look() -> None:
 
 
 class _Other(NamedTuple):
-    """Another rank's number, its address, and the byte that says that this rank sleeps for it."""
+    """Another rank, its number, the number's address, and the byte that says that this rank sleeps for it."""
 
+    rank: int
     number: memoryview
     address: int
     asleep: int
@@ -104,11 +105,12 @@ class Counters:
         places = [start + other * STRIDE for other in range(ranks)]
         numbers = [memoryview(memory)[place : place + 8].cast("q") for place in places]
         base = 0 if isinstance(memory, bytearray) else memory.address
+        self._numbers = numbers
         self._own, self._address = numbers[rank], base + places[rank]
         self._sleepers = slice(sleepers + rank * ranks, sleepers + (rank + 1) * ranks)
         self._nobody = bytes(ranks)
         self._others = [
-            _Other(numbers[other], base + places[other], sleepers + other * ranks + rank)
+            _Other(other, numbers[other], base + places[other], sleepers + other * ranks + rank)
             for other in ((rank + step) % ranks for step in range(1, ranks))
         ]
 
@@ -120,35 +122,43 @@ class Counters:
         if self._memory[self._sleepers] != self._nobody and _futex is not None:
             _futex(self._address, _WAKE, _EVERYBODY)
 
-    def wait_for_all(self, least: int) -> None:
-        """Returns when every rank's number is at least that."""
-        for other in self._others:
-            if other.number[0] < least:
-                self._wait(other, least)
+    def of(self, rank: int) -> int:
+        """A rank's number."""
+        return self._numbers[rank][0]
 
-    def _wait(self, other: _Other, least: int) -> None:
+    def wait_for_all(self, least: int, unless: Callable[[int], bool] | None = None) -> bool:
+        """Returns when every rank's number is at least that, or `unless(rank)` says of one that it will not be.
+
+        Whether all are.
+        """
+        return all(other.number[0] >= least or self._wait(other, least, unless) for other in self._others)
+
+    def _wait(self, other: _Other, least: int, unless: Callable[[int], bool] | None) -> bool:
         number = other.number
         if in_a_hurry():
             looks, yields = self._patience
             for _ in range(looks):
                 if number[0] >= least:
-                    return
+                    return True
             for turn in range(yields):
                 _yield_core()
                 if number[0] >= least:
-                    return
+                    return True
                 if turn % _GLANCE == 0:
                     _let_mpi_look()
         self._memory[other.asleep] = 1
         sleep = _SHORTEST_SLEEP
         try:
             while (seen := number[0]) < least:
+                if unless is not None and unless(other.rank):
+                    return number[0] >= least  # it may have become so just before
                 _let_mpi_look()
                 if _futex is None:
                     time.sleep(_NAP)
                 else:
                     _futex(other.address, _WAIT, seen, sleep)
                     sleep = _SHORTEST_SLEEP if in_a_hurry() else min(2 * sleep, _LONGEST_SLEEP)
+            return True
         finally:
             self._memory[other.asleep] = 0
 

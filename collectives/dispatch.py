@@ -23,7 +23,7 @@ from mpi4py import MPI
 from . import algorithms, library
 from .buffers import Buffer, DeviceBuffer, DType
 from .coalesced import PACKED_BYTES, Item, Packed
-from .counters import STRIDE, Barrier
+from .counters import ORDERED, STRIDE, Barrier
 from .cuda import driver
 from .cuda.device import Event, Stream
 from .cuda.group import GpuGroup
@@ -39,6 +39,7 @@ from .scratch import Scratch
 from .selection import COMPOSED, Selection
 from .symmetric import Operation, Symmetric
 from .symmetric.meeting import Meetings
+from .symmetric.partitioned import PartitionedReduction, Pool, place_of
 from .symmetric.peer_memory import connect
 from .symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
 from .topology import Topology, discover
@@ -65,6 +66,7 @@ class Dispatch:
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
         self._symmetric: Symmetric | None = None
         self._hierarchy: Hierarchy | None = None
+        self._pool: Pool | None = None
         self._gpus: GpuGroup | None = None
         self._branches: dict[int, Stream] = {}
         self._parts: list[Dispatch] = []
@@ -130,6 +132,27 @@ class Dispatch:
             call: Callable[[], None] = getattr(library, operation)(self.comm, *arguments)
             return call
         return partial(getattr(self, operation), algorithm, *arguments)
+
+    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
+        """An all_reduce of parts that are handed in one by one; None where there is no better way than one by one.
+
+        Collective. There is where the ranks fill the cores of one node and share the arrays' memory.
+        """
+        place = self.topology
+        if self._symmetric is None or place.nodes > 1 or not place.full or not ORDERED or self.size == 1:
+            return None
+        own = [None if isinstance(data, DeviceBuffer) else place_of(data, self.allocator) for data in parts]
+        found = self.comm.allgather((op.name, own))
+        alike = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]
+        if op.premultiplied or None in own or any(other != alike[0] for other in alike):
+            return None
+        if self._pool is None:
+            memory = self.allocator.allocate(Pool.nbytes(self.size), shared=True, keep_file=True)
+            if memory is None:
+                return None
+            self._pool = Pool(self._symmetric, memory, crowded=place.crowded)
+        places = [part for _, part in found]
+        return PartitionedReduction(self._pool, self.allocator, parts, places, op, self.positions.has_come)
 
     # ---- GPU memory -------------------------------------------------------------------------------------------
 

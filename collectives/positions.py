@@ -34,6 +34,7 @@ OPERATIONS = (
     "empty",
     "shared",
     "pages",
+    "partitioned_all_reduce",
     "compound",
     "close",
     "send",
@@ -137,6 +138,10 @@ class Positions:
     def wait_for_all(self, number: int) -> None:
         """Returns when every rank of the node has come to the operation of that number, or past it; see Counters."""
         self._entered.wait_for_all(number)
+
+    def has_come(self, rank: int) -> bool:
+        """Whether that rank of the node has come to the operation that this one is in, or past it."""
+        return self._entered.of(rank) >= self._collective[0]
 
     def end(self, status: int = 0) -> None:
         """This rank's program is over, with that exit status: it comes to no further operation."""

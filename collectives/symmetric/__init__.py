@@ -16,10 +16,10 @@ the rows are the same, byte by byte; that is how an operation of a training loop
 """
 
 from .movements import Movements
-from .operation import Operation
+from .operation import MeetsInMemory, Operation
 from .reductions import Reductions
 
-__all__ = ["Operation", "Symmetric"]
+__all__ = ["MeetsInMemory", "Operation", "Symmetric"]
 
 
 class Symmetric(Reductions, Movements):

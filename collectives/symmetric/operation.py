@@ -31,7 +31,11 @@ class Movement:
     fan: int
 
 
-class Operation:
+class MeetsInMemory:
+    """What ranks call together, and meet in it by way of shared memory: nobody need wait before."""
+
+
+class Operation(MeetsInMemory):
     """An operation on given arrays, to be called any number of times. The ranks meet first.
 
     x, out: the arrays whose places the others must know. movement: of this rank, if it is one. stages: for the staged

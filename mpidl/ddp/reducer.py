@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import Communicator
+from collectives import Communicator, PartitionedAllReduce
 from collectives.cuda.place import Place
 
 from ..backward import BackwardWatch, goes_to, is_opaque, reaches, tensors_with_gradient
 from ..bucket_queue import BucketQueue
-from ..buckets import MIB, GradientBucket, assign
+from ..buckets import MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree
 from ..errors import TrainingError
 from ..objects import broadcast_object
@@ -78,6 +78,7 @@ class Reducer:
         self.share = 1.0  # what the mean over all ranks is multiplied by
         self._place = place
         self._arena = Arena(comm, place.device)
+        self._averages: PartitionedAllReduce | None = None  # of the dense buckets, where no hook communicates
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
@@ -151,6 +152,7 @@ class Reducer:
     def retire(self) -> None:
         """Takes the hooks off the parameters; gradients stay."""
         self.queue.set_buckets([])
+        self._averages = None
         self._arena = Arena(self.comm, self._place.device)
 
     def _lay_out(self, order: Sequence[torch.nn.Parameter]) -> None:
@@ -165,7 +167,11 @@ class Reducer:
             for p, view in zip(bucket.parameters, bucket.views, strict=True)
             if p.grad is not None and p.grad.data_ptr() == view.data_ptr() and p.numel()
         }
+        self._averages = None
         self._arena.lay_out(buckets[: len(dense)])
+        if self.comm.size > 1 and dense:
+            flats = [bucket.flat for bucket in buckets[: len(dense)]]
+            self._averages = self.comm.partitioned_all_reduce(flats, "avg", algorithm=by_rank(self.comm, "all_reduce"))
         self.queue.set_buckets(buckets)
         for bucket in buckets[: len(dense)]:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -271,6 +277,10 @@ class Reducer:
         if bucket.flat is None:
             return  # sparse ones follow at the end, in their order
         state, hook = self.hook
+        if self._averages is not None and hook is comm_hooks.allreduce and state is self.comm:
+            self._averages.hand_in(bucket.flat)
+            self._results.append((bucket, self._averages))
+            return
         index = len(self._results)
         last = index == self._dense - 1
         seen = comm_hooks.GradBucket(index, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)
@@ -281,7 +291,6 @@ class Reducer:
 
     def _finish(self) -> None:
         results, self._results, self._opaque = self._results, [], False
-        reached, wrong = self._agreed()
         for bucket, handle in results:
             assert bucket.flat is not None
             values = handle.wait()
@@ -291,6 +300,7 @@ class Reducer:
                     bucket.flat.copy_(values.view(-1))
             if self.share != 1.0:
                 bucket.flat.mul_(self.share)
+        reached, wrong = self._agreed()
         for bucket in self.queue.buckets:
             for index, p in enumerate(bucket.parameters):
                 if p in self._sparse:

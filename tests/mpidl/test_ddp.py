@@ -132,6 +132,24 @@ def test_buckets_are_launched_in_order_while_gradients_still_come(comm) -> None:
         assert len({tuple(order) for order in mpidl.all_gather_object(comm, launches)}) == 1
 
 
+def test_a_filled_bucket_is_there_for_others_to_reduce_at_once(comm) -> None:
+    """Where the ranks fill the node: they see it before this rank's backward pass ends, and none reduces it before."""
+    wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, bucket_cap_mb=0.004)
+    shares_work = comm.size > 1 and comm.nodes == 1 and comm._dispatch.topology.full
+    assert shares_work == (comm.size > 1 and wrapped._reducer._averages.waits)
+    if not shares_work:  # a thread reduces it, as the test above shows
+        return
+    for _ in range(2):  # before and after buckets are cut anew
+        pool = wrapped._reducer._averages._reduction._pool
+        seen: list[int] = []
+        for p in wrapped.module.parameters():
+            p.register_hook(lambda _, pool=pool, seen=seen: seen.append(pool.handed_in.of(comm.rank)))
+        wrapped(*sequences(0, 0)).backward()
+        assert seen == sorted(seen)
+        assert len(set(seen)) > 2
+        wrapped(*sequences(0, 0))  # takes up the new order
+
+
 class Partly(nn.Module):
     """The last layer is not used; the second may be in a re-entrant checkpoint, which the graph does not show."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpidl
-from collectives import Communicator
+from collectives import Communicator, PartitionedAllReduce
 
 pytestmark = pytest.mark.mpi
 
@@ -50,6 +50,7 @@ class Counter:
         self.share = 0.0
         for name, share in SHARE.items():
             monkeypatch.setattr(Communicator, name, self._counted(name, share, getattr(Communicator, name)))
+        monkeypatch.setattr(PartitionedAllReduce, "hand_in", self._handed_in(PartitionedAllReduce.hand_in))
 
     def clear(self) -> None:
         self.calls, self.share = dict.fromkeys(SHARE, 0), 0.0
@@ -62,6 +63,17 @@ class Counter:
                 self.calls[name] += 1
                 self.share += share * whole.numel()
             return method(comm, first, *args, **kwargs)
+
+        return call
+
+    def _handed_in(self, method: Any) -> Any:
+        """Where no all_reduce is called for what is handed in."""
+
+        def call(averages: PartitionedAllReduce, part: torch.Tensor) -> None:
+            if averages.waits and part.numel() >= OWN // 2:
+                self.calls["all_reduce"] += 1
+                self.share += SHARE["all_reduce"] * part.numel()
+            method(averages, part)
 
         return call
 
