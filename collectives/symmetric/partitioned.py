@@ -29,6 +29,7 @@ from .shared_memory import Allocator, SharedMemory
 from .tickets import Tickets
 
 _CHUNK_BYTES = 1 << 20
+_KEPT_CHUNKS = 1024  # whose calls are kept for the next time
 _ROUND = 1 << 20  # more than there are arrays: a rank that has handed in n of round r has the number r * _ROUND + n
 _DRAWN = 1 << 32  # more than there are chunks: those of round r have the tickets from r * _DRAWN on
 
@@ -142,16 +143,16 @@ class PartitionedReduction(MeetsInMemory):
             raise MismatchError(f"all_reduce: {listing(behind)} began to hand in arrays before the others")
 
     def _calls_of(self, number: int) -> list[Call]:
-        if number not in self._calls:
-            part, first, stop = self._chunks[number]
-            arrays = [array[first:stop] for array in self._arrays[part]]
-            mine = self._pool.group.rank
-            outputs = [arrays[mine], *(array for rank, array in enumerate(arrays) if rank != mine)]
-            factors = [1.0] * len(arrays)
-            self._calls[number] = self._pool.group.engine.calls(
-                self._op, arrays, outputs, self._parts[part].dtype, factors
-            )
-        return self._calls[number]
+        if number in self._calls:
+            return self._calls[number]
+        part, first, stop = self._chunks[number]
+        arrays = [array[first:stop] for array in self._arrays[part]]
+        mine = self._pool.group.rank
+        outputs = [arrays[mine], *(array for rank, array in enumerate(arrays) if rank != mine)]
+        made = self._pool.group.engine.calls(self._op, arrays, outputs, self._parts[part].dtype, [1.0] * len(arrays))
+        if len(self._calls) < _KEPT_CHUNKS:
+            self._calls[number] = made
+        return made
 
 
 def _array(allocator: Allocator, data: Buffer, place: Place, rank: int) -> np.ndarray[Any, Any]:

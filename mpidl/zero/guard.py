@@ -26,6 +26,7 @@ from collectives import Communicator
 from ..errors import TrainingError
 from ..objects import all_gather_object
 from ..trained_by import Trainer, claim, release
+from .hooks import Hook
 from .node_shared import NodeSharedParameters
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
@@ -225,13 +226,13 @@ def _before_forward(where: weakref.ref[WeightGuard]) -> Any:
     return hook
 
 
-def _before_loading(where: weakref.ref[WeightGuard]) -> Any:
+def _before_loading(where: weakref.ref[WeightGuard]) -> Hook:
     def hook(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         guard = where()
         if guard is not None:
             guard.refuse_load(module, state_dict.keys(), prefix)
 
-    return hook
+    return Hook(hook)
 
 
 def refuse_everywhere(comm: Communicator, problem: str | None) -> None:

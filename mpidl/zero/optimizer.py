@@ -38,6 +38,7 @@ from .construction.construct import Construction, Weights
 from .construction.modules import InitFn
 from .groups import ShardGroup
 from .guard import WeightGuard, raise_everywhere, refuse_everywhere
+from .hooks import refuse_copy
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
 from .optimizer_class import comparable, needs, prototype, try_group, without_parameters
@@ -209,7 +210,7 @@ class ZeroOptimizer(StatefulOptimizer):
         if broadcast_buffers and any(True for _ in model.buffers()):
             self._hooks.append(model.register_forward_pre_hook(self._broadcast_buffers))
         for name in _COPIES:
-            setattr(model, name, _refuse_copy)
+            setattr(model, name, refuse_copy)
         clears_with(model, self)
         self._building = True
         pairs = zip(self._prototype.param_groups, groups, strict=True)
@@ -487,7 +488,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither copied nor pickled."""
-        return _refuse_copy()
+        return refuse_copy()
 
     def traffic(self) -> Traffic:
         """What this rank's collectives have moved so far for parameters and gradients."""
@@ -502,10 +503,3 @@ class ZeroOptimizer(StatefulOptimizer):
     def model(self) -> torch.nn.Module:
         """The model that it trains."""
         return self._model
-
-
-def _refuse_copy(*_: Any) -> Any:
-    raise ConfigurationError(
-        "a model that a ZeroOptimizer trains, and the optimizer, can be neither copied nor pickled: a rank holds "
-        "parts of them, tied to its communicator; load optimizer.model_state_dict() and state_dict() into new ones"
-    )

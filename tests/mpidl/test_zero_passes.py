@@ -247,3 +247,11 @@ def test_copies_are_refused_with_the_reason(comm, way: str) -> None:
         with pytest.raises(mpidl.ConfigurationError, match="state_dict"):
             attempt()
     after_failure(comm, model, optimizer, Several)
+
+
+@every_part
+def test_a_part_of_a_model_is_not_pickled_either(comm, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    with pytest.raises(mpidl.errors.MpidlError, match=r"nor pickled|sharded over the ranks"):
+        pickle.dumps(model.blocks[0].inner)
+    after_failure(comm, model, optimizer, Several)

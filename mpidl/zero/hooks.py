@@ -1,0 +1,33 @@
+"""Hooks that an engine leaves on a model's modules: what pickles a module meets them, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ConfigurationError
+
+
+class Hook:
+    """Calls a function. Copies of a module have the same one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, _: Any) -> Hook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return refuse_copy()
+
+
+def refuse_copy(*_: Any) -> Any:
+    """Raises ConfigurationError: neither the optimizer nor the model is copied or pickled."""
+    raise ConfigurationError(
+        "a model that a ZeroOptimizer trains, and the optimizer, can be neither copied nor pickled: a rank holds "
+        "parts of them, tied to its communicator; load optimizer.model_state_dict() and state_dict() into new ones"
+    )
