@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from collectives import Communicator, Work
@@ -159,6 +160,7 @@ class GradientShards:
         self._of: dict[GradientBucket, _Gradients] = {}
         self._algorithm = by_rank(self._comm, "reduce_scatter")
         self._flying: deque[_Gradients] = deque()
+        self._late_sums: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
         buckets = self._make(groups)
         self._lasting = buckets[len(buckets) - lasting :]
         self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting, place.device)
@@ -173,7 +175,7 @@ class GradientShards:
             place=place,
         )
         watch.at_begin.append(_refuse_double_backward)
-        watch.at_abandon.append(self._finish)
+        watch.at_abandon += [self._finish, self._late_sums.clear]
 
     def add(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """More buckets, reduced after those there are. Collective."""
@@ -253,6 +255,7 @@ class GradientShards:
         """The gradients, whole or sharded, and the rotating buffers."""
         shards = [g.shard for g in self._of.values() if g.shard is not None]
         whole = [b.flat for b in self.queue.buckets if b.flat is not None]
+        whole += [gradient for sums in self._late_sums.values() for gradient in sums.values()]
         unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
         return {"gradients": shards + whole, "buckets": self._storage.free + unused}
 
@@ -273,13 +276,31 @@ class GradientShards:
         gradients.filled[index] = gradients.reached[index] = True
 
     def _late(self, bucket: GradientBucket, index: int) -> None:
+        """A parameter's second gradient in a pass, after its bucket was launched: it waits for the end of the pass.
+
+        As from several re-entrant checkpoints that share the parameter.
+        """
         parameter = bucket.parameters[index]
-        parameter.grad = None
-        raise TrainingError(
-            f"{self._names[parameter]}: a gradient arrived twice in one backward pass, the second time after its "
-            "bucket had been reduced, as happens to a parameter used in several re-entrant checkpoints; use "
-            "torch.utils.checkpoint with use_reentrant=False"
-        )
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        sums = self._late_sums.setdefault(bucket, {})
+        sums[index] = gradient if index not in sums else sums[index].add_(gradient)
+
+    def _reduce_late(self) -> None:
+        """Reduces once more the buckets for which something came late, on any rank."""
+        late = np.array([bucket in self._late_sums for bucket in self.queue.buckets], np.uint8)
+        work = self._over.world.all_reduce(late, "max", async_op=True)
+        assert work is not None
+        self._wait(work)  # others may still gather units
+        for bucket in (bucket for bucket, found in zip(self.queue.buckets, late, strict=True) if found):
+            gradients = self._of[bucket]
+            self._open(gradients)
+            for index, gradient in self._late_sums.pop(bucket, {}).items():
+                bucket.views[index].copy_(gradient)
+                gradients.filled[index] = True
+            self._launch(bucket)
+        self._finish()
 
     def _open(self, gradients: _Gradients) -> None:
         """Makes sure that the bucket has storage, and that what it reduced before is kept beside it."""
@@ -344,6 +365,7 @@ class GradientShards:
 
     def _finish_pass(self) -> None:
         self._finish()
+        self._reduce_late()
         self._landed.clear()  # the next pass comes after this one
         self._end_pass()
 
