@@ -134,8 +134,14 @@ class ShardedParameters:
         parts += [m for m in model.modules() if any(p in own for p in m.parameters(recurse=False))]
         return [part for part in dict.fromkeys(parts) if part not in units]
 
+    def _clear_away(self) -> None:
+        """Before what may be the first forward pass of a part: what an exception in a backward pass has left."""
+        if not self._running:
+            self._watch.before_forward()
+
     @uncompiled
     def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
+        self._clear_away()
         self._running.append(id(part))
         self._training |= torch.is_grad_enabled()
 
@@ -154,6 +160,7 @@ class ShardedParameters:
     def _before_forward(self, unit: GatheredUnit) -> Callable[..., None]:
         @torch.compiler.disable
         def hook(module: torch.nn.Module, *_: Any) -> None:
+            self._clear_away()
             if unit is self._root:
                 self._running.append(id(module))
                 self._training |= torch.is_grad_enabled()
@@ -234,9 +241,10 @@ class ShardedParameters:
     def _check_held(self, unit: GatheredUnit, parameter: torch.nn.Parameter) -> None:
         """What led to the parameter's gradient has read the unit's weights."""
         if not unit.held:
+            whose = unit.name or "the model"
             raise TrainingError(
-                f"{self._names[parameter]}: its gradient comes from a result of {unit.name} that neither that unit nor "
-                "a module in it has returned, so that nobody has gathered its weights for it; return the result, "
+                f"{self._names[parameter]}: its gradient comes from a result of {whose} that neither it "
+                "nor a module in it has returned, so that nobody has gathered its weights for it; return the result, "
                 "compute it in a module of its own, or set reshard_after_forward=False"
             )
 

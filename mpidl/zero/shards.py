@@ -261,13 +261,9 @@ class GradientShards:
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         parameter, gradients = bucket.parameters[index], self._of[bucket]
-        gradient, parameter.grad = parameter.grad, None
+        gradient = self._taken(parameter)
         if gradient is None:
             return
-        if gradient.layout != torch.strided:
-            raise TrainingError(
-                f"{self._names[parameter]}: its gradient is sparse; ZeRO's buckets are dense, so compute it densely"
-            )
         self._open(gradients)
         if gradients.filled[index]:
             bucket.views[index].add_(gradient)
@@ -280,12 +276,20 @@ class GradientShards:
 
         As from several re-entrant checkpoints that share the parameter.
         """
-        parameter = bucket.parameters[index]
-        gradient, parameter.grad = parameter.grad, None
+        gradient = self._taken(bucket.parameters[index])
         if gradient is None:
             return
         sums = self._late_sums.setdefault(bucket, {})
-        sums[index] = gradient if index not in sums else sums[index].add_(gradient)
+        sums[index] = gradient.to(bucket.dtype) if index not in sums else sums[index].add_(gradient)
+
+    def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The parameter's gradient, which it has no more."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and gradient.layout != torch.strided:
+            raise TrainingError(
+                f"{self._names[parameter]}: its gradient is sparse; ZeRO's buckets are dense, so compute it densely"
+            )
+        return gradient
 
     def _reduce_late(self) -> None:
         """Reduces once more the buckets for which something came late, on any rank."""

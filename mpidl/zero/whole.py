@@ -98,8 +98,11 @@ class WholeParameters:
         if misfits.any():
             return f"{_names(self._model, held, misfits)}: replaced inside gathered by what has another shape or dtype"
         if changes.from_rank is not None:
-            for h in held:
+            for h, here, anywhere in zip(held, written, full, strict=True):
                 broadcast_states(comm, [h.memory], changes.from_rank)
+                if anywhere and not here:  # backward through what was computed before is an error on this rank, too
+                    with torch._C.DisableTorchFunctionSubclass():
+                        torch.autograd.graph.increment_version(h.parameter)
             return None
         mine = np.array([h.checksum(whole) for h, whole in zip(held, full, strict=True)], np.int64)
         everyone = np.empty((comm.size, mine.size), np.int64)

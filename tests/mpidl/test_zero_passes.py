@@ -255,3 +255,53 @@ def test_a_part_of_a_model_is_not_pickled_either(comm, way: str) -> None:
     with pytest.raises(mpidl.errors.MpidlError, match=r"nor pickled|sharded over the ranks"):
         pickle.dumps(model.blocks[0].inner)
     after_failure(comm, model, optimizer, Several)
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, whose backward fails while `now` says so."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if _Fails.now:
+            raise ValueError("no gradient")
+        return gradient
+
+
+@every_part
+def test_training_of_parts_goes_on_after_an_exception_in_backward(comm, way: str, monkeypatch) -> None:
+    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
+        x = _Fails.apply(m.blocks[0](data(rank, step).requires_grad_()))
+        return m.head(m.blocks[2](m.blocks[1](x))).square().sum()
+
+    model, optimizer = engine(comm, Several, way)
+    for _ in range(2):
+        monkeypatch.setattr(_Fails, "now", True)
+        with pytest.raises(ValueError, match="no gradient"):
+            loss(model, comm.rank, 7).backward()
+        monkeypatch.setattr(_Fails, "now", False)
+        optimizer.zero_grad()
+    plain = Plain(Several, comm.size)
+    for step in range(3):
+        plain.step(lambda m, rank, step=step: loss(m, rank, step).backward())  # type: ignore[misc]
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        check(model, optimizer, plain.model)
+
+
+@every_part
+def test_backward_after_loading_is_torchs_error_on_every_rank(comm, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    state = optimizer.model_state_dict()
+    older = plainly(model, comm.rank, 0)
+    optimizer.load_model_state_dict(state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        older.backward()
+    optimizer.zero_grad()
+    after_failure(comm, model, optimizer, Several)
