@@ -66,9 +66,10 @@ def place_of(data: Buffer, allocator: Allocator) -> Place | None:
     if not data.size:
         return Place(0, 0, 0, data.dtype.name)
     found = allocator.find(data.address, data.nbytes)
-    return (
-        None if found is None or not found[0].stride else Place(found[0].number, found[1], data.size, data.dtype.name)
-    )
+    if found is None or not found[0].stride:
+        return None
+    memory, start = found
+    return Place(memory.number, start, data.size, data.dtype.name)
 
 
 class PartitionedReduction(MeetsInMemory):
