@@ -1,9 +1,11 @@
 """What a caller holds of an all_reduce that is made again and again, of arrays that are handed in one by one.
 
-averages = comm.partitioned_all_reduce([a, b, c], "avg")
-for step in steps:
-    averages.hand_in(a); ...; averages.hand_in(b); ...; averages.hand_in(c)      in this order on every rank
-    averages.wait()                                                              now a, b and c are the averages
+    averages = comm.partitioned_all_reduce([a, b, c], "avg")
+    for step in steps:
+        averages.hand_in(a); ...; averages.hand_in(b); ...; averages.hand_in(c)      in this order on every rank
+        averages.wait()                                                              now a, b and c are the averages
+
+How it is done is in `symmetric.partitioned`; elsewhere each array is an asynchronous all_reduce.
 """
 
 from __future__ import annotations
