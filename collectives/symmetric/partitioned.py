@@ -92,8 +92,7 @@ class PartitionedReduction(MeetsInMemory):
         self._round = self._count = 0
         self._parts = parts
         self._arrays = [
-            [_array(allocator, data, place, rank) for rank, place in enumerate(of_part)]
-            for data, of_part in zip(parts, zip(*places, strict=True), strict=True)
+            _arrays(allocator, data, of_part) for data, of_part in zip(parts, zip(*places, strict=True), strict=True)
         ]
         sizes = [max(1, _CHUNK_BYTES // data.dtype.itemsize) for data in parts]
         self._chunks = [
@@ -156,11 +155,14 @@ class PartitionedReduction(MeetsInMemory):
         return made
 
 
-def _array(allocator: Allocator, data: Buffer, place: Place, rank: int) -> np.ndarray[Any, Any]:
-    """A rank's array, as this rank sees it; data: this rank's own."""
+def _arrays(allocator: Allocator, data: Buffer, places: Sequence[Place]) -> list[np.ndarray[Any, Any]]:
+    """All ranks' arrays, as this rank sees them; data: its own. No arrays where there is nothing in them."""
     if not data.size:
-        return np.empty(0, data.dtype.storage)
+        return []
     found = allocator.find(data.address, data.nbytes)
     assert found is not None
     memory = found[0]
-    return unowned(memory.address + memory.offset(rank) + place.start, place.size, data.dtype.storage)
+    return [
+        unowned(memory.address + memory.offset(rank) + place.start, place.size, data.dtype.storage)
+        for rank, place in enumerate(places)
+    ]

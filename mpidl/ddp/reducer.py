@@ -69,7 +69,7 @@ class Reducer:
         self._cap, self._as_views = bucket_cap, as_views
         self._find_unused, self._static_graph = find_unused, static_graph
         self._buffers = buffers
-        self.hook: tuple[Any, comm_hooks.Hook] = (comm, comm_hooks.allreduce)
+        self.hook: tuple[Any, comm_hooks.Hook] | None = None  # what communicates instead of `_averages`, and its state
         self.pending_order: list[torch.nn.Parameter] | None = None
         self.rebuilt = False
         self.order_root = 0  # whose order of arrival counts
@@ -78,7 +78,7 @@ class Reducer:
         self.share = 1.0  # what the mean over all ranks is multiplied by
         self._place = place
         self._arena = Arena(comm, place.device)
-        self._averages: PartitionedAllReduce | None = None  # of the dense buckets, where no hook communicates
+        self._averages: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
@@ -276,11 +276,12 @@ class Reducer:
     def _launch(self, bucket: GradientBucket) -> None:
         if bucket.flat is None:
             return  # sparse ones follow at the end, in their order
-        state, hook = self.hook
-        if self._averages is not None and hook is comm_hooks.allreduce and state is self.comm:
-            self._averages.hand_in(bucket.flat)
-            self._results.append((bucket, self._averages))
+        if self.hook is None:
+            if self._averages is not None:
+                self._averages.hand_in(bucket.flat)
+                self._results.append((bucket, self._averages))
             return
+        state, hook = self.hook
         index = len(self._results)
         last = index == self._dense - 1
         seen = comm_hooks.GradBucket(index, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)

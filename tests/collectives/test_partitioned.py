@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import ArgumentError, ArgumentTypeError, Communicator, MismatchError, PartitionedAllReduce, PremulSum
+from collectives import ArgumentError, ArgumentTypeError, Communicator, MismatchError, PremulSum
 from tests.collectives.reference import OPERATORS, assert_equal, reduced, serves, values
 
 pytestmark = pytest.mark.mpi
@@ -40,7 +40,7 @@ def node(comm: Communicator, request: pytest.FixtureRequest) -> Iterator[Communi
 def shared(comm: Communicator) -> Iterator[Communicator]:
     """Of two ranks or more, who share the work."""
     group = group_of(comm, full=True)
-    assert prepared(group, [symmetric(group, torch.ones(1))]).waits
+    assert group.partitioned_all_reduce([symmetric(group, torch.ones(1))]).waits
     yield group
     group.close()
 
@@ -50,17 +50,13 @@ def symmetric(node: Communicator, x: torch.Tensor) -> torch.Tensor:
     return made.copy_(x)
 
 
-def prepared(node: Communicator, parts: list[torch.Tensor], op: str = "sum") -> PartitionedAllReduce:
-    return node.partitioned_all_reduce(parts, op)
-
-
 @pytest.mark.parametrize("op", OPERATORS)
 def test_results_are_those_of_all_reduces(node: Communicator, op: str) -> None:
     for dtype in ["float32", "bfloat16", "int64"]:
         if not serves(op, dtype, "symmetric"):
             continue
         parts = [symmetric(node, values(size, node.rank, dtype)) for size in SIZES]
-        made = prepared(node, parts, op)
+        made = node.partitioned_all_reduce(parts, op)
         for seed in range(3):  # again and again
             for part in parts:
                 part.copy_(values(len(part), node.rank, dtype, seed))
@@ -76,7 +72,7 @@ def test_the_bits_are_those_of_an_all_reduce_on_every_rank(node: Communicator) -
     for dtype in (torch.float32, torch.bfloat16):
         x, y = (symmetric(node, torch.randn(600_011).to(dtype)) for _ in range(2))
         y.copy_(x)
-        made = prepared(node, [x], "avg")
+        made = node.partitioned_all_reduce([x], "avg")
         made.hand_in(x)
         made.wait()
         node.all_reduce(y, "avg", algorithm="symmetric" if node.size > 1 else "auto")
@@ -89,7 +85,7 @@ def test_private_arrays_and_several_dtypes_are_reduced_too(node: Communicator) -
     private = np.full(7, node.rank, np.float64)
     pair = [symmetric(node, torch.ones(3)), symmetric(node, torch.ones(5, dtype=torch.float64))]
     for parts in ([private], pair):
-        made = prepared(node, parts)
+        made = node.partitioned_all_reduce(parts)
         for part in parts:
             made.hand_in(part)
         made.wait()
@@ -101,7 +97,7 @@ def test_private_arrays_and_several_dtypes_are_reduced_too(node: Communicator) -
 def test_who_comes_first_does_the_others_share(shared: Communicator) -> None:
     x = symmetric(shared, values(600_011, shared.rank))
     expected = reduced([values(600_011, rank) for rank in range(shared.size)], "sum")
-    made = prepared(shared, [x])
+    made = shared.partitioned_all_reduce([x])
     for _ in range(2):
         x.copy_(values(600_011, shared.rank))
         made.hand_in(x)
@@ -117,7 +113,7 @@ def test_who_comes_first_does_the_others_share(shared: Communicator) -> None:
 @two_or_more
 def test_nobody_reduces_before_one_waits(shared: Communicator) -> None:
     x = symmetric(shared, torch.full((1000,), float(shared.rank)))
-    made = prepared(shared, [x])
+    made = shared.partitioned_all_reduce([x])
     made.hand_in(x)
     shared.mpi.Barrier()  # all have handed it in
     time.sleep(0.05)
@@ -130,7 +126,7 @@ def test_nobody_reduces_before_one_waits(shared: Communicator) -> None:
 @two_or_more
 def test_what_is_handed_in_late_is_waited_for(shared: Communicator) -> None:
     parts = [symmetric(shared, torch.ones(300_000)) for _ in range(4)]
-    made = prepared(shared, parts)
+    made = shared.partitioned_all_reduce(parts)
     for number, part in enumerate(parts):
         if number % shared.size == shared.rank:
             time.sleep(0.02)
@@ -141,7 +137,7 @@ def test_what_is_handed_in_late_is_waited_for(shared: Communicator) -> None:
 
 def test_operations_between_are_in_nobodys_way(node: Communicator) -> None:
     x, y = symmetric(node, torch.ones(10)), torch.ones(3)
-    made = prepared(node, [x])
+    made = node.partitioned_all_reduce([x])
     for _ in range(3):
         x.fill_(1)
         y.fill_(1)
@@ -158,7 +154,7 @@ def test_operations_between_are_in_nobodys_way(node: Communicator) -> None:
 @two_or_more
 def test_ranks_that_have_handed_in_different_arrays_are_told(shared: Communicator) -> None:
     parts = [symmetric(shared, torch.ones(10)) for _ in range(2)]
-    made = prepared(shared, parts)
+    made = shared.partitioned_all_reduce(parts)
     for part in parts[: 1 if shared.rank == 0 else 2]:
         made.hand_in(part)
     with pytest.raises(MismatchError, match=r"rank 0: all_reduce sum of 10 float32.*: all_reduce sum of 20"):
@@ -173,7 +169,7 @@ def test_ranks_that_have_handed_in_different_arrays_are_told(shared: Communicato
 @two_or_more
 def test_a_rank_in_another_operation_is_told(shared: Communicator) -> None:
     x = symmetric(shared, torch.ones(300_000))
-    made = prepared(shared, [x])
+    made = shared.partitioned_all_reduce([x])
     if shared.rank != 0:
         made.hand_in(x)
     other = partial(shared.broadcast, torch.ones(300_000), 0, algorithm="symmetric")
@@ -189,7 +185,7 @@ def test_a_rank_in_another_operation_is_told(shared: Communicator) -> None:
 @two_or_more
 def test_ranks_in_different_rounds_are_told(shared: Communicator) -> None:
     x = symmetric(shared, torch.ones(10))
-    made = prepared(shared, [x])
+    made = shared.partitioned_all_reduce([x])
     if shared.rank == 0:
         made.hand_in(x)
     shared.barrier()
@@ -201,7 +197,7 @@ def test_ranks_in_different_rounds_are_told(shared: Communicator) -> None:
 
 def test_what_is_handed_in_must_be_the_next_array(node: Communicator) -> None:
     parts = [symmetric(node, torch.ones(4)) for _ in range(2)]
-    made = prepared(node, parts)
+    made = node.partitioned_all_reduce(parts)
     with pytest.raises(ArgumentError, match="got another array than part 0, the next one"):
         made.hand_in(parts[1])
     for part in parts:
@@ -216,7 +212,7 @@ def test_what_is_handed_in_must_be_the_next_array(node: Communicator) -> None:
 @two_or_more
 def test_one_at_a_time_on_a_communicator(shared: Communicator) -> None:
     x, y = (symmetric(shared, torch.ones(4)) for _ in range(2))
-    one, other = prepared(shared, [x]), prepared(shared, [y])
+    one, other = shared.partitioned_all_reduce([x]), shared.partitioned_all_reduce([y])
     one.hand_in(x)
     with pytest.raises(ArgumentError, match="while another one waits"):
         other.hand_in(y)
@@ -266,7 +262,7 @@ def test_with_checks_each_array_is_compared(comm: Communicator, monkeypatch: pyt
 def test_arrays_take_the_place_of_others_that_are_gone(shared: Communicator) -> None:
     for size in (1000, 7, 300_000):
         x = symmetric(shared, torch.ones(size))
-        made = prepared(shared, [x])
+        made = shared.partitioned_all_reduce([x])
         made.hand_in(x)
         made.wait()
         assert (x == shared.size).all()

@@ -286,13 +286,7 @@ def test_training_of_parts_goes_on_after_an_exception_in_backward(comm, way: str
             loss(model, comm.rank, 7).backward()
         monkeypatch.setattr(_Fails, "now", False)
         optimizer.zero_grad()
-    plain = Plain(Several, comm.size)
-    for step in range(3):
-        plain.step(lambda m, rank, step=step: loss(m, rank, step).backward())  # type: ignore[misc]
-        loss(model, comm.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        check(model, optimizer, plain.model)
+    after_failure(comm, model, optimizer, Several, loss, steps=3)
 
 
 @every_part

@@ -114,12 +114,19 @@ every_way = pytest.mark.parametrize("way", WAYS)
 every_part = pytest.mark.parametrize("way", ["1", "3-node", "3-gathered"])
 
 
-def after_failure(comm, model: nn.Module, optimizer: mpidl.ZeroOptimizer, make: Make) -> None:
-    """The next step is that of a plain model's first one."""
+def after_failure(
+    comm,
+    model: nn.Module,
+    optimizer: mpidl.ZeroOptimizer,
+    make: Make,
+    loss: Loss = plainly,
+    steps: int = 2,
+) -> None:
+    """The next step is that of a plain model's first one, and so on."""
     plain = Plain(make, comm.size)
-    for step in range(2):
-        plain.step(lambda m, rank, step=step: plainly(m, rank, step).backward())  # type: ignore[misc]
-        plainly(model, comm.rank, step).backward()
+    for step in range(steps):
+        plain.step(lambda m, rank, step=step: loss(m, rank, step).backward())  # type: ignore[misc]
+        loss(model, comm.rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    check(model, optimizer, plain.model)
+        check(model, optimizer, plain.model)
