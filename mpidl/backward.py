@@ -54,7 +54,7 @@ def inside_transform() -> bool:
 
 def reaches(parameter: torch.Tensor) -> bool:
     """Within a backward pass: whether it adds to the parameter's gradient, as far as the graph tells (`is_opaque`)."""
-    return parameter.requires_grad and _will_run(_accumulator(parameter))
+    return parameter.requires_grad and will_run(_accumulator(parameter))
 
 
 def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
@@ -63,7 +63,8 @@ def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
     Its backward may start passes of its own, as re-entrant activation checkpoints do, to parameters not in this graph.
     """
     nodes = _behind(tensor.grad_fn for tensor in tensors)
-    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+    functions = (node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction))
+    return not all(getattr(node._forward_cls, "starts_no_pass", False) for node in functions)  # type: ignore[attr-defined]
 
 
 def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> bool:
@@ -74,7 +75,7 @@ def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> b
     """
     if any(reaches(p) for p in parameters):
         return True
-    return all(_will_run(node) for node in _behind(nodes))
+    return all(will_run(node) for node in _behind(nodes))
 
 
 def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
@@ -89,12 +90,20 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
             pending += [following for following, _ in current.next_functions]
 
 
-def _will_run(node: Any) -> bool:
+def will_run(node: Any) -> bool:
     """Within a backward pass: whether it comes by this node of autograd's graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # a leaf of which torch.autograd.grad takes the gradient, instead of adding to `.grad`
         return False
+
+
+def is_wanted(node: Any) -> bool:
+    """Within a backward pass: whether it comes by this node, or torch.autograd.grad takes what arrives there."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:
@@ -127,14 +136,14 @@ class BackwardWatch:
 
     `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it.
 
-    active: whether a pass is under way. A pass that an exception cut short is noticed when the model is next called or
-    the next pass begins; then `at_abandon` is called instead. concerns(nodes): asked when the gradient of an output
-    arrives, with the nodes of autograd's graph that follow the output, whether this backward pass is one through the
-    model's parameters.
+    active: whether a pass is under way. number: of the pass, or of the last; from 1 on. A pass that an exception
+    cut short is noticed when the model is next called or the next pass begins; then `at_abandon` is called instead.
+    concerns(nodes): asked when the gradient of an output arrives, with the nodes of autograd's graph that follow
+    the output, whether this backward pass is one through the model's parameters.
     """
 
     def __init__(self) -> None:
-        self.active = False
+        self.active, self.number = False, 0
         self.concerns: Callable[[list[Any]], bool] = lambda _: True
         self._pass: Callable[[], Any] = lambda: None
         self.at_begin: list[Callable[[], None]] = []
@@ -178,6 +187,7 @@ class BackwardWatch:
             self._abandon()
         if not self.active:
             self.active = True
+            self.number += 1
             last = _LastCallback(self)
             self._pass = weakref.ref(last)
             torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from ..replicate import broadcast_states
 from . import comm_hooks
 from .arena import Arena
 from .joining import JoinRounds, Stage
+from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
 
 FIRST_BUCKET_MB = 1.0
@@ -101,6 +102,7 @@ class Reducer:
         watch.concerns = self.reached_from
         watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached]
         watch.at_abandon.append(self._abandon)
+        self._destinations = destinations(module, names if as_views else (), watch, lambda: self.queue.synchronise)
         self._start_anew()
 
     # ---- between passes ---------------------------------------------------------------------------------------
@@ -152,6 +154,8 @@ class Reducer:
     def retire(self) -> None:
         """Takes the hooks off the parameters; gradients stay."""
         self.queue.set_buckets([])
+        for destination in self._destinations.values():
+            destination.remove()
         self._averages = None
         self._arena = Arena(self.comm, self._place.device)
 
@@ -173,10 +177,13 @@ class Reducer:
             flats = [bucket.flat for bucket in buckets[: len(dense)]]
             self._averages = self.comm.partitioned_all_reduce(flats, "avg", algorithm=by_rank(self.comm, "all_reduce"))
         self.queue.set_buckets(buckets)
-        for bucket in buckets[: len(dense)]:
-            for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                if p in moved:
-                    p.grad = view.copy_(moved.pop(p))
+        views = {
+            p: view for bucket in buckets[: len(dense)] for p, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
+        for p, destination in self._destinations.items():
+            destination.place = views.get(p)
+        for p in moved.keys() & views.keys():
+            p.grad = views[p].copy_(moved.pop(p))
         for p, gradient in moved.items():  # frozen meanwhile
             p.grad = gradient
 

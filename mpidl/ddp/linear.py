@@ -1,0 +1,173 @@
+"""Gradients of the weights of linear layers are computed in their places in the buckets, not copied there.
+
+    else      x, dy -> dW in new memory -> autograd makes that `.grad` -> copied to its place in the bucket
+    here      x, dy -> dW in its place in the bucket -> autograd makes that `.grad`
+
+For that a layer computes by an autograd function of this file: the same products as by torch's own, so the same bits.
+Where a gradient cannot be written to its place (something is in `.grad` already, a hook of the user's is to see it, the
+pass is not one that is averaged, ...) it is computed in new memory as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..backward import BackwardWatch, inside_transform, is_wanted, will_run
+
+# Modules that compute x @ weight + bias, and whether their weight is [out, in], instead of [in, out].
+_OUT_IN = {
+    "torch.nn.modules.linear.Linear": True,
+    "transformers.pytorch_utils.Conv1D": False,
+    "mpidl.models.gpt2.Projection": False,
+}
+
+
+class Destination:
+    """Where the gradient of a layer's weight goes.
+
+    place: in a bucket, as a view of the weight's shape; None while there is none. watch: of the model's passes.
+    synchronised: whether the pass under way is averaged.
+    """
+
+    def __init__(
+        self, layer: torch.nn.Module, weight: torch.nn.Parameter, watch: BackwardWatch, synchronised: Callable[[], bool]
+    ) -> None:
+        self.place: torch.Tensor | None = None
+        self._weight, self._watch, self._synchronised = weight, watch, synchronised
+        self._last = 0  # the pass in which the place was last given away
+        self._layer = layer
+        self._forward = layer.forward = LinearForward(layer, weight, self)
+
+    def take(self, accumulator: Any) -> torch.Tensor | None:
+        """Within a backward pass: the place, as a tensor that autograd can keep; None where it cannot be written to.
+
+        accumulator: the node of autograd's graph that adds to the weight's gradient.
+        """
+        if (
+            self.place is None
+            or self._weight.grad is not None
+            or self._weight._backward_hooks
+            or not self._watch.active
+            or self._watch.number == self._last  # what is there may be on its way through the graph
+            or not self._synchronised()
+            or not will_run(accumulator)
+        ):
+            return None
+        self._last = self._watch.number
+        return self.place.detach()
+
+    def remove(self) -> None:
+        """The layer computes as before."""
+        self.place = None
+        if self._layer.__dict__.get("forward") is self._forward:
+            del self._layer.forward
+
+
+class LinearForward:
+    """The forward pass of a layer. A copy of the layer has its class's own again.
+
+    destination: kept alive neither by it nor by a graph.
+    """
+
+    def __init__(self, layer: torch.nn.Module, weight: torch.Tensor, destination: Destination) -> None:
+        self._layer, self._weight, self._destination = layer, weight, weakref.ref(destination)
+        self._out_in = _OUT_IN[_name_of(layer)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        weight = self._layer._parameters.get("weight")
+        if (
+            weight is not self._weight  # parametrised meanwhile, or torch.func.functional_call
+            or not weight.requires_grad
+            or not torch.is_grad_enabled()
+            or type(x) is not torch.Tensor
+            or not x.is_contiguous()
+            or x.dim() < 2
+            or torch.is_autocast_enabled(x.device.type)
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or inside_transform()
+            or forward_ad._current_level >= 0
+        ):
+            result: torch.Tensor = type(self._layer).forward(self._layer, x)
+            return result
+        flat = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        y: torch.Tensor = _Linear.apply(
+            flat, weight, self._layer._parameters.get("bias"), self._out_in, self._destination
+        )
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._layer, "forward")
+
+
+class _Linear(torch.autograd.Function):
+    starts_no_pass = True  # see `is_opaque`
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_in: bool,
+        destination: weakref.ref[Destination],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.out_in, ctx.destination = out_in, destination
+        matrix = weight.t() if out_in else weight
+        return x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        following = [node for node, _ in ctx.next_functions]  # of x, the weight and, if there is one, the bias
+        for_x, for_weight, for_bias, *_ = *(node is not None and is_wanted(node) for node in following), False
+        of_x = of_weight = of_bias = None
+        if for_x:
+            of_x = gradient.mm(weight if ctx.out_in else weight.t())
+        if for_weight:
+            left, right = (gradient.t(), x) if ctx.out_in else (x.t(), gradient)
+            destination = None if torch.is_grad_enabled() else ctx.destination()
+            place = None if destination is None else destination.take(following[1])
+            of_weight = left.mm(right) if place is None else torch.mm(left, right, out=place)
+        if for_bias:
+            of_bias = gradient.sum(0)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _name_of(layer: torch.nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def destinations(
+    module: torch.nn.Module,
+    parameters: Container[torch.nn.Parameter],
+    watch: BackwardWatch,
+    synchronised: Callable[[], bool],
+) -> dict[torch.nn.Parameter, Destination]:
+    """Of those of the parameters that are weights of linear layers in the host's memory, by weight."""
+    found: dict[torch.nn.Parameter, Destination] = {}
+    for layer in module.modules():
+        weight = layer._parameters.get("weight")
+        if (
+            _name_of(layer) in _OUT_IN
+            and weight is not None
+            and weight in parameters
+            and weight not in found
+            and weight.device.type == "cpu"
+            and weight.is_floating_point()
+            and _computes_as_its_class(layer)
+        ):
+            found[weight] = Destination(layer, weight, watch, synchronised)
+    return found
+
+
+def _computes_as_its_class(layer: torch.nn.Module) -> bool:
+    own = layer.__dict__.get("forward")
+    return own is None or isinstance(own, LinearForward) or getattr(own, "__func__", None) is type(layer).forward
