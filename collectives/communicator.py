@@ -103,8 +103,8 @@ class Communicator:
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
-        self._progress.naps = place.nodes > 1
-        self._progress.follows = place.full and place.nodes == 1
+        self._progress.naps = place.nodes > 1 or place.full
+        self._progress.follows = place.full and not place.crowded and place.nodes == 1
         self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)

@@ -1,7 +1,8 @@
 """Waiting without a core for it, in operations that run beside the program.
 
 MPI looks for messages all the time that it waits, which takes a core from whoever computes. Between nodes a message
-takes long enough for naps; within a node ranks sleep until they are woken (`counters`).
+takes long enough for naps. Within one they are taken where its ranks fill its cores: there a rank that only looks keeps
+off its core those that it waits for, with Linux 6.18 for minutes on end. Who can sleeps until woken (`counters`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _local = _Local()
 
 
 def run_beside(hurried: Callable[[], bool], *, naps: bool) -> None:
-    """This thread is not the program's, which waits for it while `hurried()`. naps: it waits for other nodes."""
+    """This thread is not the program's, which waits for it while `hurried()`. naps: whether it may nap."""
     _local.hurried, _local.naps = hurried, naps
 
 
