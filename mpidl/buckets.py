@@ -130,6 +130,11 @@ def aligned(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // line) * line
 
 
+def begins_line(t: torch.Tensor) -> bool:
+    """Whether it begins with a cache line, as all new memory of torch's does in the host's memory."""
+    return t.data_ptr() % _CACHE_LINE == 0
+
+
 class GradientBucket:
     """The flat gradient storage of a group of parameters of one dtype.
 

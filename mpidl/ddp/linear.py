@@ -3,9 +3,10 @@
     else      x, dy -> dW in new memory -> autograd makes that `.grad` -> copied to its place in the bucket
     here      x, dy -> dW in its place in the bucket -> autograd makes that `.grad`
 
-For that a layer computes by an autograd function of this file: the same products as by torch's own, so the same bits.
-Where a gradient cannot be written to its place (something is in `.grad` already, a hook of the user's is to see it, the
-pass is not one that is averaged, ...) it is computed in new memory as ever.
+For that a layer computes by an autograd function of this file: the same products as by torch's own. Their bits also
+depend on where the result begins, so a place is used only if it begins with a cache line, as new memory does. Where a
+gradient cannot be written to its place (something is in `.grad` already, a hook of the user's is to see it, the pass is
+not one that is averaged, ...) it is computed in new memory as ever.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backward import BackwardWatch, inside_transform, is_wanted, will_run
+from ..buckets import begins_line
 
 # Modules that compute x @ weight + bias, and whether their weight is [out, in], instead of [in, out].
 _OUT_IN = {
@@ -25,6 +27,9 @@ _OUT_IN = {
     "transformers.pytorch_utils.Conv1D": False,
     "mpidl.models.gpt2.Projection": False,
 }
+
+
+_SMALLEST = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to call Python for it
 
 
 class Destination:
@@ -42,6 +47,10 @@ class Destination:
         self._last = 0  # the pass in which the place was last given away
         self._layer = layer
         self._forward = layer.forward = LinearForward(layer, weight, self)
+
+    def move(self, place: torch.Tensor | None) -> None:
+        """place: where the weight's gradient lies from now on; None: in no bucket."""
+        self.place = place if place is not None and begins_line(place) else None
 
     def take(self, accumulator: Any) -> torch.Tensor | None:
         """Within a backward pass: the place, as a tensor that autograd can keep; None where it cannot be written to.
@@ -162,6 +171,7 @@ def destinations(
             and weight not in found
             and weight.device.type == "cpu"
             and weight.is_floating_point()
+            and weight.nbytes >= _SMALLEST
             and _computes_as_its_class(layer)
         ):
             found[weight] = Destination(layer, weight, watch, synchronised)

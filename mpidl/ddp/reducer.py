@@ -181,7 +181,7 @@ class Reducer:
             p: view for bucket in buckets[: len(dense)] for p, view in zip(bucket.parameters, bucket.views, strict=True)
         }
         for p, destination in self._destinations.items():
-            destination.place = views.get(p)
+            destination.move(views.get(p))
         for p in moved.keys() & views.keys():
             p.grad = views[p].copy_(moved.pop(p))
         for p, gradient in moved.items():  # frozen meanwhile

@@ -15,23 +15,27 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
+from mpidl.ddp import linear
 from mpidl.models.gpt2 import Projection
 
 pytestmark = pytest.mark.mpi
 
 
+WIDTH = 16  # so that each weight begins with a cache line, wherever it comes in its bucket
+
+
 def conv1d() -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
-    return Conv1D(6, 5)
+    return Conv1D(WIDTH, 5)
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(5, 6),
+    "linear": lambda: nn.Linear(5, WIDTH),
     "linear without bias": lambda: nn.Linear(5, 6, bias=False),
-    "one output": lambda: nn.Linear(5, 1),
+    "one output": lambda: nn.Linear(5, 1, bias=False),
     "conv1d": conv1d,
-    "projection": lambda: Projection(5, 6, 0.5),
+    "projection": lambda: Projection(5, WIDTH, 0.5),
 }
 
 
@@ -96,6 +100,34 @@ def test_they_are_written_to_their_places_with_the_bits_of_the_layer_alone(comm,
         assert watched.in_place() == {"weight": True}
 
 
+def test_a_place_that_does_not_begin_with_a_cache_line_is_copied_to(comm) -> None:
+    """There the same product can have other bits than in new memory."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 11, bias=False), nn.Linear(11, 7, bias=False), nn.Linear(7, 16, bias=False))
+
+    alone, watched = made(make), Watched(comm, made(make))
+    for _ in range(3):
+        alone.zero_grad()
+        watched.model.zero_grad()
+        alone(data(12, 7)).square().sum().backward()
+        watched.wrapped(data(12, 7)).square().sum().backward()
+        for name, p in alone.named_parameters():
+            assert torch.equal(watched.found[name][1], p.grad), name
+        # They lie in the order 2, 1, 0; 112 elements are whole lines, 77 are not.
+        assert watched.in_place() == {"2.weight": True, "1.weight": True, "0.weight": False}
+
+
+def test_small_weights_are_left_as_they_were(comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To call Python for them takes longer than the copy."""
+    monkeypatch.setattr(linear, "_SMALLEST", WIDTH * 2 * WIDTH * 4)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH))
+    watched = Watched(comm, model)
+    assert ["forward" in layer.__dict__ for layer in model] == [False, True]
+    watched.wrapped(data(4, WIDTH)).sum().backward()
+    assert watched.in_place() == {"0.weight": False, "1.weight": True}
+
+
 @pytest.mark.parametrize(
     "x", [data(5), data(0, 5), data(5, 3).t(), data(3, 2, 5).transpose(0, 1)], ids=["1-D", "empty", "2-D", "3-D"]
 )
@@ -114,7 +146,7 @@ class Two(nn.Module):
     def __init__(self, calls: int = 1) -> None:
         super().__init__()
         self.calls = calls
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 2)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.calls):
@@ -141,7 +173,7 @@ def steps(call: Any, model: nn.Module, passes: int = 1) -> list[torch.Tensor]:
     """The gradients after a step of several backward passes, the same on all ranks."""
     model.zero_grad()
     for number in range(passes):
-        call(data(4, 5, seed=number)).backward()
+        call(data(4, WIDTH, seed=number)).backward()
     return [p.grad.clone() for p in model.parameters()]
 
 
@@ -181,14 +213,14 @@ def test_what_somebody_is_to_see_keeps_its_values(comm) -> None:
     watched = Watched(comm, made(Two))
     seen: list[torch.Tensor] = []
     handle = watched.model.first.weight.register_hook(seen.append)
-    watched.wrapped(data(4, 5, seed=comm.rank)).backward()
+    watched.wrapped(data(4, WIDTH, seed=comm.rank)).backward()
     assert watched.in_place() == {"first.weight": False, "second.weight": True}
     handle.remove()
-    seen += torch.autograd.grad(watched.wrapped(data(4, 5, seed=comm.rank)), [watched.model.first.weight])
+    seen += torch.autograd.grad(watched.wrapped(data(4, WIDTH, seed=comm.rank)), [watched.model.first.weight])
     alone = made(Two)
-    alone(data(4, 5, seed=comm.rank)).backward()
+    alone(data(4, WIDTH, seed=comm.rank)).backward()
     watched.model.zero_grad()
-    watched.wrapped(torch.zeros(4, 5)).backward()
+    watched.wrapped(torch.zeros(4, WIDTH)).backward()
     for values in seen:
         assert torch.equal(values, alone.first.weight.grad)
 
@@ -199,14 +231,14 @@ def test_a_gradient_taken_within_the_pass_is_not_the_buckets(comm) -> None:
 
     def take(gradient: torch.Tensor) -> None:
         with torch.enable_grad():
-            inner = watched.model.first(data(4, 5)).sum()
+            inner = watched.model.first(data(4, WIDTH)).sum()
         taken.extend(torch.autograd.grad(inner, [watched.model.first.weight]))
 
     hidden = watched.model.second.register_full_backward_hook(lambda *_: take(data(1)))
-    watched.wrapped(data(4, 5, seed=comm.rank)).backward()
+    watched.wrapped(data(4, WIDTH, seed=comm.rank)).backward()
     hidden.remove()
     alone = made(Two)
-    alone.first(data(4, 5)).sum().backward()
+    alone.first(data(4, WIDTH)).sum().backward()
     assert torch.equal(taken[0], alone.first.weight.grad)
     assert watched.in_place()["first.weight"]
 
@@ -234,7 +266,7 @@ def test_a_weight_that_others_use_too(comm) -> None:
 @pytest.mark.parametrize("way", ["autocast", "functional_call", "func.grad", "vmap", "dual numbers", "penalty"])
 def test_ways_of_computing_that_go_by_the_layers_class(comm, way: str) -> None:
     wrapped = mpidl.DistributedDataParallel(made(Two), process_group=comm)
-    x = data(4, 5)
+    x = data(4, WIDTH)
 
     def compute(model: Any) -> Any:
         inner = getattr(model, "module", model)
@@ -249,7 +281,7 @@ def test_ways_of_computing_that_go_by_the_layers_class(comm, way: str) -> None:
             given = {name: p.detach() for name, p in inner.named_parameters()}
             return list(torch.func.grad(lambda given: functional_call(inner, given, (x,)))(given).values())
         if way == "vmap":
-            return [torch.func.vmap(inner.first)(x.view(4, 1, 5))]
+            return [torch.func.vmap(inner.first)(x.view(4, 1, WIDTH))]
         if way == "dual numbers":
             with torch.autograd.forward_ad.dual_level():
                 dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
@@ -268,7 +300,7 @@ def test_a_layer_whose_weight_is_replaced_computes_with_the_new_one(comm) -> Non
     first = wrapped.module.first
     with torch.no_grad():
         nn.utils.parametrizations.weight_norm(first)
-        x = data(4, 5)
+        x = data(4, WIDTH)
         first.parametrizations.weight.original0.mul_(2)
         torch.testing.assert_close(first(x), nn.functional.linear(x, first.weight, first.bias))
 
@@ -276,7 +308,7 @@ def test_a_layer_whose_weight_is_replaced_computes_with_the_new_one(comm) -> Non
 def test_only_the_gradients_that_are_wanted_are_computed(comm) -> None:
     """Of a pass to the inputs alone, no weight learns."""
     wrapped = mpidl.DistributedDataParallel(made(Two), process_group=comm)
-    x = data(4, 5).requires_grad_()
+    x = data(4, WIDTH).requires_grad_()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     loss = wrapped(x)
     with profiler:
@@ -293,7 +325,7 @@ def test_copies_are_ordinary_models(comm, way: Callable[[Any], Any]) -> None:
     with torch.no_grad():
         twin.first.weight.zero_()
         twin.first.bias.fill_(1)
-        assert torch.equal(twin.first(data(3, 5)), torch.ones(3, 5))
+        assert torch.equal(twin.first(data(3, WIDTH)), torch.ones(3, WIDTH))
     again = Watched(comm, twin)
     steps(again.wrapped, twin)
     assert again.in_place() == {"first.weight": True, "second.weight": True}
@@ -302,7 +334,7 @@ def test_copies_are_ordinary_models(comm, way: Callable[[Any], Any]) -> None:
 @pytest.mark.ranks(1)
 def test_whole_models_are_compiled_and_exported(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(made(Two), process_group=comm)
-    x = data(4, 5)
+    x = data(4, WIDTH)
     torch._dynamo.reset()
     compiled = torch.compile(wrapped.module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), wrapped.module(x))
@@ -331,12 +363,12 @@ def test_two_wrappers_of_one_model(comm) -> None:
 
 
 def test_layers_that_share_a_weight_are_left_as_they_were(comm) -> None:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[1].weight = model[0].weight
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
     alone = copy.deepcopy(model)
-    wrapped(data(4, 5)).sum().backward()
-    alone(data(4, 5)).sum().backward()
+    wrapped(data(4, WIDTH)).sum().backward()
+    alone(data(4, WIDTH)).sum().backward()
     torch.testing.assert_close(model[0].weight.grad, alone[0].weight.grad)
     del wrapped
     gc.collect()
@@ -349,8 +381,8 @@ def test_a_layer_with_a_forward_pass_of_its_own_keeps_it(comm) -> None:
     watched = Watched(comm, model)
     alone = made(Two)
     alone.first.forward = lambda x: nn.functional.linear(x, alone.first.weight) * 3
-    alone(data(4, 5)).backward()
+    alone(data(4, WIDTH)).backward()
     watched.model.first.bias.requires_grad_(False)
-    watched.wrapped(data(4, 5)).backward()
+    watched.wrapped(data(4, WIDTH)).backward()
     torch.testing.assert_close(model.first.weight.grad, alone.first.weight.grad)
     assert watched.in_place() == {"first.weight": False, "second.weight": True}
