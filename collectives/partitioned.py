@@ -67,3 +67,9 @@ class PartitionedAllReduce:
         for work in works:
             if work is not None:
                 work.wait()
+
+    def abandon(self) -> None:
+        """What was handed in is waited for on no rank; this object is of no more use, but another one can be made."""
+        self._works, self._parts = [], []
+        if self._reduction is not None:
+            self._reduction.withdraw()

@@ -115,6 +115,12 @@ class PartitionedReduction(MeetsInMemory):
         self._count += 1
         self._pool.handed_in.advance(self._round * _ROUND + self._count)
 
+    def withdraw(self) -> None:
+        """What this rank has handed in will not be reduced."""
+        self._count = 0
+        if self._pool.under_way() is self:
+            self._pool.under_way = lambda: None
+
     def __call__(self) -> None:
         """Collective. Raises MismatchError on all ranks if they are in different operations."""
         count, self._count = self._count, 0

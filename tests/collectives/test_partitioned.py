@@ -223,6 +223,25 @@ def test_one_at_a_time_on_a_communicator(shared: Communicator) -> None:
     assert (y == shared.size).all()
 
 
+def test_another_one_takes_the_place_of_what_is_given_up(node: Communicator) -> None:
+    """Though the ranks had handed in different numbers of arrays."""
+    parts = [symmetric(node, torch.ones(size)) for size in SIZES]
+    given_up = node.partitioned_all_reduce(parts)
+    for part in parts[: 1 if node._dispatch.topology.full and node.rank else 2]:
+        given_up.hand_in(part)
+    given_up.abandon()
+    with pytest.raises(ArgumentError, match="got another array"):
+        given_up.hand_in(parts[0])
+    node.barrier()  # one by one they are reduced all the same
+    others = [symmetric(node, values(size, node.rank)) for size in SIZES]
+    made = node.partitioned_all_reduce(others)
+    for part in others:
+        made.hand_in(part)
+    made.wait()
+    for size, part in zip(SIZES, others, strict=True):
+        assert_equal(part, reduced([values(size, rank) for rank in range(node.size)], "sum"), f"of {size}")
+
+
 def test_arguments_are_checked(node: Communicator) -> None:
     with pytest.raises(ArgumentError, match="got no arrays"):
         node.partitioned_all_reduce([])
