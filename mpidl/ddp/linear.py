@@ -11,8 +11,10 @@ not one that is averaged, ...) it is computed in new memory as ever.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Container
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ _OUT_IN = {
     "transformers.pytorch_utils.Conv1D": False,
     "mpidl.models.gpt2.Projection": False,
 }
+_LINEAR = torch._C._nn.linear
 
 
 _SMALLEST = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to call Python for it
@@ -46,7 +49,8 @@ class Destination:
         self._weight, self._watch, self._synchronised = weight, watch, synchronised
         self._last = 0  # the pass in which the place was last given away
         self._layer = layer
-        self._forward = layer.forward = LinearForward(layer, weight, self)
+        self._forward = LinearForward(layer, weight, self)
+        layer.__dict__.update(forward=self._forward, __getstate__=self._forward.state_of_layer)
 
     def move(self, place: torch.Tensor | None) -> None:
         """place: where the weight's gradient lies from now on; None: in no bucket."""
@@ -74,45 +78,63 @@ class Destination:
         """The layer computes as before."""
         self.place = None
         if self._layer.__dict__.get("forward") is self._forward:
-            del self._layer.forward
+            del self._layer.forward, self._layer.__getstate__
 
 
 class LinearForward:
-    """The forward pass of a layer. A copy of the layer has its class's own again.
+    """The forward pass of a layer. A copy of the layer, of either depth, has its class's own again.
 
     destination: kept alive neither by it nor by a graph.
     """
 
     def __init__(self, layer: torch.nn.Module, weight: torch.Tensor, destination: Destination) -> None:
         self._layer, self._weight, self._destination = layer, weight, weakref.ref(destination)
+        self._class, self._of_class = type(layer), type(layer).forward
+        self.__wrapped__ = MethodType(self._of_class, layer)  # whose signature it has
         self._out_in = _OUT_IN[_name_of(layer)]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        weight = self._layer._parameters.get("weight")
-        if (
-            weight is not self._weight  # parametrised meanwhile, or torch.func.functional_call
-            or not weight.requires_grad
-            or not torch.is_grad_enabled()
-            or type(x) is not torch.Tensor
-            or not x.is_contiguous()
-            or x.dim() < 2
-            or torch.is_autocast_enabled(x.device.type)
-            or torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
-            or inside_transform()
-            or forward_ad._current_level >= 0
-        ):
-            result: torch.Tensor = type(self._layer).forward(self._layer, x)
+        if len(args) != 1 or kwargs or not self._can_replace(args[0]):
+            result: torch.Tensor = type(self._layer).forward(self._layer, *args, **kwargs)
             return result
+        x = args[0]
         flat = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         y: torch.Tensor = _Linear.apply(
-            flat, weight, self._layer._parameters.get("bias"), self._out_in, self._destination
+            flat, self._weight, self._layer._parameters["bias"], self._out_in, self._destination
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    def __reduce__(self) -> Any:
-        return getattr, (self._layer, "forward")
+    def _can_replace(self, x: Any) -> bool:
+        """Whether the products of this file are what the layer computes, in a pass that may go to its weight."""
+        layer = self._layer
+        parameters = layer._parameters
+        return (
+            type(layer) is self._class  # no parametrisation, ...
+            and self._class.forward is self._of_class
+            and parameters.get("weight") is self._weight  # as it was wrapped, not pruned, nor in functional_call
+            and "bias" in parameters
+            and type(parameters["bias"]) in (torch.nn.Parameter, type(None))
+            and self._weight.requires_grad
+            and torch.is_grad_enabled()
+            and type(x) is torch.Tensor
+            and x.layout is torch.strided
+            and not x.is_nested
+            and x.dim() >= 2
+            and x.is_contiguous()
+            and torch.nn.functional.linear is _LINEAR
+            and not torch._C._len_torch_function_stack()
+            and not torch.is_autocast_enabled(x.device.type)
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and not inside_transform()
+            and forward_ad._current_level < 0
+        )
+
+    def state_of_layer(self) -> dict[str, Any]:
+        """What a copy of the layer, or a pickled one, has."""
+        own = {"forward": self, "__getstate__": self.state_of_layer}
+        return {name: value for name, value in self._layer.__dict__.items() if name not in own or value != own[name]}
 
 
 class _Linear(torch.autograd.Function):
@@ -127,7 +149,7 @@ class _Linear(torch.autograd.Function):
         out_in: bool,
         destination: weakref.ref[Destination],
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.out_in, ctx.destination = out_in, destination
         matrix = weight.t() if out_in else weight
         return x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
@@ -138,7 +160,7 @@ class _Linear(torch.autograd.Function):
         following = [node for node, _ in ctx.next_functions]  # of x, the weight and, if there is one, the bias
         for_x, for_weight, for_bias, *_ = *(node is not None and is_wanted(node) for node in following), False
         of_x = of_weight = of_bias = None
-        if for_x:
+        if for_x and weight is not None:
             of_x = gradient.mm(weight if ctx.out_in else weight.t())
         if for_weight:
             left, right = (gradient.t(), x) if ctx.out_in else (x.t(), gradient)
@@ -169,6 +191,7 @@ def destinations(
             and weight is not None
             and weight in parameters
             and weight not in found
+            and type(weight) is torch.nn.Parameter
             and weight.device.type == "cpu"
             and weight.is_floating_point()
             and weight.nbytes >= _SMALLEST
@@ -179,5 +202,9 @@ def destinations(
 
 
 def _computes_as_its_class(layer: torch.nn.Module) -> bool:
-    own = layer.__dict__.get("forward")
-    return own is None or isinstance(own, LinearForward) or getattr(own, "__func__", None) is type(layer).forward
+    """Whether nobody has put another forward pass in the place of the layer's, or of its class's."""
+    own, of_class = layer.__dict__.get("forward"), type(layer).forward
+    written_there = getattr(of_class, "__globals__", None) is vars(sys.modules[type(layer).__module__])
+    return written_there and (
+        own is None or isinstance(own, LinearForward) or getattr(own, "__func__", None) is of_class
+    )

@@ -13,7 +13,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class Reducer:
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
         self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
-        self._trains: list[bool] = []
+        self._trains: list[torch.dtype | None] = []
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
         self.queue = BucketQueue(
@@ -110,11 +110,12 @@ class Reducer:
     def prepare(self) -> None:
         """Before a synchronised forward pass: takes up a new order of the buckets, or a new choice of what trains.
 
-        Collective. Raises ModelMismatch on every rank where that choice differs.
+        Or other dtypes of it. Collective. Raises ModelMismatch on every rank where that choice differs.
         """
-        trains = [p.requires_grad for p in self._names]
-        code = zlib.crc32(bytes(trains))
-        both = np.array([code, -code])
+        trains = self._what_trains()
+        if trains != self._trains:
+            self._code = zlib.crc32(repr(trains).encode())
+        both = np.array([self._code, -self._code])
         self.comm.all_reduce(both, "max")
         if both[0] != -both[1]:
             check_models_agree(self.comm, self._module, self._ignored)
@@ -124,9 +125,14 @@ class Reducer:
             order, self.pending_order = self.pending_order, None
             self._lay_out(order)
 
+    def _what_trains(self) -> list[torch.dtype | None]:
+        """Of each parameter: its dtype, if it is trained."""
+        return [p.dtype if p.requires_grad else None for p in self._names]
+
     def _start_anew(self) -> None:
         former = set(self._trained)
-        self._trains = [p.requires_grad for p in self._names]
+        self._trains = self._what_trains()
+        self._code = zlib.crc32(repr(self._trains).encode())
         self._trained = [p for p in self._names if p.requires_grad]
         self._average_left_behind([p for p in self._names if p in former and not p.requires_grad])
         if former:
@@ -152,8 +158,11 @@ class Reducer:
             self._quietly.discard(p)
 
     def retire(self) -> None:
-        """Takes the hooks off the parameters; gradients stay."""
+        """Takes the hooks off the parameters; gradients stay. A pass that an exception has cut short is given up."""
         self.queue.set_buckets([])
+        self._results = []
+        if self._averages is not None:
+            self._averages.abandon()
         for destination in self._destinations.values():
             destination.remove()
         self._averages = None
@@ -326,8 +335,10 @@ class Reducer:
                     p.grad.copy_(bucket.views[index])
         self._kept, self._quietly = {}, set()
         broadcast_states(self.comm, self._buffers(), self.order_root)
+        if wrong or not reached:
+            self._refuse_if_replaced(wrong or self._trained)
         if wrong:
-            self._complain(wrong)
+            self._complain(wrong, reached)
         self._learn()
 
     def _abandon(self) -> None:
@@ -361,9 +372,17 @@ class Reducer:
             {p: int(rank) for p, rank in zip(parameters, missed_by, strict=True) if rank >= 0},
         )
 
-    def _complain(self, wrong: Mapping[torch.nn.Parameter, int]) -> None:
-        names = [f"{self._names[p]}" for p in wrong]
-        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    def _refuse_if_replaced(self, missed: Iterable[torch.nn.Parameter]) -> None:
+        kept = set(self._module.parameters())
+        gone = [self._names[p] for p in missed if p not in kept]
+        if gone:
+            raise TrainingError(
+                f"{_listed(gone)}: replaced or taken out of the model after it was wrapped, as by "
+                "load_state_dict(assign=True); wrap the model anew"
+            )
+
+    def _complain(self, wrong: Mapping[torch.nn.Parameter, int], reached: Set[torch.nn.Parameter]) -> None:
+        listed = _listed([self._names[p] for p in wrong])
         ranks = sorted(set(wrong.values()))
         where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         if self._static_graph:
@@ -371,6 +390,8 @@ class Reducer:
                 f"static_graph=True, but the graph changed: on {where} the gradient of {listed} came more or less "
                 "often than in the first backward pass"
             )
+        if self.comm.size > 1 and reached.isdisjoint(wrong):
+            where = "all ranks"
         raise TrainingError(
             f"backward on {where} gave no gradient to {listed}; if the loss does not depend on them by intention, set "
             "find_unused_parameters=True"
@@ -391,3 +412,7 @@ class Reducer:
         arrived = [self._trained[number] for number in order]
         first = set(arrived)
         self.pending_order = arrived + [p for p in reversed(self._trained) if p not in first]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -45,6 +45,25 @@ def test_any_dtype_and_layout(comm) -> None:
             assert p.grad.stride() == p.stride() or p.numel() == 0
 
 
+@pytest.mark.parametrize("passes", [0, 1, 3])
+def test_a_model_that_changes_its_dtype_after_so_many_passes(comm, passes: int) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 16), nn.Linear(16, 3))
+
+    model = made(make)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    for _ in range(passes):
+        model.zero_grad()
+        wrapped(data(comm.rank)).square().sum().backward()
+    model.double()
+    model.zero_grad()
+    wrapped(data(comm.rank).double()).square().sum().backward()
+    expected = mean_gradients(make, lambda m, rank: m.double()(data(rank).double()).square().sum(), comm.size)
+    for name, p in model.named_parameters():
+        assert p.grad.dtype is torch.float64
+        torch.testing.assert_close(p.grad, expected[name])
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()

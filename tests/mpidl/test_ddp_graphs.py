@@ -79,6 +79,22 @@ def test_an_error_on_one_rank_is_an_error_on_all(comm) -> None:
         wrapped(data(comm.rank), order).sum().backward()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_what_no_rank_reaches_is_said_of_all(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm)
+    with pytest.raises(mpidl.TrainingError, match=r"on all ranks gave no gradient to layers\.2\.weight"):
+        wrapped(data(comm.rank), (0, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}], ids=str)
+def test_parameters_that_were_replaced_are_named(comm, settings: dict) -> None:
+    model = made(Several)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
+    model.load_state_dict(made(Several).state_dict(), assign=True)
+    with pytest.raises(mpidl.TrainingError, match=r"layers\.0\.weight.* and 1 more: replaced .*wrap the model anew"):
+        wrapped(data(comm.rank), (0, 1, 2)).sum().backward()
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

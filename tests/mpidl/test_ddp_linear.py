@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
@@ -305,6 +307,139 @@ def test_a_layer_whose_weight_is_replaced_computes_with_the_new_one(comm) -> Non
         torch.testing.assert_close(first(x), nn.functional.linear(x, first.weight, first.bias))
 
 
+def bias_pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "bias", 0.5)
+
+
+def bias_parametrised(layer: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(layer, "bias", nn.Tanh())
+
+
+def bias_as_buffer(layer: nn.Module) -> None:
+    values = layer.bias.detach()
+    del layer.bias
+    layer.register_buffer("bias", values)
+
+
+def bias_as_attribute(layer: nn.Module) -> None:
+    values = layer.bias.detach()
+    del layer.bias
+    layer.bias = values
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def of_another_class(layer: nn.Module) -> None:
+    layer.__class__ = Doubled
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "change",
+    [bias_pruned, bias_parametrised, bias_as_buffer, bias_as_attribute, of_another_class],
+    ids=lambda change: change.__name__,
+)
+def test_layers_that_were_changed_compute_what_they_are(comm, change: Any, when: str) -> None:
+    """Before or after the model was wrapped."""
+    model, alone = made(Two), made(Two)
+    change(alone.first)
+    if when == "before":
+        change(model.first)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, find_unused_parameters=True)
+    if when == "after":
+        change(model.first)
+    x = data(4, WIDTH)
+    assert torch.equal(model.first(x), alone.first(x))
+    wrapped(x).backward()
+    alone(x).backward()
+    torch.testing.assert_close(model.first.weight.grad, alone.first.weight.grad)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["the class", "the function"])
+def test_what_is_patched_is_called(comm, what: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, function = nn.Linear.forward, nn.functional.linear
+
+    def patch() -> None:
+        if what == "the class":
+            monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 2)
+        else:
+            monkeypatch.setattr(nn.functional, "linear", lambda *arguments: function(*arguments) * 2)
+
+    if when == "before":
+        patch()
+    model = made(Two)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    if when == "after":
+        patch()
+    x = data(4, WIDTH)
+    assert torch.equal(model.first(x), function(x, model.first.weight, model.first.bias) * 2)
+    wrapped(x).backward()
+
+
+def test_modes_and_classes_of_torch_functions_see_the_layer(comm) -> None:
+    class Calls(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    class Halved(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            result = super().__torch_function__(function, types, args, kwargs or {})
+            return result / 2 if function is nn.functional.linear else result
+
+    names: list[str] = []
+    model = made(Two)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    with Calls():
+        wrapped(data(4, WIDTH))
+    assert names.count("linear") == 2
+    x = data(4, WIDTH)
+    for name in ("weight", "bias"):
+        other = made(Two)
+        setattr(other.first, name, Halved(getattr(other.first, name).detach()))
+        of_it = mpidl.DistributedDataParallel(other, process_group=comm)
+        assert torch.equal(of_it.module.first(x), model.first(x) / 2)
+
+
+def test_arguments_as_of_the_layer(comm) -> None:
+    """By name, of other layouts and dtypes, or wrong ones."""
+    alone, wrapped = made(Two), mpidl.DistributedDataParallel(made(Two), process_group=comm)
+    layer, x = wrapped.module.first, data(4, WIDTH)
+    assert inspect.signature(layer.forward) == inspect.signature(alone.first.forward)
+    assert torch.equal(layer(input=x), alone.first(x))
+    for other in (x.to_sparse(), x.to_sparse_csr(), x.to_mkldnn()):
+        assert torch.equal(layer(other).to_dense(), alone.first(other).to_dense())
+    nested = layer(torch.nested.nested_tensor([x, x[:2]]))
+    assert torch.equal(nested.unbind()[1], alone.first(torch.nested.nested_tensor([x, x[:2]])).unbind()[1])
+    for arguments in ((), (x, x), (x.double(),), (data(4, WIDTH + 1),), (3,)):
+        found = []
+        for model in (wrapped.module, alone):
+            with pytest.raises((TypeError, RuntimeError)) as error:
+                model.first(*arguments)
+            found.append((type(error.value), str(error.value)))
+        assert found[0] == found[1]
+
+
+def test_a_weight_that_backward_does_not_need_may_change(comm) -> None:
+    model = made(LAYERS["linear"])
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    loss = wrapped(data(4, 5)).sum()
+    with torch.no_grad():
+        model.weight.add_(1)
+    loss.backward()
+
+
+def test_a_call_with_another_weight(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(LAYERS["linear without bias"]), process_group=comm)
+    x, weight = data(4, 5), data(6, 5).requires_grad_()
+    assert torch.equal(functional_call(wrapped.module, {"weight": weight}, (x,)), nn.functional.linear(x, weight))
+
+
 def test_only_the_gradients_that_are_wanted_are_computed(comm) -> None:
     """Of a pass to the inputs alone, no weight learns."""
     wrapped = mpidl.DistributedDataParallel(made(Two), process_group=comm)
@@ -317,11 +452,24 @@ def test_only_the_gradients_that_are_wanted_are_computed(comm) -> None:
     assert products == 2  # dx of each layer
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def of_shallow_copies(model: nn.Module) -> nn.Module:
+    made = copy.copy(model)
+    made._modules = {name: copy.copy(layer) for name, layer in model._modules.items()}
+    for layer in made._modules.values():
+        layer._parameters = {name: nn.Parameter(p.detach().clone()) for name, p in layer._parameters.items()}
+    return made
+
+
+@pytest.mark.parametrize(
+    "way",
+    [copy.deepcopy, of_shallow_copies, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "copy", "pickle"],
+)
 def test_copies_are_ordinary_models(comm, way: Callable[[Any], Any]) -> None:
     wrapped = mpidl.DistributedDataParallel(made(Two), process_group=comm)
     steps(wrapped, wrapped.module)
     twin = way(wrapped.module)
+    assert twin.first.__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
     with torch.no_grad():
         twin.first.weight.zero_()
         twin.first.bias.fill_(1)

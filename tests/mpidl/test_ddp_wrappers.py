@@ -12,7 +12,7 @@ from torch import nn
 
 import mpidl
 from mpidl import comm_hooks
-from tests.mpidl.gradients import Several, check, data, made, mean_gradients
+from tests.mpidl.gradients import Several, check, data, follow, made, mean_gradients
 
 pytestmark = pytest.mark.mpi
 
@@ -87,6 +87,29 @@ def test_a_new_wrapper_takes_over_at_once(comm) -> None:
             assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
             if comm.rank == 1:
                 gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_another_model_trains_after_a_pass_that_was_cut_short(comm) -> None:
+    """Whether or not the garbage collector has found the first one."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            model = made(make)
+            wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+            model[0].weight.register_hook(fail)  # when other buckets have been launched
+            with pytest.raises(ArithmeticError):
+                wrapped(data(comm.rank)).sum().backward()
+            del model, wrapped
+            follow(comm, make, lambda m, rank: m(data(rank)).square().sum(), bucket_cap_mb=1e-5)
     finally:
         gc.enable()
 
