@@ -29,9 +29,7 @@ _OUT_IN = {
     "transformers.pytorch_utils.Conv1D": False,
     "mpidl.models.gpt2.Projection": False,
 }
-_LINEAR = torch._C._nn.linear
-
-
+_LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, if nobody has patched it
 _SMALLEST = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to call Python for it
 
 
