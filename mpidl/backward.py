@@ -90,20 +90,15 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
             pending += [following for following, _ in current.next_functions]
 
 
-def will_run(node: Any) -> bool:
-    """Within a backward pass: whether it comes by this node of autograd's graph."""
+def will_run(node: Any, *, or_is_taken: bool = False) -> bool:
+    """Within a backward pass: whether it comes by this node of autograd's graph.
+
+    or_is_taken: what to say of a leaf of which torch.autograd.grad takes the gradient, instead of adding to `.grad`.
+    """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf of which torch.autograd.grad takes the gradient, instead of adding to `.grad`
-        return False
-
-
-def is_wanted(node: Any) -> bool:
-    """Within a backward pass: whether it comes by this node, or torch.autograd.grad takes what arrives there."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return True
+    except RuntimeError:  # such a leaf
+        return or_is_taken
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:

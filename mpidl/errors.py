@@ -1,6 +1,8 @@
-"""The exceptions of mpidl; each derives from the built-in that fits."""
+"""The exceptions of mpidl; each derives from the built-in that fits. And how they list names."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class MpidlError(Exception):
@@ -29,3 +31,9 @@ class CheckpointError(MpidlError, RuntimeError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint of another model, optimizer or training: a restart finds it no better."""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in words, and how many more there are: "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

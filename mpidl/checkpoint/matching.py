@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, CheckpointMismatch
+from ..errors import CheckpointError, CheckpointMismatch, listed
 from ..optim.elementwise import alike
 from . import tree
 from .collect import IMPLEMENTATION, rank_name
@@ -147,7 +147,7 @@ def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
     extra = about.get("extra_state", dict.fromkeys(engine.extra_states))  # weights of elsewhere have none
     problems["missing"] += [name for name in engine.extra_states if name not in extra]
     problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - engine.extra_states.keys())
-    found = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
+    found = "; ".join(f"{problem}: {listed(names, _LISTED)}" for problem, names in problems.items() if names)
     if found:
         here = type(engine.model).__name__
         classes = "" if about["class"] == here else f" ({about['class']}, here {here})"
@@ -218,7 +218,9 @@ def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]])
     if was == now:
         return f"its parameters are in {len(saved)} groups, otherwise than in the {len(own)} here"
     told = [("trained here alone", sorted(now - was)), ("trained there alone", sorted(was - now))]
-    return "other parameters were trained; " + "; ".join(f"{what}: {_listed(names)}" for what, names in told if names)
+    return "other parameters were trained; " + "; ".join(
+        f"{what}: {listed(names, _LISTED)}" for what, names in told if names
+    )
 
 
 def _gradients(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
@@ -238,8 +240,3 @@ def checked(place: Place, names: tuple[str, ...]) -> tuple[int, int]:
 
 def _request(place: Place, names: tuple[str, ...], target: torch.Tensor) -> Request:
     return Request(names, place.start, place.stop, checked(place, names), target)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backward import BackwardWatch, inside_transform, is_wanted, will_run
+from ..backward import BackwardWatch, inside_transform, will_run
 from ..buckets import begins_line
 
 # Modules that compute x @ weight + bias, and whether their weight is [out, in], instead of [in, out].
@@ -74,7 +74,7 @@ class Destination:
 
     def remove(self) -> None:
         """The layer computes as before."""
-        self.place = None
+        self.move(None)
         if self._layer.__dict__.get("forward") is self._forward:
             del self._layer.forward, self._layer.__getstate__
 
@@ -156,9 +156,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         following = [node for node, _ in ctx.next_functions]  # of x, the weight and, if there is one, the bias
-        for_x, for_weight, for_bias, *_ = *(node is not None and is_wanted(node) for node in following), False
+        for_x, for_weight, for_bias, *_ = (
+            *(node is not None and will_run(node, or_is_taken=True) for node in following),
+            False,
+        )
         of_x = of_weight = of_bias = None
-        if for_x and weight is not None:
+        if for_x:
             of_x = gradient.mm(weight if ctx.out_in else weight.t())
         if for_weight:
             left, right = (gradient.t(), x) if ctx.out_in else (x.t(), gradient)

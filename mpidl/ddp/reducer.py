@@ -21,12 +21,13 @@ import torch
 
 from collectives import Communicator, PartitionedAllReduce
 from collectives.cuda.place import Place
+from collectives.positions import listing
 
 from ..backward import BackwardWatch, goes_to, is_opaque, reaches, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree
-from ..errors import TrainingError
+from ..errors import TrainingError, listed
 from ..objects import broadcast_object
 from ..replicate import broadcast_states
 from . import comm_hooks
@@ -113,9 +114,8 @@ class Reducer:
         Or other dtypes of it. Collective. Raises ModelMismatch on every rank where that choice differs.
         """
         trains = self._what_trains()
-        if trains != self._trains:
-            self._code = zlib.crc32(repr(trains).encode())
-        both = np.array([self._code, -self._code])
+        code = zlib.crc32(repr(trains).encode())
+        both = np.array([code, -code])
         self.comm.all_reduce(both, "max")
         if both[0] != -both[1]:
             check_models_agree(self.comm, self._module, self._ignored)
@@ -132,7 +132,6 @@ class Reducer:
     def _start_anew(self) -> None:
         former = set(self._trained)
         self._trains = self._what_trains()
-        self._code = zlib.crc32(repr(self._trains).encode())
         self._trained = [p for p in self._names if p.requires_grad]
         self._average_left_behind([p for p in self._names if p in former and not p.requires_grad])
         if former:
@@ -377,23 +376,22 @@ class Reducer:
         gone = [self._names[p] for p in missed if p not in kept]
         if gone:
             raise TrainingError(
-                f"{_listed(gone)}: replaced or taken out of the model after it was wrapped, as by "
+                f"{listed(gone)}: replaced or taken out of the model after it was wrapped, as by "
                 "load_state_dict(assign=True); wrap the model anew"
             )
 
     def _complain(self, wrong: Mapping[torch.nn.Parameter, int], reached: Set[torch.nn.Parameter]) -> None:
-        listed = _listed([self._names[p] for p in wrong])
-        ranks = sorted(set(wrong.values()))
-        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        names = listed([self._names[p] for p in wrong])
+        where = listing(sorted(set(wrong.values())))
         if self._static_graph:
             raise TrainingError(
-                f"static_graph=True, but the graph changed: on {where} the gradient of {listed} came more or less "
+                f"static_graph=True, but the graph changed: on {where} the gradient of {names} came more or less "
                 "often than in the first backward pass"
             )
         if self.comm.size > 1 and reached.isdisjoint(wrong):
             where = "all ranks"
         raise TrainingError(
-            f"backward on {where} gave no gradient to {listed}; if the loss does not depend on them by intention, set "
+            f"backward on {where} gave no gradient to {names}; if the loss does not depend on them by intention, set "
             "find_unused_parameters=True"
         )
 
@@ -412,7 +410,3 @@ class Reducer:
         arrived = [self._trained[number] for number in order]
         first = set(arrived)
         self.pending_order = arrived + [p for p in reversed(self._trained) if p not in first]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

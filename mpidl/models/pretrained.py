@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, listed
 from .gpt2 import GPT2, GPT2Config
 
 # What the architecture here takes for granted; a directory that says otherwise would give other logits.
@@ -168,17 +168,12 @@ def _check(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], tied: Ma
             if name in own and t.shape != own[name].shape
         ],
     }
-    found = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
+    found = "; ".join(f"{problem}: {listed(names, 3)}" for problem, names in problems.items() if names)
     if found:
         raise UsageError(f"{folder}: the weights do not fit; {found}")
     for name, same in tied.items():
         if name in tensors and not torch.equal(tensors[name], tensors[same]):
             raise UsageError(f"{folder}: {name} differs from {same}; here they are one tensor")
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from collectives import Communicator
 
 from ...consistency import check_everywhere, check_settings_agree
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, listed
 from .target import Targets, wanted
 
 Rename = Callable[[str], str | None]
@@ -90,7 +90,7 @@ class WeightFiles:
                 if name in names and shape != tuple(names[name].shape)
             ],
         }
-        found = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
+        found = "; ".join(f"{problem}: {listed(names)}" for problem, names in problems.items() if names)
         if found:
             raise ConfigurationError(f"weights: {self._given.path} does not fit the model; {found}")
 
@@ -166,8 +166,3 @@ def _library() -> tuple[Any, type[Exception]]:
     except ImportError:
         raise ConfigurationError("weights need the package safetensors (pip install safetensors)") from None
     return safe_open, SafetensorError
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
