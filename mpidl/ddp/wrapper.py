@@ -154,6 +154,15 @@ class DistributedDataParallel(torch.nn.Module):
     @uncompiled(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
+        self._before_forward()
+        if self.device is not None:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
+        output = self.module(*args, **kwargs)
+        self._after_forward(output)
+        return output
+
+    @uncompiled
+    def _before_forward(self) -> None:
         synchronised = torch.is_grad_enabled() and not self._quiet and not inside_backward()
         if synchronised:
             self._place.refuse_capture("DistributedDataParallel")
@@ -163,13 +172,12 @@ class DistributedDataParallel(torch.nn.Module):
             self._watch.before_forward()
             if synchronised:
                 self._before_synchronised_forward(self._reducer)
-        if self.device is not None:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
-        output = self.module(*args, **kwargs)
+
+    @uncompiled
+    def _after_forward(self, output: Any) -> None:
         if self._reducer is not None:
             self._watch.after_forward(output)
             self._reducer.after_forward(output)
-        return output
 
     def _before_synchronised_forward(self, reducer: Reducer) -> None:
         if reducer.rounds is not None and not reducer.shadowing:

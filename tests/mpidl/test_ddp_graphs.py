@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
+import collectives
 import mpidl
 from tests.mpidl.gradients import Several, check, data, follow, made, mean_gradients
 
@@ -349,6 +353,25 @@ def test_a_compiled_module_and_a_compiled_wrapper(comm) -> None:
                 model.zero_grad()
                 loss(wrapped, comm.rank).backward()
                 check(model, expected)
+
+
+@pytest.mark.ranks(2)
+def test_the_compiler_sees_the_model_and_nothing_of_this_project(comm, monkeypatch) -> None:
+    traced: list[str] = []
+    compile_frame = convert_frame._compile
+
+    def noted(code: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append(code.co_filename)
+        return compile_frame(code, *args, **kwargs)
+
+    monkeypatch.setattr(convert_frame, "_compile", noted)
+    torch._dynamo.reset()
+    wrapped: Any = torch.compile(mpidl.DistributedDataParallel(made(Several), process_group=comm), backend="eager")
+    for _ in range(2):
+        wrapped(data(comm.rank), (0, 1, 2)).sum().backward()
+    assert inspect.getfile(Several) in traced
+    ours = tuple(str(Path(package.__file__).parent) for package in (mpidl, collectives))
+    assert not [file for file in traced if file.startswith(ours)]
 
 
 def test_in_eval_mode_gradients_are_averaged_too(comm) -> None:
