@@ -8,7 +8,7 @@ optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
 from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
-from . import activations, checkpoint, memory, optim
+from . import activations, checkpoint, data, memory, optim
 from .amp import GradScaler
 from .clip import clip_grad_norm_, clip_grad_value_
 from .ddp import DistributedDataParallel, comm_hooks
@@ -60,6 +60,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "comm_hooks",
+    "data",
     "deferred_init",
     "find_nonfinite_gradients",
     "global_mean",

@@ -1,0 +1,108 @@
+"""Names that a snippet takes for granted: those of the reader's own program, and of the snippets before it.
+
+`COMMON` runs before each snippet, `SETTINGS[name]` after it, and `AFTER[name]` behind the snippet, to see that it did
+what the page says.
+"""
+
+COMMON = """
+import contextlib, json
+import numpy as np, torch
+import mpidl
+
+torch.manual_seed(0)
+
+class MyModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(3)])
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.linear(x).relu())
+"""
+
+BATCH = """
+comm = mpidl.init()
+x, y = torch.randn(4, 8), torch.randint(4, (4,))
+"""
+ZERO = BATCH + "model = MyModel()\noptimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=1e-3)\n"
+TRAINED = ZERO + "model(x).sum().backward()\noptimizer.step()\noptimizer.zero_grad()\n"
+DATASET = "dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))\n"
+KEPT = """
+step, sampler = 7, mpidl.data.DistributedSampler(range(64), seed=0)
+loader = mpidl.data.DataLoader(range(64), batch_size=8, shuffle=True)
+scheduler, scaler = torch.optim.lr_scheduler.StepLR(optimizer, 10), mpidl.GradScaler(enabled=False)
+"""
+TINY_GPT2 = """
+from mpidl.models.gpt2 import GPT2, GPT2Config
+config = GPT2Config(vocab_size=64, block_size=16, layers=2, heads=2, embd=16)
+"""
+TRAIN_ONE_STEP = """
+start, steps, folder = 0, 2, "ckpt"
+def train_one_step():
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+SETTINGS = {
+    "README-1": """
+def my_part_of_each_batch(rank, size):
+    for _ in range(2):
+        yield torch.randn(4, 8), torch.randint(4, (4,))
+""",
+    "README-2": BATCH + "model = MyModel().half()\n",
+    "README-3": BATCH + "model = MyModel()\n",
+    "README-4": BATCH + DATASET,
+    "README-5": TRAINED + KEPT,
+    "README-7": ZERO,
+    "activations-1": BATCH
+    + "model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), 4, enable_nested_tensor=False)\n",
+    "checkpoint-1": TRAINED + KEPT,
+    "checkpoint-2": TRAINED + KEPT + TRAIN_ONE_STEP + 'import sys\nsys.argv = ["train.py", "--steps", "2"]\n',
+    "checkpoint-3": BATCH
+    + TINY_GPT2
+    + "model = GPT2(config)\noptimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3)\n"
+    + 'mpidl.checkpoint.save("ckpt", model, optimizer)\n',
+    "collectives-1": BATCH + "n = 64\n",
+    "ddp-1": DATASET,
+    "ddp-2": BATCH
+    + """
+model = mpidl.DistributedDataParallel(MyModel())
+micro_batches = [(torch.randn(2, 3, 8), torch.randint(4, (2, 3)), torch.ones(2, 3)) for _ in range(2)]
+masks, last = [mask for _, _, mask in micro_batches], 1
+""",
+    "faults-1": TRAINED + TRAIN_ONE_STEP,
+    "faults-2": ZERO + "loss = model(x).square().mean()\n",
+    "gpu-1": BATCH + 'x, out, n = torch.ones(8, device="cuda"), torch.ones(8 * comm.size, device="cuda"), 64\n',
+    "gpu-2": TINY_GPT2,
+    "memory-1": BATCH + "model = MyModel()\n",
+    "memory-2": BATCH
+    + """
+class Model(MyModel):
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(super().forward(x), y)
+model = Model()
+optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3)
+""",
+    "zero-1": BATCH + TINY_GPT2,
+    "zero-2": BATCH + "model, precision = MyModel(), mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)\n",
+}
+
+AFTER = {
+    "checkpoint-3": "assert weight.shape == (64, 16)",
+    "collectives-2": "assert round(ring.seconds(64 << 20), 4) == 0.0192",
+    "README-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
+}
+
+NEEDS_A_GPU = ("gpu-1", "gpu-2")

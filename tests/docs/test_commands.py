@@ -1,0 +1,44 @@
+"""Every program that README and docs start is there, and has the options that they give it."""
+
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.harness.launch import environment
+
+from .commands import Started, programs
+from .snippets import ROOT, Snippet, snippets
+
+_AT_ONCE = 2
+_OPTION = re.compile(r"--[a-z][\w-]*")
+
+
+def help_of(program: tuple[str, ...]) -> str:
+    """The text of `python PROGRAM --help`."""
+    ran = subprocess.run(
+        [sys.executable, *program, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0, f"{program}: {ran.stderr}"
+    return ran.stdout
+
+
+def test_commands_are_found_inside_others_and_through_variables() -> None:
+    source = 'RUN="mpirun -n 2 python a.py"\npython -m b.c --x 1 -- \\\n  $RUN --y=3 # --z\n'
+    found = programs(Snippet("page-1", ROOT / "README.md", 1, source))
+    assert found == [Started(("-m", "b.c"), ["--x"]), Started(("a.py",), ["--y=3"])]
+
+
+def test_programs_have_the_options_that_the_docs_give_them() -> None:
+    started = [(snippet, program) for snippet in snippets("sh") for program in programs(snippet)]
+    assert len(started) > 30
+    names = sorted({program.program for _, program in started})
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        known = {name: set(_OPTION.findall(text)) for name, text in zip(names, pool.map(help_of, names), strict=True)}
+    unknown = [
+        f"{snippet.page.name}:{snippet.line}: {' '.join(program.program)} has no {option}"
+        for snippet, program in started
+        for option in program.options
+        if option.partition("=")[0] not in known[program.program]
+    ]
+    assert not unknown

@@ -1,0 +1,37 @@
+"""Every Python snippet of README and docs runs as it stands, on 2 ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .run_snippets import run
+from .settings import AFTER, NEEDS_A_GPU, SETTINGS
+from .snippets import ROOT, snippets
+
+ALL = snippets("python")
+HERE = [snippet.name for snippet in ALL if snippet.name not in NEEDS_A_GPU]
+PAGES = sorted({name.rpartition("-")[0] for name in HERE})
+
+
+def test_there_is_a_setting_for_no_other_snippets() -> None:
+    assert {*SETTINGS, *AFTER, *NEEDS_A_GPU} <= {snippet.name for snippet in ALL}
+    assert len(HERE) > 15
+
+
+@pytest.mark.parametrize("page", [pytest.param(PAGES[:1], id="README"), pytest.param(PAGES[1:], id="docs")])
+def test_snippets_run_as_they_stand(page: list[str], mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    names = [name for name in HERE if name.rpartition("-")[0] in page]
+    job = mpirun(2, "-m", "tests.docs.run_snippets", tmp_path, *names, cwd=ROOT, timeout=120)
+    done = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("*.ok"))
+    assert done == sorted(names * 2), job.stdout + job.stderr
+    assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", NEEDS_A_GPU)
+def test_snippets_for_gpus_run_as_they_stand(name: str) -> None:
+    run({snippet.name: snippet for snippet in ALL}[name])
