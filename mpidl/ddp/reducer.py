@@ -84,6 +84,7 @@ class Reducer:
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
+        self._without: set[torch.Tensor] = set()  # parameters to which the pass under way came, and gave no gradient
         self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
         self._trains: list[torch.dtype | None] = []
@@ -251,10 +252,15 @@ class Reducer:
         if not self.queue.synchronise:
             self._quietly.add(parameter)
             return
+        gradient = parameter.grad
+        if gradient is None:  # as of a function whose backward returns None
+            self._without.add(parameter)
+        elif self._without:
+            self._without.discard(parameter)
         if parameter in self._sparse:
             return
-        gradient, view = parameter.grad, bucket.views[index]
-        if gradient is None:  # another hook has taken it away
+        view = bucket.views[index]
+        if gradient is None:
             view.zero_()
             return
         if gradient.layout != torch.strided:
@@ -332,7 +338,7 @@ class Reducer:
                     p.grad = bucket.views[index].clone()
                 else:
                     p.grad.copy_(bucket.views[index])
-        self._kept, self._quietly = {}, set()
+        self._kept, self._quietly, self._without = {}, set(), set()
         broadcast_states(self.comm, self._buffers(), self.order_root)
         if wrong or not reached:
             self._refuse_if_replaced(wrong or self._trained)
@@ -345,10 +351,10 @@ class Reducer:
         results, self._results, self._opaque = self._results, [], False
         for _, handle in results:
             handle.wait()
-        self._kept = {}
+        self._kept, self._without = {}, set()
 
     def _agreed(self) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int]]:
-        """The parameters that the pass reached on any rank, and those it must not have missed, with a rank that did.
+        """The parameters to which any rank's pass gave a gradient, and those that a rank must not have missed, with it.
 
         Under static_graph the latter are those whose gradient came more or less often than in the first pass.
         """
@@ -356,7 +362,7 @@ class Reducer:
         status = np.full((2, len(parameters)), -1, np.int32)
         reached, missed_by = status  # by the highest rank that did; -1: by none
         for number, p in enumerate(parameters):
-            if p in arrivals or (p in self._quietly and p.grad is not None):
+            if (p in arrivals and p not in self._without) or (p in self._quietly and p.grad is not None):
                 reached[number] = self.comm.rank
             if self._counts_known:
                 fine = arrivals.get(p, 0) == self.queue.expected[p]
