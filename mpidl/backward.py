@@ -8,7 +8,7 @@ pass is over. Passes nested in it, as re-entrant activation checkpoints start th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import ModuleType
@@ -67,15 +67,30 @@ def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
     return not all(getattr(node._forward_cls, "starts_no_pass", False) for node in functions)  # type: ignore[attr-defined]
 
 
-def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any]) -> bool:
+def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any] | None) -> bool:
     """Within a backward pass that came by these nodes of the graph: whether it goes to any of the parameters.
 
     It does not for torch.autograd.grad to inputs or activations. Where the pass reaches no parameter on this rank at
-    all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind.
+    all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind. nodes: None for a forward pass with other tensors
+    in place of all parameters, where no rank reaches any.
     """
     if any(reaches(p) for p in parameters):
         return True
-    return all(will_run(node) for node in _behind(nodes))
+    return nodes is not None and all(will_run(node) for node in _behind(nodes))
+
+
+def replacement_test(model: torch.nn.Module, parameters: Container[torch.Tensor]) -> Callable[[], bool]:
+    """A function that tells if other tensors are in place of all `parameters` of the model that train.
+
+    `torch.func.functional_call` puts them there for one forward pass. Costs one look in a dictionary where none is.
+    """
+    places = [
+        (module._parameters, name, p)
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is not None and p in parameters
+    ]
+    return lambda: bool(places) and not any(own.get(name) is p and p.requires_grad for own, name, p in places)
 
 
 def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
@@ -134,12 +149,14 @@ class BackwardWatch:
     active: whether a pass is under way. number: of the pass, or of the last; from 1 on. A pass that an exception
     cut short is noticed when the model is next called or the next pass begins; then `at_abandon` is called instead.
     concerns(nodes): asked when the gradient of an output arrives, with the nodes of autograd's graph that follow
-    the output, whether this backward pass is one through the model's parameters.
+    the output, whether this backward pass is one through the model's parameters. nodes: None where other tensors were
+    in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`.
     """
 
     def __init__(self) -> None:
         self.active, self.number = False, 0
-        self.concerns: Callable[[list[Any]], bool] = lambda _: True
+        self.concerns: Callable[[list[Any] | None], bool] = lambda _: True
+        self.are_replaced: Callable[[], bool] = lambda: False
         self._pass: Callable[[], Any] = lambda: None
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
@@ -161,17 +178,21 @@ class BackwardWatch:
     def after_forward(self, output: Any) -> None:
         """Watches the gradients of the outputs: the first that arrives begins a pass."""
         if torch.is_grad_enabled() and not self.active and not inside_transform():
+            replaced = self.are_replaced()
             for tensor in tensors_with_gradient(output):
                 if tensor.grad_fn is not None:  # parameters that are outputs have hooks of their own
-                    tensor.register_hook(self._of_output(tensor.grad_fn))
+                    tensor.register_hook(self._of_output(tensor.grad_fn, replaced))
 
-    def _of_output(self, node: Any) -> Callable[[torch.Tensor], None]:
+    def _of_output(self, node: Any, replaced: bool) -> Callable[[torch.Tensor], None]:
         following = [after for after, _ in node.next_functions]  # not the node itself, which keeps this hook
         where = weakref.ref(self)  # nor the watch, so that a graph which is kept does not keep what is long gone
 
         def gradient_arrives(_: torch.Tensor) -> None:
             watch = where()
-            if watch is not None and (not watch.active or watch._interrupted) and watch.concerns(following):
+            if watch is None or (watch.active and not watch._interrupted):
+                return
+            # Parameters that are replaced for good are an error, which the pass finds.
+            if watch.concerns(None if replaced and not watch.are_replaced() else following):
                 watch.begin()
 
         return gradient_arrives

@@ -23,7 +23,7 @@ from collectives import Communicator, PartitionedAllReduce
 from collectives.cuda.place import Place
 from collectives.positions import listing
 
-from ..backward import BackwardWatch, goes_to, is_opaque, reaches, tensors_with_gradient
+from ..backward import BackwardWatch, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree
@@ -101,7 +101,7 @@ class Reducer:
             place=place,
         )
         self.queue.hold = static_graph
-        watch.concerns = self.reached_from
+        watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
         watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached]
         watch.at_abandon.append(self._abandon)
         self._destinations = destinations(module, names if as_views else (), watch, lambda: self.queue.synchronise)
@@ -196,8 +196,8 @@ class Reducer:
         for p, gradient in moved.items():  # frozen meanwhile
             p.grad = gradient
 
-    def reached_from(self, nodes: Sequence[Any]) -> bool:
-        """Within a backward pass that came by these nodes: whether it goes to the parameters."""
+    def reached_from(self, nodes: Sequence[Any] | None) -> bool:
+        """Within a backward pass that came by these nodes: tells if it goes to the parameters, as `goes_to`."""
         concerned = goes_to(self._trained, nodes)
         if concerned and self._looks_for_unused and not self._opaque:
             self._unreached = [p for p in self._trained if not reaches(p)]

@@ -21,7 +21,7 @@ import torch
 
 from collectives import Communicator
 
-from ..backward import BackwardWatch, goes_to, inside_backward
+from ..backward import BackwardWatch, goes_to, inside_backward, replacement_test
 from ..buckets import MIB, assign
 from ..clip import clamp_, norm_over_shards, scale_
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
@@ -156,6 +156,7 @@ class ZeroOptimizer(StatefulOptimizer):
         self._clipped: list[str] = []  # how, since the last step
         self._watch = BackwardWatch()
         self._watch.concerns = partial(goes_to, trained)
+        self._watch.are_replaced = replacement_test(model, set(model.parameters()))
         with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
         plan.begin(self._comm)  # the last that refuses anything, and the first that changes the model
         broadcast_states(self._comm, with_values)
