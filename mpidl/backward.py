@@ -71,8 +71,9 @@ def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any] | Non
     """Within a backward pass that came by these nodes of the graph: whether it goes to any of the parameters.
 
     It does not for torch.autograd.grad to inputs or activations. Where the pass reaches no parameter on this rank at
-    all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind. nodes: None for a forward pass with other tensors
-    in place of all parameters, where no rank reaches any.
+    all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind.
+
+    nodes: None for a forward pass with other tensors in place of all parameters, where no rank reaches any.
     """
     if any(reaches(p) for p in parameters):
         return True
