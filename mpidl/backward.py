@@ -142,6 +142,28 @@ class _LastCallback:
             raise
 
 
+class _OutputHook:
+    """Begins a pass when the gradient of an output arrives. number: of the forward pass, from 1 on."""
+
+    __slots__ = ("__weakref__", "_following", "_replaced", "_watch", "number")
+
+    def __init__(self, watch: BackwardWatch, node: Any, replaced: bool) -> None:
+        self._following = [after for after, _ in node.next_functions]  # not the node itself, which keeps this hook
+        self._watch = weakref.ref(watch)  # nor the watch, so that a graph which is kept does not keep it
+        self._replaced, self.number = replaced, watch.forwards
+
+    def __call__(self, _: torch.Tensor) -> None:
+        watch = self._watch()
+        if watch is None:
+            return
+        if not watch.active or watch._interrupted:
+            # Parameters that are replaced for good are an error, which the pass finds.
+            if not watch.concerns(None if self._replaced and not watch.are_replaced() else self._following):
+                return
+            watch.begin()
+        watch._waiting.discard(self)
+
+
 class BackwardWatch:
     """Calls `at_begin` and `at_end` around every backward pass through a model.
 
@@ -151,7 +173,8 @@ class BackwardWatch:
     cut short is noticed when the model is next called or the next pass begins; then `at_abandon` is called instead.
     concerns(nodes): asked when the gradient of an output arrives, with the nodes of autograd's graph that follow
     the output, whether this backward pass is one through the model's parameters. nodes: None where other tensors were
-    in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`.
+    in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`. forwards: number of
+    forward passes with gradients.
     """
 
     def __init__(self) -> None:
@@ -163,6 +186,8 @@ class BackwardWatch:
         self.at_end: list[Callable[[], None]] = []
         self.at_abandon: list[Callable[[], None]] = []
         self._handles: list[Any] = []
+        self.forwards = 0
+        self._waiting: weakref.WeakSet[_OutputHook] = weakref.WeakSet()  # as long as autograd's graph keeps them
 
     def attach(self, model: torch.nn.Module) -> None:
         """Watches the forward passes of `model` by hooks of its own."""
@@ -180,23 +205,16 @@ class BackwardWatch:
         """Watches the gradients of the outputs: the first that arrives begins a pass."""
         if torch.is_grad_enabled() and not self.active and not inside_transform():
             replaced = self.are_replaced()
+            self.forwards += 1
             for tensor in tensors_with_gradient(output):
                 if tensor.grad_fn is not None:  # parameters that are outputs have hooks of their own
-                    tensor.register_hook(self._of_output(tensor.grad_fn, replaced))
+                    hook = _OutputHook(self, tensor.grad_fn, replaced)
+                    self._waiting.add(hook)
+                    tensor.register_hook(hook)
 
-    def _of_output(self, node: Any, replaced: bool) -> Callable[[torch.Tensor], None]:
-        following = [after for after, _ in node.next_functions]  # not the node itself, which keeps this hook
-        where = weakref.ref(self)  # nor the watch, so that a graph which is kept does not keep what is long gone
-
-        def gradient_arrives(_: torch.Tensor) -> None:
-            watch = where()
-            if watch is None or (watch.active and not watch._interrupted):
-                return
-            # Parameters that are replaced for good are an error, which the pass finds.
-            if watch.concerns(None if replaced and not watch.are_replaced() else following):
-                watch.begin()
-
-        return gradient_arrives
+    def may_come_again(self, until: int) -> bool:
+        """Tells if one of the first `until` forward passes has an output that lives, and no backward pass yet."""
+        return any(hook.number <= until for hook in self._waiting)
 
     def begin(self) -> None:
         """To be called from within a backward pass; only the first call of a pass does anything."""

@@ -32,6 +32,7 @@ from ..objects import broadcast_object
 from ..replicate import broadcast_states
 from . import comm_hooks
 from .arena import Arena
+from .incomplete import IncompletePass
 from .joining import JoinRounds, Stage
 from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
@@ -85,6 +86,7 @@ class Reducer:
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
         self._without: set[torch.Tensor] = set()  # parameters to which the pass under way came, and gave no gradient
+        self._incomplete: IncompletePass | None = None  # on every rank, or on none
         self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
         self._trains: list[torch.dtype | None] = []
@@ -101,6 +103,7 @@ class Reducer:
             place=place,
         )
         self.queue.hold = static_graph
+        self._watch = watch
         watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
         watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached]
         watch.at_abandon.append(self._abandon)
@@ -141,6 +144,7 @@ class Reducer:
         self.queue.expected = {}
         self.queue.hold = self._static_graph
         self.rebuilt, self._counts_known, self.pending_order = False, False, None
+        self._incomplete = None
         self._lay_out(list(reversed(self._trained)))
 
     def _average_left_behind(self, frozen: Sequence[torch.nn.Parameter]) -> None:
@@ -322,7 +326,7 @@ class Reducer:
                     bucket.flat.copy_(values.view(-1))
             if self.share != 1.0:
                 bucket.flat.mul_(self.share)
-        reached, wrong = self._agreed()
+        reached, wrong, waits = self._agreed()
         for bucket in self.queue.buckets:
             for index, p in enumerate(bucket.parameters):
                 if p in self._sparse:
@@ -339,7 +343,12 @@ class Reducer:
                 else:
                     p.grad.copy_(bucket.views[index])
         self._kept, self._quietly, self._without = {}, set(), set()
-        broadcast_states(self.comm, self._buffers(), self.order_root)
+        if waits:
+            self._incomplete = self._incomplete or IncompletePass(self._watch.forwards)
+            self._incomplete.arrived.update(self.queue.arrivals)
+        else:
+            self._incomplete = None
+            broadcast_states(self.comm, self._buffers(), self.order_root)
         if wrong or not reached:
             self._refuse_if_replaced(wrong or self._trained)
         if wrong:
@@ -351,31 +360,36 @@ class Reducer:
         results, self._results, self._opaque = self._results, [], False
         for _, handle in results:
             handle.wait()
-        self._kept, self._without = {}, set()
+        self._kept, self._without, self._incomplete = {}, set(), None
 
-    def _agreed(self) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int]]:
+    def _agreed(self) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int], bool]:
         """The parameters to which any rank's pass gave a gradient, and those that a rank must not have missed, with it.
 
-        Under static_graph the latter are those whose gradient came more or less often than in the first pass.
+        Under static_graph the latter are those whose gradient came more or less often than in the first pass. Last,
+        True where none is missed but some may get their gradient in another backward pass of the same forward pass.
         """
         parameters, arrivals = self._trained, self.queue.arrivals
-        status = np.full((2, len(parameters)), -1, np.int32)
-        reached, missed_by = status  # by the highest rank that did; -1: by none
+        before = () if self._incomplete is None else self._incomplete.arrived
+        status = np.full(2 * len(parameters) + 1, -1, np.int32)
+        reached, missed_by = status[:-1].reshape(2, -1)  # by the highest rank that did; -1: by none
         for number, p in enumerate(parameters):
             if (p in arrivals and p not in self._without) or (p in self._quietly and p.grad is not None):
                 reached[number] = self.comm.rank
             if self._counts_known:
                 fine = arrivals.get(p, 0) == self.queue.expected[p]
             else:
-                fine = p in arrivals or self._find_unused or self._static_graph
+                fine = p in arrivals or p in before or self._find_unused or self._static_graph
             if not fine and not self.shadowing:
                 missed_by[number] = self.comm.rank
+        if not self._static_graph and (missed_by >= 0).any():
+            forwards = self._watch.forwards if self._incomplete is None else self._incomplete.forwards
+            if self._watch.may_come_again(forwards):
+                missed_by[:], status[-1] = -1, self.comm.rank
         if self.comm.size > 1:
             self.comm.all_reduce(status, "max")
-        return (
-            {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0},
-            {p: int(rank) for p, rank in zip(parameters, missed_by, strict=True) if rank >= 0},
-        )
+        wrong = {p: int(rank) for p, rank in zip(parameters, missed_by, strict=True) if rank >= 0}
+        waits = not wrong and bool(status[-1] >= 0)
+        return {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0}, wrong, waits
 
     def _refuse_if_replaced(self, missed: Iterable[torch.nn.Parameter]) -> None:
         kept = set(self._module.parameters())
