@@ -8,6 +8,9 @@ or file is left behind, and nothing is added to an operation.
     first rank of a node -- descriptor, ranks --> socket of the job's name -- `Witness.look` --> who started the job
 
 In the same way it tells which process is which rank, as launchers may know a rank by its process alone.
+
+Only messages of the same user count (`inbox`), and a message that is not as above is ignored, as the launcher must not
+end by what a process sends to it.
 """
 
 from __future__ import annotations
@@ -15,26 +18,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import sys
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from mpi4py import MPI
 
+from .inbox import LONGEST, Inbox, Received, has_inboxes, send
 from .positions import Position, Positions
 from .symmetric.shared_memory import JOB, SharedMemory
 
 _PATIENCE = 1.0  # seconds for the other side to take what is queued
 _KEPT = 256  # pages; each is a descriptor and some kilobytes
-_LONGEST = 1 << 20  # bytes of a message
+_RANKS = 1 << 17  # of a group or a job; a longer list is malformed
+_NAME = 255  # characters of a node's name
 _AT_ONCE = 1000  # ranks in a message; the system takes some hundred kilobytes in one
 
 
 def witnessed() -> bool:
-    """Whether somebody has started this job who wants to see it."""
-    return bool(os.environ.get(JOB)) and _has_sockets()
+    """True where a process that has started this job wants to see it."""
+    return bool(os.environ.get(JOB)) and has_inboxes()
 
 
 def show(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> None:
@@ -42,7 +46,7 @@ def show(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> N
 
     memory: begins with the positions of members, the group's ranks on this node; has its `file`.
     """
-    _send({"members": list(members), "world": _world_ranks(comm)}, [memory.file])
+    _send({"members": list(members), "world": _world_ranks(comm)}, memory.file)
 
 
 def tell(processes: Sequence[tuple[str, int]]) -> None:
@@ -51,11 +55,10 @@ def tell(processes: Sequence[tuple[str, int]]) -> None:
         _send({"first": first, "processes": processes[first : first + _AT_ONCE]})
 
 
-def _send(message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:  # it is elsewhere
-        out.settimeout(_PATIENCE)
-        out.connect(_address(os.environ[JOB]))
-        socket.send_fds(out, [json.dumps(message).encode()], files)
+def _send(message: Mapping[str, Any], file: int | None = None) -> None:
+    content = json.dumps(message).encode()
+    if len(content) <= LONGEST:
+        send(_name(os.environ[JOB]), content, file, _PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,15 @@ class _Page:
     file: int
 
     def positions(self) -> dict[int, Position]:
-        """By numbers in the world, also of peers."""
-        found = Positions.decode(os.pread(self.file, Positions.nbytes_seen(len(self.members)), 0))
-        return {
-            self.world[member]: replace(there, peer=self.world[there.peer]) if there.message else there
-            for member, there in zip(self.members, found, strict=True)
-        }
+        """By numbers in the world, also of peers. Empty where the file is not such a page."""
+        try:
+            found = Positions.decode(os.pread(self.file, Positions.nbytes_seen(len(self.members)), 0))
+            return {
+                self.world[member]: replace(there, peer=self.world[there.peer]) if there.message else there
+                for member, there in zip(self.members, found, strict=True)
+            }
+        except (OSError, ValueError, IndexError):
+            return {}
 
 
 class Witness:
@@ -84,34 +90,40 @@ class Witness:
     def __init__(self, token: str) -> None:
         self.processes: dict[int, tuple[str, int]] = {}
         self._pages: list[_Page] = []
-        self._socket: socket.socket | None = None
-        if _has_sockets():
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(_address(token))
-            self._socket.setblocking(False)
+        self._inbox = Inbox(_name(token)) if has_inboxes() else None
 
     def look(self) -> None:
-        """Takes what has been sent."""
-        while self._socket is not None:
-            try:
-                message, files, _, _ = socket.recv_fds(self._socket, _LONGEST, 1)
-            except OSError:
-                return
-            told = json.loads(message)
-            for rank, (node, process) in enumerate(told.get("processes", ()), told.get("first", 0)):
-                self.processes[rank] = node, process
-            self._pages += [_Page(**told, file=file) for file in files]
+        """Takes what has been sent, and ignores what is malformed."""
+        for received in self._inbox.receive() if self._inbox is not None else ():
+            if not self._take(received) and received.file is not None:
+                os.close(received.file)
             if len(self._pages) > _KEPT:
                 os.close(self._pages.pop(1).file)  # the first is of the world
 
+    def _take(self, received: Received) -> bool:
+        """True if it keeps the file."""
+        try:
+            told = json.loads(received.content)
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(told, dict):
+            return False
+        if received.file is None:
+            self.processes.update(_processes(told))
+            return False
+        page = _page(told, received.file)
+        if page is not None:
+            self._pages.append(page)
+        return page is not None
+
     def groups(self) -> list[dict[int, Position]]:
         """Where the ranks of this node are, or were at their end: of each group, by their numbers in the world."""
-        return [page.positions() for page in self._pages]
+        return [group for page in self._pages if (group := page.positions())]
 
     def close(self) -> None:
-        """Lets go of all."""
-        if self._socket is not None:
-            self._socket.close()
+        """Closes the inbox and all pages."""
+        if self._inbox is not None:
+            self._inbox.close()
         for page in self._pages:
             os.close(page.file)
         self._pages.clear()
@@ -127,10 +139,47 @@ def _world_ranks(comm: MPI.Intracomm) -> list[int]:
         world.Free()
 
 
-def _has_sockets() -> bool:
-    """Whether the system has sockets without a name in the file system."""
-    return sys.platform == "linux"
+def _processes(told: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+    """The node and process of each rank that a message tells; empty if a field is not as `tell` writes it."""
+    first, processes = told.get("first"), told.get("processes")
+    if set(told) != {"first", "processes"} or not _is_number(first, _RANKS):
+        return {}
+    if not isinstance(processes, list) or len(processes) > min(_AT_ONCE, _RANKS - first):
+        return {}
+    if not all(_is_process(entry) for entry in processes):
+        return {}
+    return {rank: (node, number) for rank, (node, number) in enumerate(processes, first)}
 
 
-def _address(token: str) -> str:
-    return f"\0mpidl-{token}"
+def _is_process(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    node, number = entry
+    return isinstance(node, str) and 0 < len(node) <= _NAME and number != 0 and _is_number(number, 1 << 31)
+
+
+def _page(told: Mapping[str, Any], file: int) -> _Page | None:
+    """The page that a message shows; None if a field is not as `show` writes it, or the file has not such a size."""
+    members, world = told.get("members"), told.get("world")
+    if set(told) != {"members", "world"} or not isinstance(members, list) or not isinstance(world, list):
+        return None
+    if not 0 < len(members) <= len(world) <= _RANKS:
+        return None
+    if not all(_is_number(member, len(world)) for member in members):
+        return None
+    if not all(_is_number(rank, _RANKS) for rank in world):
+        return None
+    with contextlib.suppress(OSError):
+        there = os.fstat(file)
+        if stat.S_ISREG(there.st_mode) and there.st_size >= Positions.nbytes_seen(len(members)):
+            return _Page(members, world, file)
+    return None
+
+
+def _is_number(value: Any, limit: int) -> TypeGuard[int]:
+    """True for an integer from 0 to below the limit."""
+    return type(value) is int and 0 <= value < limit
+
+
+def _name(token: str) -> str:
+    return f"mpidl-{token}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -91,5 +93,150 @@ def test_what_it_keeps_is_bounded_and_goes_with_it(
 def test_nobody_need_be_there(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDL_JOB", secrets.token_hex(8))
     made = Communicator()
+    made.barrier()
+    made.close()
+
+
+def deliver(content: bytes, files: Sequence[int] = ()) -> None:
+    """Sends a message to the witness of MPIDL_JOB as any program can."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+        out.connect(f"\0mpidl-{os.environ['MPIDL_JOB']}")
+        socket.send_fds(out, [content], files)
+
+
+MALFORMED = [
+    b"",
+    b"not json",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b"1" * 10_000,
+    b"[]",
+    b"null",
+    *(
+        json.dumps(message).encode()
+        for message in [
+            {"first": 0, "processes": 5},
+            {"first": 0, "processes": [5]},
+            {"first": 0, "processes": [["node", 1, 2]]},
+            {"first": 0, "processes": [["node", "1"]]},
+            {"first": 0, "processes": [["node", -1]]},
+            {"first": 0, "processes": [["node", 0]]},
+            {"first": 0, "processes": [["node", True]]},
+            {"first": 0, "processes": [["node", 10**30]]},
+            {"first": 0, "processes": [["n" * 300, 1]]},
+            {"first": 0, "processes": [[1, 1]]},
+            {"first": "0", "processes": [["node", 1]]},
+            {"first": -1, "processes": [["node", 1]]},
+            {"first": 10**12, "processes": [["node", 1]]},
+            {"first": 0.0, "processes": [["node", 1]]},
+            {"processes": [["node", 1]]},
+            {"first": 0, "processes": [["node", 1]], "more": 1},
+            {"first": 0, "processes": [["node", 1]] * 1001},
+            {"members": [0], "world": [0]},
+        ]
+    ),
+]
+
+
+def test_malformed_messages_are_ignored(comm: Communicator, witness: Witness) -> None:
+    if comm.local_rank == 0:
+        witness.look()
+        groups = len(witness.groups())
+        for content in MALFORMED:
+            deliver(content)
+            witness.look()
+            assert witness.processes == {}, content
+            assert len(witness.groups()) == groups
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"members": [0, 1], "world": [0]},
+        {"members": [1], "world": [0]},
+        {"members": [-1], "world": [0]},
+        {"members": ["0"], "world": [0]},
+        {"members": [], "world": []},
+        {"members": 0, "world": 0},
+        {"members": [0], "world": [None]},
+        {"members": [0], "world": [10**9]},
+        {"members": [0], "world": [0], "file": 0},
+        {"first": 0, "processes": [["node", 1]]},
+        5,
+    ],
+)
+def test_pages_that_are_none_are_closed(comm: Communicator, witness: Witness, message: object) -> None:
+    if comm.local_rank == 0:
+        before = os.listdir("/proc/self/fd")
+        with open(__file__, "rb") as text:
+            deliver(json.dumps(message).encode(), [text.fileno()])
+        witness.look()
+        assert os.listdir("/proc/self/fd") == before
+        assert witness.groups() == []
+        assert witness.processes == {}
+    comm.barrier()
+
+
+def test_a_file_of_other_content_is_no_page(comm: Communicator, witness: Witness) -> None:
+    if comm.local_rank == 0:
+        message = json.dumps({"members": [0, 1], "world": [0, 1]}).encode()
+        with open(__file__, "rb") as text:
+            deliver(message, [text.fileno()])
+            deliver(message, [text.fileno()] * 2)
+        with open("/dev/null", "rb") as device:
+            deliver(message, [device.fileno()])
+        witness.look()
+        assert witness.groups() == []
+        assert len(witness._pages) == 1
+    comm.barrier()
+
+
+def test_one_look_ends_while_messages_keep_coming(
+    comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.local_rank == 0:
+        inbox = witness._inbox
+        assert inbox is not None
+        monkeypatch.setattr("collectives.inbox._MESSAGES", 2)
+        for _ in range(3):
+            deliver(b"not json")
+        assert len(list(inbox.receive())) == 2
+        assert len(list(inbox.receive())) == 1
+    comm.barrier()
+
+
+def test_messages_of_another_user_are_dropped(comm: Communicator, witness: Witness) -> None:
+    if comm.local_rank == 0:
+        message = json.dumps({"first": 0, "processes": [["node", 7]]}).encode()
+        if os.geteuid() == 0:
+            sender = os.fork()
+            if not sender:
+                try:
+                    os.setuid(65534)
+                    deliver(message)
+                finally:
+                    os._exit(0)
+            os.waitpid(sender, 0)
+        else:  # this process may not send as another user, so the witness believes to be of another one
+            deliver(message)
+        with pytest.MonkeyPatch.context() as patch:
+            if os.geteuid():
+                patch.setattr("collectives.inbox.os.geteuid", lambda: 0)
+            witness.look()
+        assert witness.processes == {}
+        deliver(message)
+        witness.look()
+        assert witness.processes == {0: ("node", 7)}
+    comm.barrier()
+
+
+def test_the_page_can_only_be_read_by_the_witness(comm: Communicator, witness: Witness) -> None:
+    made = Communicator()
+    if comm.local_rank == 0:
+        witness.look()
+        (page,) = witness._pages
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(page.file, b"x", 0)
     made.barrier()
     made.close()
