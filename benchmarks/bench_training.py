@@ -367,7 +367,7 @@ def parse(comm: Communicator) -> argparse.Namespace:
 
 def main() -> None:
     """Measures, prints, writes, draws."""
-    comm = mpidl.init()
+    comm = mpidl.init(export_ranks=True)  # DeepSpeed asks for LOCAL_RANK
     options = parse(comm)
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.set_num_threads(options.threads)

@@ -31,12 +31,16 @@ _default: Communicator | None = None
 Result = TypeVar("Result")
 
 
-def init() -> Communicator:
-    """The Communicator over all ranks of the job. Collective on the first call; later calls return the same one.
+def init(*, export_ranks: bool = False) -> Communicator:
+    """Joins the job and returns the Communicator over all its ranks.
+
+    Collective on the first call; later calls return the same Communicator.
 
     - Divides the node's cores among its ranks, for torch and OpenMP, unless OMP_NUM_THREADS or MKL_NUM_THREADS is
       set.
-    - Sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment, for libraries that read them.
+    - Sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment if `export_ranks`, for programs that read
+      them. By default it leaves them alone: a framework that finds them, such as Accelerate, makes a process group of
+      torch.distributed, which needs MASTER_ADDR too. A later call with `export_ranks` sets them as well.
     - Tells `mpidl.launch`, if that has started the job, which process is which rank.
     - From here on the job ends when an exception is not caught on any rank, in any thread, and when it is interrupted
       (Ctrl-C); where ranks wait for one that has called `sys.exit(status)`, with that status.
@@ -50,17 +54,18 @@ def init() -> Communicator:
             )
         comm = Communicator()
         end_job_with_any_rank(comm)
-        os.environ.update(
-            RANK=str(comm.rank),
-            WORLD_SIZE=str(comm.size),
-            LOCAL_RANK=str(comm.local_rank),
-            LOCAL_WORLD_SIZE=str(comm.local_size),
-        )
         ranks = all_gather_object(comm, (platform.node(), os.getpid(), sorted(usable())))
         if comm.local_rank == 0 and witnessed():
             tell([(node, process) for node, process, _ in ranks])
         _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])
         _default = comm
+    if export_ranks:
+        os.environ.update(
+            RANK=str(_default.rank),
+            WORLD_SIZE=str(_default.size),
+            LOCAL_RANK=str(_default.local_rank),
+            LOCAL_WORLD_SIZE=str(_default.local_size),
+        )
     return _default
 
 

@@ -25,16 +25,58 @@ def job(mpirun, tmp_path: Path):
     return run
 
 
-def test_init_sets_what_other_libraries_read_and_is_the_same_twice(job) -> None:
+NAMES = "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')\n"
+
+
+def test_init_leaves_the_ranks_in_the_environment_alone(job) -> None:
+    """A framework that finds them takes itself for started by torchrun, and fails on MASTER_ADDR."""
+    done = job(
+        2,
+        f"{NAMES}assert mpidl.init() is comm\n"
+        "assert not any(n in os.environ for n in names), [n for n in names if n in os.environ]\n"
+        "os.environ['RANK'] = '7'\n"
+        "mpidl.init()\n"
+        "assert os.environ['RANK'] == '7'",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_init_exports_the_ranks_on_request(job) -> None:
     done = job(
         3,
-        "assert mpidl.init() is comm\n"
-        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')\n"
+        f"{NAMES}assert mpidl.init(export_ranks=True) is comm\n"
         "assert [os.environ[n] for n in names] == [str(comm.rank), str(comm.rank), '3', '3']\n"
         "sys.stdout.write(f'fine{comm.rank}\\n')",
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["fine0", "fine1", "fine2"]
+
+
+ACCELERATE = """
+try:
+    from accelerate import Accelerator
+except ImportError:  # the variables by which it would decide
+    sizes = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"}
+    assert all(os.environ.get(name) == "1" for name in sizes & set(os.environ)), sizes & set(os.environ)
+    assert not {"LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
+else:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 1
+    accelerator.backward(accelerator.prepare(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum())
+comm.barrier()
+"""
+
+
+def test_an_accelerator_made_after_init_is_one_process(job) -> None:
+    done = job(1, ACCELERATE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_accelerator_on_each_rank_is_one_process_without_the_size_of_the_launcher(job) -> None:
+    """It reads what the launchers of MPI set, too."""
+    hide = "for name in ('PMI_SIZE', 'OMPI_COMM_WORLD_SIZE'):\n    os.environ.pop(name, None)\n"
+    done = job(2, hide + ACCELERATE)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.thorough
