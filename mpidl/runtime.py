@@ -38,9 +38,9 @@ def init(*, export_ranks: bool = False) -> Communicator:
 
     - Divides the node's cores among its ranks, for torch and OpenMP, unless OMP_NUM_THREADS or MKL_NUM_THREADS is
       set.
-    - Sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment if `export_ranks`, for programs that read
-      them. By default it leaves them alone: a framework that finds them, such as Accelerate, makes a process group of
-      torch.distributed, which needs MASTER_ADDR too. A later call with `export_ranks` sets them as well.
+    - Sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment if `export_ranks`, for programs that
+      read them. By default it leaves them alone: a framework that finds them, such as Accelerate, makes a process
+      group of torch.distributed, which needs MASTER_ADDR too. A later call with `export_ranks` sets them as well.
     - Tells `mpidl.launch`, if that has started the job, which process is which rank.
     - From here on the job ends when an exception is not caught on any rank, in any thread, and when it is interrupted
       (Ctrl-C); where ranks wait for one that has called `sys.exit(status)`, with that status.
