@@ -4,6 +4,10 @@
     num_workers=n     n processes do, which are no ranks (`workers`)
 
 How far the training has come is counted in batches that were handed out, not in those that are prepared.
+
+torch's loader draws the seed of its workers from torch's global generator at the beginning of each pass, so that a run
+that is resumed within an epoch, and begins one pass more, would train on with other dropout. Here a generator of the
+loader's own gives that seed, from where the pass begins.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
 
+import numpy as np
 import torch.utils.data
 
 from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
+from ..runtime import default_communicator
 from .sampler import DistributedSampler
 from .workers import WorkerStart, context, environment_without_rank, outlive_ranks
 
@@ -35,14 +41,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     batch_size: samples a rank a batch. shuffle, seed, process_group: of the DistributedSampler that is made where
         neither sampler nor batch_sampler is given. An IterableDataset has no sampler and must give each rank its part
         itself.
+    generator: gives the workers' seeds, as torch's does; by default they come from the sampler's seed, epoch and
+        position, the pass, the rank and the worker.
     drop_last: leaves out samples rather than have a smaller last batch or samples that come twice.
     multiprocessing_context: "forkserver" (default) or "spawn". Both import the program's main file in the workers, so
         that what it does must stand under `if __name__ == "__main__":`. The fork server, one a rank, ends with it.
     prefetch_factor: batches that are prepared ahead, by each worker or, without workers, by a thread (default 2). 0,
         without workers only: every batch is loaded when it is asked for.
 
-    In a thread the dataset runs beside the training: what it draws from torch's global random numbers mixes with what
-    the model draws. With workers, or prefetch_factor=0, runs repeat exactly.
+    The loader draws nothing from the global generators of torch, numpy and python. In a thread the dataset runs beside
+    the training: what it draws from them itself mixes with what the model draws. With workers, or prefetch_factor=0,
+    runs repeat exactly. Workers seed theirs when they start, with persistent_workers at the first pass alone.
 
     A worker that raises, or dies, raises on the rank that asks for its batch. Every loop over the loader is a pass of
     its own; one that was left behind, by break, stops loading. `close` ends workers and thread; so does deleting the
@@ -77,6 +86,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             settings["worker_init_fn"] = WorkerStart(worker_init_fn)
         elif multiprocessing_context is not None:
             raise ConfigurationError("multiprocessing_context: there are no workers; needs num_workers of at least 1")
+        self._seeds_passes = settings.get("generator") is None
+        if self._seeds_passes:
+            settings["generator"] = torch.Generator()
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not iterable:
             sampler = DistributedSampler(dataset, process_group, bool(shuffle), seed, drop_last)
@@ -90,8 +102,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._counted = sampler if isinstance(sampler, DistributedSampler) else None
         if self._counted is not None:
             self._counted.follows = True
+        self._seed, self._epoch = seed, 0
+        self._rank = self._counted.rank if self._counted is not None else 0
+        if workers and self._counted is None:
+            self._rank = default_communicator(process_group).rank
+        if isinstance(dataset, torch.utils.data.IterDataPipe):
+            self._rank = 0  # torch shuffles a pipe by the same generator, and the ranks share out one order
+        self._began: tuple[int, ...] = ()  # where the latest pass began
+        self._repeated = 0  # how many passes in a row have begun there before it
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._seeds_passes:
+            self.generator.manual_seed(self._seed_of_pass())
         if not self.num_workers:
             return self._pass(super().__iter__(), self._thread_pool())
         try:
@@ -106,7 +128,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._pass(batches, None)
 
     def set_epoch(self, epoch: int) -> None:
-        """The DistributedSampler's; a loader without one has nothing to set."""
+        """The DistributedSampler's; without one it changes the workers' seeds alone."""
+        self._epoch = epoch
         if self._counted is not None:
             self._counted.set_epoch(epoch)
 
@@ -130,6 +153,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
+
+    def _seed_of_pass(self) -> int:
+        """Of the pass that begins now; depends on nothing that was drawn before."""
+        sampler = self._counted
+        begins = (self._seed, self._epoch, 0) if sampler is None else (sampler.seed, sampler.epoch, sampler.begin)
+        self._repeated = self._repeated + 1 if begins == self._began else 0
+        self._began = begins
+        return int(np.random.SeedSequence((*begins, self._repeated, self._rank)).generate_state(1, np.uint64)[0])
 
     def _thread_pool(self) -> ThreadPoolExecutor | None:
         """One thread for all passes, so that the dataset is never used by two at a time."""

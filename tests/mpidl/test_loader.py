@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -48,6 +50,16 @@ class Whereabouts(Dataset):
         of_a_rank = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "OMPI_COMM_WORLD", "MPI_LOCAL", "HYDI_")
         variables = [name for name in os.environ if name.startswith(of_a_rank)]
         return index, os.getpid(), len(variables), MPI.Is_initialized()
+
+
+class Draws(Dataset):
+    """What the global generators of a worker give: torch's, numpy's and python's."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        return int(torch.randint(1 << 30, ())), int(np.random.randint(1 << 30)), random.getrandbits(30)
 
 
 class Stream(IterableDataset):
@@ -182,6 +194,23 @@ def test_close_ends_the_thread_and_the_passes() -> None:
     own.close()
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"prefetch_factor": 0}, {"num_workers": 1}], ids=["thread", "none", "workers"]
+)
+def test_the_loader_draws_nothing_from_the_global_generators(settings: dict) -> None:
+    def states() -> tuple[str, ...]:
+        return str(torch.get_rng_state().tolist()), str(np.random.get_state()[1].tolist()), str(random.getstate())
+
+    before = states()
+    own = loader(Numbers(20), shuffle=True, **settings)
+    for epoch in range(2):
+        own.set_epoch(epoch)
+        assert len(batches(own)) == 5
+    own.load_state_dict(own.state_dict())
+    own.close()
+    assert states() == before
+
+
 def test_the_order_is_drawn_before_the_caller_draws() -> None:
     """A sampler that uses the global random numbers gets the same ones as without a thread."""
     orders = []
@@ -278,6 +307,31 @@ def test_workers_start_without_a_place_in_the_job(monkeypatch: pytest.MonkeyPatc
         assert not {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
         assert os.environ["MPI4PY_RC_INITIALIZE"] == "0"
     assert dict(os.environ) == before
+
+
+def test_workers_draw_other_numbers_on_each_rank_in_each_worker_epoch_and_pass_and_the_same_again() -> None:
+    def drawn(rank: int, epoch: int, passes: int = 1, seed: int = 0) -> list[tuple[int, ...]]:
+        own = loader(Draws(), 2, 2, rank, seed=seed, num_workers=2)  # batches of worker 0 and 1
+        own.set_epoch(epoch)
+        for _ in range(passes):
+            found = [tuple(torch.stack(batch).flatten().tolist()) for batch in own]
+        own.close()
+        return found
+
+    found = [*drawn(0, 0), *drawn(1, 0), *drawn(0, 1), *drawn(0, 0, 2), *drawn(0, 0, seed=1)]
+    numbers = [number for batch in found for number in batch]
+    assert len(set(numbers)) == len(numbers)
+    torch.manual_seed(1)  # what else was drawn does not count
+    assert drawn(1, 0) == found[2:4]
+
+
+def test_a_generator_of_the_user_gives_the_seeds_of_workers() -> None:
+    given = torch.Generator().manual_seed(1)
+    before = given.get_state()
+    own = loader(Draws(), 2, num_workers=1, generator=given)
+    iter(own)
+    own.close()
+    assert not torch.equal(given.get_state(), before)
 
 
 @pytest.mark.mpi
