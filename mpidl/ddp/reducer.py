@@ -28,6 +28,7 @@ from ..bucket_queue import BucketQueue
 from ..buckets import MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree
 from ..errors import TrainingError, listed
+from ..foreign_steps import ForeignSteps
 from ..objects import broadcast_object
 from ..replicate import broadcast_states
 from . import comm_hooks
@@ -92,6 +93,7 @@ class Reducer:
         self._trains: list[torch.dtype | None] = []
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
+        self._foreign = ForeignSteps(names)
         self.queue = BucketQueue(
             [],
             watch,
@@ -105,7 +107,7 @@ class Reducer:
         self.queue.hold = static_graph
         self._watch = watch
         watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
-        watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached]
+        watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached, self._note_versions]
         watch.at_abandon.append(self._abandon)
         self._destinations = destinations(module, names if as_views else (), watch, lambda: self.queue.synchronise)
         self._start_anew()
@@ -165,6 +167,7 @@ class Reducer:
         """Takes the hooks off the parameters; gradients stay. A pass that an exception has cut short is given up."""
         self.queue.set_buckets([])
         self._results = []
+        self._foreign.end()
         if self._averages is not None:
             self._averages.abandon()
         for destination in self._destinations.values():
@@ -249,6 +252,10 @@ class Reducer:
                 "backward(create_graph=True) through DistributedDataParallel: gradients of gradients cannot pass "
                 "through the averaging; train the plain module (`.module`) and average the gradients yourself"
             )
+
+    def _note_versions(self) -> None:
+        if self.queue.synchronise:
+            self._foreign.begin(self._trained)
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         """Moves a complete gradient into its place in the bucket, unless it lies there already."""
@@ -361,6 +368,7 @@ class Reducer:
         for _, handle in results:
             handle.wait()
         self._kept, self._without, self._incomplete = {}, set(), None
+        self._foreign.end()
 
     def _agreed(self) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int], bool]:
         """The parameters to which any rank's pass gave a gradient, and those that a rank must not have missed, with it.
@@ -370,8 +378,10 @@ class Reducer:
         """
         parameters, arrivals = self._trained, self.queue.arrivals
         before = () if self._incomplete is None else self._incomplete.arrived
-        status = np.full(2 * len(parameters) + 1, -1, np.int32)
-        reached, missed_by = status[:-1].reshape(2, -1)  # by the highest rank that did; -1: by none
+        status = np.full(2 * len(parameters) + 2, -1, np.int64)
+        reached, missed_by = status[:-2].reshape(2, -1)  # by the highest rank that did; -1: by none
+        lost = {p for p in arrivals if p.grad is None and p not in self._without}
+        status[-2] = self._foreign.found(self.comm, lost)
         for number, p in enumerate(parameters):
             if (p in arrivals and p not in self._without) or (p in self._quietly and p.grad is not None):
                 reached[number] = self.comm.rank
@@ -387,6 +397,7 @@ class Reducer:
                 missed_by[:], status[-1] = -1, self.comm.rank
         if self.comm.size > 1:
             self.comm.all_reduce(status, "max")
+        self._foreign.refuse(int(status[-2]), self.comm, parameters)
         wrong = {p: int(rank) for p, rank in zip(parameters, missed_by, strict=True) if rank >= 0}
         waits = not wrong and bool(status[-1] >= 0)
         return {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0}, wrong, waits

@@ -343,6 +343,8 @@ class ZeroOptimizer(StatefulOptimizer):
         were changed other than by a step, inside `gathered` or by loading.
         """
         self._place.refuse_capture("ZeroOptimizer.step")
+        if inside_backward():
+            raise TrainingError("step() inside a backward pass, which has not reduced all gradients yet: step after it")
         problem = self._guard.problem(self._slices) or self._foreign_gradient()
         loss = None
         if closure is not None:

@@ -28,6 +28,7 @@ from ..backward import BackwardWatch
 from ..bucket_queue import BucketQueue
 from ..buckets import GradientBucket, Layout, aligned, by_rank
 from ..errors import TrainingError
+from ..foreign_steps import ForeignSteps
 from .groups import ShardGroup
 
 
@@ -161,6 +162,7 @@ class GradientShards:
         self._algorithm = by_rank(self._comm, "reduce_scatter")
         self._flying: deque[_Gradients] = deque()
         self._late_sums: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
+        self._foreign = ForeignSteps(names)
         buckets = self._make(groups)
         self._lasting = buckets[len(buckets) - lasting :]
         self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting, place.device)
@@ -174,8 +176,8 @@ class GradientShards:
             late=self._late,
             place=place,
         )
-        watch.at_begin.append(_refuse_double_backward)
-        watch.at_abandon += [self._finish, self._late_sums.clear]
+        watch.at_begin += [_refuse_double_backward, self._begin_pass]
+        watch.at_abandon += [self._finish, self._late_sums.clear, self._foreign.end]
 
     def add(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """More buckets, reduced after those there are. Collective."""
@@ -250,6 +252,7 @@ class GradientShards:
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
         self.queue.remove()
+        self._foreign.end()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The gradients, whole or sharded, and the rotating buffers."""
@@ -258,6 +261,15 @@ class GradientShards:
         whole += [gradient for sums in self._late_sums.values() for gradient in sums.values()]
         unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
         return {"gradients": shards + whole, "buckets": self._storage.free + unused}
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        """Those of all buckets."""
+        return [p for bucket in self.queue.buckets for p in bucket.parameters]
+
+    def _begin_pass(self) -> None:
+        if self.queue.synchronise:
+            self._foreign.begin(self._parameters)
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         parameter, gradients = bucket.parameters[index], self._of[bucket]
@@ -292,11 +304,14 @@ class GradientShards:
         return gradient
 
     def _reduce_late(self) -> None:
-        """Reduces once more the buckets for which something came late, on any rank."""
-        late = np.array([bucket in self._late_sums for bucket in self.queue.buckets], np.uint8)
-        work = self._over.world.all_reduce(late, "max", async_op=True)
+        """Reduces once more the buckets for which something came late, on any rank. Refuses steps of hooks."""
+        world = self._over.world
+        agreed = np.array([self._foreign.found(world), *(b in self._late_sums for b in self.queue.buckets)], np.int64)
+        work = world.all_reduce(agreed, "max", async_op=True)
         assert work is not None
         self._wait(work)  # others may still gather units
+        foreign, *late = agreed.tolist()
+        self._foreign.refuse(foreign, world, self._parameters)
         for bucket in (bucket for bucket, found in zip(self.queue.buckets, late, strict=True) if found):
             gradients = self._of[bucket]
             self._open(gradients)

@@ -1,0 +1,89 @@
+"""Notices that something else than an engine steps during a backward pass, as a hook of the user's may.
+
+    pass begins     how often has each parameter been written to? From here on torch tells of every optimizer's step
+    hook of p       optimizer_of[p].step(); p.grad = None              with the gradient of this rank alone
+    pass ends       p was written to, or has lost its gradient: an error on every rank, as the ranks agree on it
+
+Fused optimizers write what torch does not count, so that their steps are listened to. What is written through `p.data`
+is noticed by the gradient that is gone, if it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from collectives import Communicator
+
+from .backward import inside_backward
+from .errors import TrainingError
+
+
+class ForeignSteps:
+    """Compares parameters before and after a backward pass. names: of all parameters."""
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        self._names = names
+        self._parameters: Sequence[torch.nn.Parameter] = ()
+        self._versions: list[int] = []
+        self._stepped: set[torch.Tensor] = set()
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """A pass begins that gives gradients to these."""
+        self.end()
+        self._parameters = parameters
+        self._versions = _versions(parameters)
+        where = weakref.ref(self)
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            alive = where()
+            if alive is not None and inside_backward():
+                given = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+                alive._stepped.update(p for p in given if p in alive._names)
+
+        self._handle = register_optimizer_step_pre_hook(hook)
+
+    def end(self) -> None:
+        """The pass is over, or will come to no end."""
+        self._parameters, self._versions, self._stepped = (), [], set()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def found(self, comm: Communicator, lost: Collection[torch.nn.Parameter] = ()) -> int:
+        """Ends the pass. A number, -1 where nothing was noticed, of which the maximum over the ranks is for `refuse`.
+
+        lost: parameters that have no longer the gradient that the pass gave them.
+        """
+        found = -1
+        for number, (p, before, now) in enumerate(
+            zip(self._parameters, self._versions, _versions(self._parameters), strict=True)
+        ):
+            changed = now != before or p in self._stepped
+            if changed or p in lost:
+                found = 2 * (number * comm.size + comm.rank) + changed
+                break
+        self.end()
+        return found
+
+    def refuse(self, found: int, comm: Communicator, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Raises TrainingError if any rank has noticed something. parameters: as given to `begin`."""
+        if found < 0:
+            return
+        number, rank = divmod(found // 2, comm.size)
+        what = "changed" if found % 2 else "its gradient was taken away"
+        raise TrainingError(
+            f"{self._names[parameters[number]]}: {what} during the backward pass on rank {rank}, as by an optimizer "
+            "that a hook steps there, with the gradient of that rank alone; the ranks' weights differ from here on: "
+            "make the step after the pass, and load the weights anew"
+        )
+
+
+def _versions(parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p._version for p in parameters]
