@@ -44,7 +44,7 @@ class GPT2Tokenizer:
     """GPT-2's byte-pair encoding.
 
     vocabulary: a directory with merges.txt and vocab.json (or vocab.bpe and encoder.json, their older names),
-    which need no other package; without it tiktoken's, which tiktoken downloads once.
+    read by the package tokenizers; without it tiktoken's, which tiktoken downloads once.
     """
 
     def __init__(self, vocabulary: str | None = None) -> None:
@@ -60,8 +60,7 @@ class GPT2Tokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         """Broken characters become U+FFFD."""
-        decode = self._tiktoken.decode_bytes if self._pairs is None else self._pairs.decode
-        text: str = decode(tokens).decode(errors="replace")
+        text: str = self._tiktoken.decode(tokens) if self._pairs is None else self._pairs.decode(tokens)
         return text
 
 
@@ -116,7 +115,7 @@ def _from_tiktoken() -> Any:
         import tiktoken
     except ImportError:
         raise UsageError(
-            f"the gpt2 tokenizer needs the package tiktoken (pip install 'mpidl[bpe]'); or {instead}"
+            f"the gpt2 tokenizer needs the package tiktoken (pip install 'mpidl[text]'); or {instead}"
         ) from None
     try:
         return tiktoken.get_encoding("gpt2")

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
-from mpidl.data import TokenBatches, bpe, make_tokenizer
+from mpidl.data import TokenBatches, make_tokenizer
 from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
 from mpidl.models.pretrained import load_pretrained
 from tests.harness import launch
@@ -243,7 +244,7 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank_and_help_is_printed_on
     own, foreign = weights(CONFIG), weights(GPT2Config(61, 16, 2, 2, 32))
     (tmp_path / "weights0").symlink_to(own)
     (tmp_path / "vocab0").mkdir()
-    letters = [letter for _, letter in sorted(bpe._letters_of_bytes().items())]
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     (tmp_path / "vocab0" / "vocab.json").write_text(json.dumps({c: n for n, c in enumerate(letters)}))
     (tmp_path / "vocab0" / "merges.txt").write_text("#version: 0.2\n")
     data = ("--data", text)
