@@ -43,6 +43,7 @@ from .cuda.pages import DevicePages
 from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
+from .forked import is_forked, refuse_if_forked, why
 from .leftovers import remove_names
 from .messages import Messages
 from .pages import Pages
@@ -82,6 +83,7 @@ class Communicator:
     """
 
     def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None) -> None:
+        refuse_if_forked("Communicator")
         if mpi is not None and not isinstance(mpi, MPI.Intracomm):
             raise arguments.wrong_type("mpi", mpi, "an mpi4py intracommunicator")
         self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
@@ -117,6 +119,7 @@ class Communicator:
             seen = list(place.members) if self._positions.shared else [self.rank]
             self._guard = Guard(self._apart, self._positions, seen, limit)
             watch(self._guard)
+        _alive.add(self)
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
         """What `make()` gives; if it raises on some rank, the first such rank's error is raised on all. Collective."""
@@ -183,7 +186,7 @@ class Communicator:
             parts,
             lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
             made[0] if made else None,
-            lambda: self._issued + 1,
+            self._next_number,
             lambda: self._issue("all_reduce", made[0], async_op=False, arrays=parts),
         )
 
@@ -405,6 +408,7 @@ class Communicator:
 
         Messages do not queue behind collectives: two ranks may both receive first and then send, asynchronously.
         """
+        self._refuse_if_unusable("send")
         return self._messages.send(x, dest, tag, async_op=async_op)
 
     def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -412,6 +416,7 @@ class Communicator:
 
         Raises OperationError if the message is longer or shorter than x.
         """
+        self._refuse_if_unusable("recv")
         return self._messages.recv(x, source, tag, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
@@ -534,7 +539,7 @@ class Communicator:
     @patient.setter
     def patient(self, on: bool) -> None:
         self._patient = on
-        if on:
+        if on and not self._unusable:
             self._positions.leave()
 
     def before_end(self, task: Plain | None) -> None:
@@ -567,6 +572,7 @@ class Communicator:
 
     def abort(self, status: int = 1) -> None:
         """Ends all processes of the job at once with an exit status. Does not return. From any thread."""
+        refuse_if_forked("abort")
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
             os._exit(status)  # mpirun then ends the other ranks
         self.mpi.Abort(status)
@@ -671,6 +677,11 @@ class Communicator:
         if self._unusable:
             raise OperationError(f"{operation}: this communicator cannot be used any more: {self._unusable}")
 
+    def _next_number(self) -> int:
+        """The number of the next operation that is issued here."""
+        self._refuse_if_unusable("hand_in")
+        return self._issued + 1
+
     def _run(self, operation: str, number: int, task: Plain, queued: bool = False) -> None:
         self._positions.enter(number, operation)
         if self._patient:
@@ -734,6 +745,20 @@ class Communicator:
         if data.size != size:
             raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
         return data
+
+
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Of a forked child of a rank, where they are of no use and nothing is to be freed."""
+    if is_forked():
+        for comm in _alive:
+            comm._closed, comm._unusable = True, why()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _tuple(counts: Any) -> Any:

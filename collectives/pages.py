@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .errors import OperationError
+from .forked import is_forked
 from .symmetric.shared_memory import reserve
 
 
@@ -74,6 +75,8 @@ class Pages:
 
     def discard(self, start: int, nbytes: int) -> None:
         """Gives the pages back. Shared ones are gone for every process: all must be through with them."""
+        if self.shared and is_forked():
+            return  # they are the ranks' to give back
         whole = -(-nbytes // self.SIZE) * self.SIZE
         if nbytes and self._advice is not None:
             self._mapping.madvise(self._advice, start, min(whole, len(self._mapping) - start))

@@ -26,6 +26,7 @@ from mpi4py import MPI
 
 from . import cores
 from .errors import MismatchError, OperationError, WorkTimeout
+from .forked import refuse_if_forked
 from .patience import run_beside
 from .watchdog import mark_end
 
@@ -49,6 +50,8 @@ class Work:
         timeout: seconds; WorkTimeout when they pass first (the operation goes on). Raises OperationError if the
         operation failed, MismatchError if the ranks were in different ones.
         """
+        if not self._done.is_set():
+            refuse_if_forked(self.name)
         if self._hurry is not None and not self._done.is_set():
             self._hurry(1)
             try:
@@ -89,6 +92,8 @@ class RequestWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the message has been sent or has arrived; never blocks."""
+        if not self._done.is_set():
+            refuse_if_forked(self.name)
         with self._lock:
             if not self._done.is_set():
                 self._attempt(MPI.Request.Testall)
@@ -96,6 +101,8 @@ class RequestWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the message has been sent or has arrived; see Work.wait."""
+        if not self._done.is_set():
+            refuse_if_forked(self.name)
         if timeout is None:
             with self._lock, self._waiting():
                 if not self._done.is_set():
@@ -198,6 +205,12 @@ class Progress:
             self._closed = True
             self._condition.notify()
 
+    def forget(self) -> None:
+        """Makes it as if nothing had been queued and no thread started."""
+        self._condition, self._turn = threading.Condition(), threading.Lock()
+        self._queue.clear()
+        self._thread = None
+
     def _work_off(self) -> None:
         run_beside(lambda: self._waiters > 0, naps=self.naps)
         own = -1
@@ -227,8 +240,15 @@ _alive: weakref.WeakSet[Progress] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
+def _forget_all() -> None:
+    """Of a forked child, which has none of the threads: it ends alone, and what they have locked stays so."""
+    for progress in _alive:
+        progress.forget()
+    _alive.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_alive.clear)  # a forked child is no rank: it ends alone
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 @atexit.register

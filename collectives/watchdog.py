@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from mpi4py import MPI
 
+from . import exit_status
 from .errors import ArgumentError
 from .positions import END, Position, Positions, listing
 
@@ -313,19 +314,6 @@ def _look_once() -> float:
     return min((guard.interval for guard in guards), default=1.0)
 
 
-_exit_status = [0]
-
-
-def note_exit(status: int) -> None:
-    """Says with which status this rank's program is about to end; the job ends with it where others wait for it."""
-    _exit_status[0] = status
-
-
-def noted_exit() -> int:
-    """The status that was noted last; 0 if none was."""
-    return _exit_status[0]
-
-
 def mark_end(late: bool) -> None:
     """Tells the other ranks that this one's program is over: it comes to no further operation of any group.
 
@@ -333,5 +321,5 @@ def mark_end(late: bool) -> None:
     """
     for guard in list(_guards):
         if (late or not guard.late) and not guard.closed:
-            guard.positions.end(_exit_status[0])
+            guard.positions.end(exit_status.noted())
             guard.close()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import os
 import shutil
@@ -28,12 +27,11 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from collectives import Communicator, OperationError
-from collectives.watchdog import note_exit, noted_exit
+from collectives import Communicator, OperationError, exit_status
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks
@@ -49,7 +47,7 @@ def end_job_with_any_rank(comm: Communicator) -> None:
     ending = _Ending(comm)
     sys.excepthook = ending.of_program
     threading.excepthook = ending.of_thread
-    sys.exit = _noting(sys.exit)
+    exit_status.watch_sys_exit()
     if threading.current_thread() is threading.main_thread():
         ending.listen()
         _end_by_hangup()
@@ -189,17 +187,11 @@ def _end(comm: Communicator, status: int) -> NoReturn:
     os._exit(status)  # mpirun then ends the other ranks
 
 
-def _of_child(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-    """sys.excepthook of a forked child: it must not come to MPI_Finalize, which is its parent's to call."""
-    _say("".join(traceback.format_exception(kind, error, trace)))
-    os._exit(1)
-
-
 def _be_no_rank() -> None:
     """Of a forked child, which ends for itself: the job does not end by what it raises, or by signals that it gets."""
     UNHEARD.clear()
     if isinstance(getattr(sys.excepthook, "__self__", None), _Ending):
-        sys.excepthook = _of_child
+        sys.excepthook = sys.__excepthook__
     ours = getattr(threading.excepthook, "__self__", None)
     if isinstance(ours, _Ending):
         threading.excepthook = threading.__excepthook__
@@ -216,19 +208,4 @@ def _end_with_what_nobody_has_heard() -> None:
     for comm, text in UNHEARD.values():
         _say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
     for comm, _ in UNHEARD.values():
-        _end(comm, noted_exit() or 1)
-
-
-def _noting(leave: Any) -> Any:
-    """sys.exit, which also tells the watchdog of the status."""
-    if getattr(leave, "_mpidl_notes", False):
-        return leave
-
-    @functools.wraps(leave)
-    def exit(status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            note_exit(status & 0xFF if isinstance(status, int) else int(status is not None))
-        raise leave(status)  # which has raised already
-
-    exit._mpidl_notes = True  # type: ignore[attr-defined]
-    return exit
+        _end(comm, exit_status.noted() or 1)

@@ -14,9 +14,11 @@ takes note, and the ranks compare notes where the program asks: the maximum of o
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -61,6 +63,7 @@ class StopSignal:
             except (ValueError, OSError) as error:
                 self.close()
                 raise ConfigurationError(f"StopSignal: got signal {given!r}, which cannot be caught: {error}") from None
+        _listening.add(self)
 
     def requested(self) -> signal.Signals | None:
         """The signal that any rank has received, the same on all; None if there was none. Collective.
@@ -98,3 +101,16 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted[0] = number
+
+
+_listening: weakref.WeakSet[StopSignal] = weakref.WeakSet()
+
+
+def _give_signals_back() -> None:
+    """In a forked child, which ends for itself, by signals too: `Process.terminate` sends it SIGTERM."""
+    for stop in _listening:
+        stop.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_signals_back)

@@ -74,6 +74,15 @@ def test_another_thread_than_the_main_one_is_refused(comm) -> None:
     assert len(errors) == 1
 
 
+def test_a_forked_child_ends_by_signals(comm) -> None:
+    with StopSignal(process_group=comm):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize(("handler", "status"), [("SIG_DFL", -signal.SIGHUP), ("SIG_IGN", 0)])
 def test_a_closed_terminal_ends_a_program_without_mpirun_but_not_under_nohup(handler: str, status: int) -> None:
     program = (
