@@ -1,5 +1,6 @@
-"""Training with large batches and with little communication: LARS and LAMB, schedules, post-local SGD."""
+"""Training with large batches and with little communication: LARS and LAMB, schedules, post-local SGD; averages."""
 
+from .ema import EMA
 from .lamb import LAMB
 from .lars import LARS
 from .post_local import PeriodicAverager, PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook
@@ -12,6 +13,7 @@ from .schedules import (
 )
 
 __all__ = [
+    "EMA",
     "LAMB",
     "LARS",
     "PeriodicAverager",

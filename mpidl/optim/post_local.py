@@ -15,7 +15,6 @@ The hook ends the averaging of gradients, the averager begins that of weights; t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from collectives import Communicator
 from ..ddp.comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
 from ..runtime import default_communicator
-from .trust import require
+from .trust import integer, require
 
 _AVERAGER = "averager"
 
@@ -53,8 +52,8 @@ class PeriodicAverager:
         require("parameters", self._parameters, bool(self._parameters), "at least one tensor")
         for p in self._parameters:
             require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
-        self.period = _integer("period", period, 1)
-        self.warmup_steps = _integer("warmup_steps", warmup_steps, 0)
+        self.period = integer("period", period, 1)
+        self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
         self.process_group = default_communicator(process_group)
         self.steps = 0
 
@@ -83,7 +82,7 @@ class PeriodicAverager:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Goes on counting from there."""
-        self.steps = _integer("steps", state_dict.get("steps"), 0)
+        self.steps = integer("steps", state_dict.get("steps"), 0)
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -152,7 +151,7 @@ class PostLocalSGDState:
     def __init__(
         self, process_group: Communicator | None, start_step: int, local_group: Communicator | None = None
     ) -> None:
-        self.start_step = _integer("start_step", start_step, 0)
+        self.start_step = integer("start_step", start_step, 0)
         self.process_group = default_communicator(process_group)
         self.local_group = local_group
         self.steps = 0
@@ -163,7 +162,7 @@ class PostLocalSGDState:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Goes on counting from there."""
-        self.steps = _integer("steps", state_dict.get("steps"), 0)
+        self.steps = integer("steps", state_dict.get("steps"), 0)
 
 
 def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Handle:
@@ -174,12 +173,3 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Handle:
     if group is None:
         return completed()
     return allreduce(group, bucket)
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    require(name, value, number >= least, f"an integer of at least {least}")
-    return number

@@ -9,6 +9,7 @@ by one that adds up the squares over the ranks; the rest is elementwise and runs
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,3 +83,13 @@ def require(name: str, value: Any, fits: bool, what: str) -> None:
     """Raises ConfigurationError unless it fits."""
     if not fits:
         raise ConfigurationError(f"{name}: got {value!r}; needs {what}")
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """The value as an int. Raises ConfigurationError for what is none, or is below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    require(name, value, number >= least, f"an integer of at least {least}")
+    return number

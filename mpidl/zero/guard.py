@@ -48,7 +48,10 @@ class _Place:
 
 
 class WeightGuard:
-    """Watches the parameters that `optimizer` has cut over the ranks. names: of all parameters of the model."""
+    """Watches the parameters that `optimizer` has cut over the ranks. names: of all parameters of the model.
+
+    replaced: whether other weights are in their place for a while, an average of them.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class WeightGuard:
         self._places: dict[torch.nn.Parameter, _Place] = {}
         self._versions: dict[torch.nn.Parameter, int] = {}
         self._writable: list[set[torch.nn.Parameter]] = []
+        self.replaced = False
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
         where = weakref.ref(self)
         self._handles = [model.register_forward_pre_hook(_before_forward(where), prepend=True)]
@@ -89,6 +93,8 @@ class WeightGuard:
 
     def problem(self, slices: Collection[torch.nn.Parameter]) -> str | None:
         """Why no step can be taken on this rank. slices: the parameters that are in groups."""
+        if self.replaced:
+            return self.inside("step")
         if self._writable and isinstance(self._parameters, NodeSharedParameters):
             return "inside `with optimizer.gathered(...):` no step can be taken, as the block's end would undo it"
         own = list(self._model.parameters())
@@ -104,9 +110,11 @@ class WeightGuard:
             return f"{listed}: unfrozen since construction; add it by add_param_group, or freeze it again"
         return self.damage()
 
-    def inside(self) -> str | None:
-        """Why the model cannot be taken out of the engine now."""
-        return "unwrap: inside `with optimizer.gathered(...):` the parameters are copies" if self._writable else None
+    def inside(self, what: str) -> str | None:
+        """Why `what` is not possible now."""
+        if self.replaced:
+            return f"{what}: inside `with ema.averaged():` the weights are averages"
+        return f"{what}: inside `with optimizer.gathered(...):` the parameters are copies" if self._writable else None
 
     def damage(self, *, inside: bool = False) -> str | None:
         """What is wrong with the weights of this rank. inside: writes that a block allows are not."""

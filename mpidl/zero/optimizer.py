@@ -305,7 +305,7 @@ class ZeroOptimizer(StatefulOptimizer):
         `gathered` and for weights that were changed other than by a step, `gathered` or loading.
         """
         self.flush()
-        refuse_everywhere(self._comm, self._guard.inside() or self._guard.damage())
+        refuse_everywhere(self._comm, self._guard.inside("unwrap") or self._guard.damage())
         self._parameters.settle()
         self.zero_grad()
         for part in (self._guard, self._watch, self._gradients, self._parameters, self._nonfinite, *self._hooks):

@@ -23,6 +23,7 @@ from .groups import ShardGroup
 from .guard import WeightGuard, refuse_everywhere
 from .offload import OffloadedOptimizer
 from .owned import OwnedState
+from .owned_weights import OwnedWeights
 from .shards import GradientShards, ParameterShard
 from .slices import Slice
 from .whole import WholeParameters
@@ -157,6 +158,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._offloaded.complete()
         self._cut_state()
         return self._owned()
+
+    def owned_weights(self) -> OwnedWeights:
+        """This rank's slices of the weights that train, as `mpidl.optim.EMA` averages them."""
+        names = {p: name for name, p in reversed(self._names.parameters.items())}
+        return OwnedWeights(self._group, self._parameters, self._slices, names, self._owned(), self._guard)
 
     def _owned(self) -> OwnedState:
         return OwnedState(

@@ -97,11 +97,13 @@ optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3)
 """,
     "zero-1": BATCH + TINY_GPT2,
     "zero-2": BATCH + "model, precision = MyModel(), mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)\n",
+    "zero-3": ZERO,
 }
 
 AFTER = {
     "checkpoint-3": "assert weight.shape == (64, 16)",
     "collectives-2": "assert round(ring.seconds(64 << 20), 4) == 0.0192",
+    "zero-3": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
     "README-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
 }
 

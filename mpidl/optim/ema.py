@@ -1,0 +1,332 @@
+"""EMA: an exponential moving average of the weights, to evaluate and to ship in place of the last ones.
+
+    average  <-  decay * average + (1 - decay) * weights        after each step
+
+Under ZeRO every rank averages its own slices, the fp32 masters where there are any; under DDP, and of a plain model,
+every rank averages all, in fp32 where parameters have 16 bits. Ranks communicate only to show or to gather the average.
+
+    ema = mpidl.optim.EMA(model, decay=0.999)
+
+        optimizer.step()
+        ema.update()
+    with ema.averaged():
+        evaluate(model)
+
+Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; the exponential form as of
+`torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from collectives import Communicator
+
+from ..consistency import check_settings_agree
+from ..ddp import DistributedDataParallel
+from ..errors import ConfigurationError, TrainingError, listed
+from ..trained_by import trainer_of, trainer_of_model
+from .trust import integer, require
+
+Tensors = dict[str, torch.Tensor]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Weights(Protocol):
+    """The weights of a model that train, as this rank holds them: whole, or slices. By the plain model's names."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank has whole tensors to give, and gets them."""
+
+    def values(self) -> Tensors:
+        """This rank's, to read."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole tensors."""
+
+    def forget(self) -> None:
+        """What was read leaves this process's memory, where it lies on a disk."""
+
+    def replaced(self, averages: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Inside, the model computes with these. What is changed inside is an error at the end. Collective."""
+
+    def gather(self, averages: Mapping[str, torch.Tensor]) -> Tensors:
+        """Whole tensors. Collective."""
+
+    def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:
+        """This rank's part of whole tensors. Collective."""
+
+    def agreed(self, value: Any) -> Any:
+        """The value of the rank that gives whole tensors. Collective."""
+
+
+class EMA:
+    """Keeps an average of a model's weights.
+
+    model: plain, in a DistributedDataParallel, or trained by a ZeroOptimizer, which is to be made before.
+    decay: of the average at an update, 0 to 1.
+    warmup: after n updates the decay is at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
+    interval: calls of `update` from one that averages to the next.
+    use_buffers: average floating-point buffers too, such as running statistics, each rank its own; whole numbers are
+        taken as they are. Without it a model keeps its buffers when its weights are replaced.
+
+    The first update takes the weights over as they are; until then the average are those with which the EMA was made.
+    Parameters that do not train have no average; unfrozen ones take part from the next update on. The arguments must be
+    alike on every rank.
+
+    steps: calls of `update`. updates: those that averaged. averages, buffers: what this rank keeps, by the plain
+    model's names: whole tensors, or flat slices under ZeRO.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decay: float = 0.999,
+        *,
+        warmup: bool = False,
+        interval: int = 1,
+        use_buffers: bool = False,
+    ) -> None:
+        require("model", type(model).__name__, isinstance(model, torch.nn.Module), "a torch.nn.Module")
+        fits = isinstance(decay, int | float) and not isinstance(decay, bool) and 0 <= decay <= 1
+        require("decay", decay, fits, "a number from 0 to 1")
+        for name, flag in (("warmup", warmup), ("use_buffers", use_buffers)):
+            require(name, flag, isinstance(flag, bool), "True or False")
+        self.decay, self.warmup, self.use_buffers = float(decay), warmup, use_buffers
+        self.interval = integer("interval", interval, 1)
+        self.steps = self.updates = 0
+        self.averages: Tensors = {}
+        self.buffers: Tensors = {}
+        self._inside = False
+        self._model, comm = _plain(model)
+        trainer = trainer_of_model(self._model)
+        self._optimizer = None if trainer is None else trainer.optimizer
+        if self._optimizer is not None:
+            comm = self._optimizer.process_group
+            if self._optimizer.owned_weights().delays:
+                raise ConfigurationError("EMA: a thread writes the weights that delayed_update delays; needs it False")
+        if comm is not None:
+            settings = {"decay": self.decay, "warmup": warmup, "interval": self.interval, "use_buffers": use_buffers}
+            check_settings_agree(comm, "EMA", settings)
+        self._take_over()
+
+    def _weights(self) -> Weights:
+        if self._optimizer is not None:
+            weights: Weights = self._optimizer.owned_weights()
+            return weights
+        claimed = next((name for name, p in self._model.named_parameters() if trainer_of(p) is not None), None)
+        if claimed is not None:
+            raise ConfigurationError(
+                f"EMA: a ZeroOptimizer trains {claimed}; make the EMA after it, of the model that it was given"
+            )
+        return _WholeWeights(self._model, self.averages)
+
+    def _model_buffers(self) -> Tensors:
+        return {name: b.detach() for name, b in self._model.named_buffers()} if self.use_buffers else {}
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """Counts a step, and takes the weights into the average if it is time to; whether it was.
+
+        To be called after `optimizer.step()`, on every rank.
+        """
+        if self._inside:
+            raise TrainingError("EMA.update: inside `with ema.averaged():` the weights are the average itself")
+        self.steps += 1
+        if self.steps % self.interval:
+            return False
+        if self.updates == 0:
+            self._take_over()
+        else:
+            limit = (1 + self.updates) / (10 + self.updates) if self.warmup else 1.0
+            weight = 1.0 - min(self.decay, limit)
+            weights = self._weights()
+            _average(self.averages, weights.values(), weight)
+            weights.forget()
+            _average(self.buffers, self._model_buffers(), weight)
+        self.updates += 1
+        return True
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """The average is what the model has now."""
+        weights = self._weights()
+        for name, values in weights.values().items():
+            self.averages[name] = _wide(values)
+            weights.forget()
+        self.buffers = {name: _wide(b) for name, b in self._model_buffers().items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights, and buffers: to evaluate, save or export it. Collective.
+
+        Afterwards it has its own again, to the bit, also after an exception. Takes the memory of one copy more of what
+        this rank averages. Raises TrainingError, under ZeRO on every rank, for a step inside, and for weights that were
+        changed there otherwise.
+        """
+        if self._inside:
+            raise TrainingError("EMA.averaged: inside another such block")
+        with self._weights().replaced(self.averages), _replaced(self._model_buffers(), self.buffers):
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def model_state_dict(self) -> Tensors:
+        """The plain model's state_dict with the average in its place: on rank 0, {} on others. Collective.
+
+        Of a plain model and of DDP on every rank. Averages of 16-bit parameters are in fp32.
+        """
+        if self._optimizer is not None:
+            with self.averaged():
+                whole: Tensors = self._optimizer.model_state_dict()
+            return whole
+        kept = {**self.averages, **self.buffers}
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        averages = {t: kept[name] for name, t in tensors if name in kept}
+        states = self._model.state_dict(keep_vars=True)
+        return {name: averages.get(t, t).detach().cpu().clone() for name, t in states.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts and the average, whole by the plain model's names: on rank 0, {} on others. Collective.
+
+        Of a plain model and of DDP on every rank.
+        """
+        weights = self._weights()
+        whole = weights.gather(self.averages)
+        counts = {"steps": self.steps, "updates": self.updates}
+        return {**counts, "averages": whole, "buffers": dict(self.buffers)} if weights.is_root else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, of any engine and number of ranks; under ZeRO from rank 0. Collective.
+
+        Raises ConfigurationError, under ZeRO on every rank, for averages of other names or shapes.
+        """
+        weights = self._weights()
+        problem = self._misfit(state_dict, weights.shapes()) if weights.is_root else None
+        counts = None if problem else [state_dict.get("steps"), state_dict.get("updates"), state_dict.get("buffers")]
+        problem, counts = weights.agreed((problem, counts))
+        if problem:
+            raise ConfigurationError(f"EMA.load_state_dict: {problem}")
+        assert counts is not None
+        whole = state_dict["averages"] if weights.is_root else {}
+        for name, own in weights.scatter(whole, list(self.averages)).items():
+            self.averages[name].copy_(own)
+        self.steps, self.updates, buffers = counts
+        for name, mine in self.buffers.items():
+            mine.copy_(buffers[name])
+
+    def _misfit(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Why a state is not one of this average."""
+        if not isinstance(given, Mapping) or not {"steps", "updates", "averages", "buffers"} <= given.keys():
+            return "needs what an EMA's state_dict() gave"
+        if not all(isinstance(given[name], int) and given[name] >= 0 for name in ("steps", "updates")):
+            return f"got counts of {given['steps']!r} and {given['updates']!r}; needs integers of at least 0"
+        expected = {"averages": {name: shapes[name] for name in self.averages}}
+        expected["buffers"] = {name: tuple(b.shape) for name, b in self.buffers.items()}
+        for kind, own in expected.items():
+            missing, unexpected = sorted(own.keys() - given[kind].keys()), sorted(given[kind].keys() - own.keys())
+            if missing or unexpected:
+                return f"{kind}: missing names {missing[:5]}, unexpected names {unexpected[:5]}"
+            for name, shape in own.items():
+                if tuple(given[kind][name].shape) != shape:
+                    return f"{kind}: {name} has shape {tuple(given[kind][name].shape)}; needs {shape}"
+        return None
+
+
+class _WholeWeights:
+    """Of a model of which this rank has all, and which train or have an average already."""
+
+    is_root = True
+
+    def __init__(self, model: torch.nn.Module, averages: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad or n in averages}
+
+    def values(self) -> Tensors:
+        return {name: p.detach() for name, p in self._parameters.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self._parameters.items()}
+
+    def forget(self) -> None:
+        """Nothing to do: all is in memory."""
+
+    @contextmanager
+    def replaced(self, averages: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        with _replaced(self.values(), averages):
+            versions = {name: p._version for name, p in self._parameters.items()}
+            yield
+            changed = [name for name, p in self._parameters.items() if p._version != versions[name]]
+        if changed:
+            raise TrainingError(
+                f"{listed(changed)}: changed inside `with ema.averaged():`, as by a step; the weights are again what "
+                "they were before it"
+            )
+
+    def gather(self, averages: Mapping[str, torch.Tensor]) -> Tensors:
+        return dict(averages)
+
+    def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:
+        return {name: given[name] for name in names}
+
+    def agreed(self, value: Any) -> Any:
+        return value
+
+
+@contextmanager
+def _replaced(tensors: Tensors, by: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, tensors have other values."""
+    kept: Tensors = {}
+    try:
+        with torch.no_grad():
+            for name, t in tensors.items():
+                if name in by:
+                    kept[name] = t.clone()
+                    t.copy_(by[name])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, before in kept.items():
+                tensors[name].copy_(before)
+
+
+def _average(averages: Tensors, values: Tensors, weight: float) -> None:
+    """Moves each average towards the values; new ones begin with them."""
+    together = []
+    for name, value in values.items():
+        if name not in averages:
+            averages[name] = _wide(value)
+        elif not (value.is_floating_point() or value.is_complex()):
+            averages[name].copy_(value)
+        elif value.dtype != averages[name].dtype:
+            averages[name].lerp_(value.to(averages[name].dtype), weight)
+        else:
+            together.append((averages[name], value))
+    if together:
+        averaged, new = zip(*together, strict=True)
+        torch._foreach_lerp_(averaged, new, weight)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """A copy, in fp32 of 16 bits."""
+    return values.to(torch.float32 if values.dtype in _HALVES else values.dtype, copy=True)
+
+
+def _plain(model: torch.nn.Module) -> tuple[torch.nn.Module, Communicator | None]:
+    """The model inside DDP and what torch.compile gave, and the ranks of the DDP."""
+    comm: Communicator | None = None
+    while True:
+        inside = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            comm, model = model.process_group, model.module
+        elif isinstance(inside, torch.nn.Module):
+            model = inside
+        else:
+            return model, comm
