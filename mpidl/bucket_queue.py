@@ -9,7 +9,7 @@ Every synchronised pass launches every bucket, whatever was reached: the ranks c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -69,10 +69,14 @@ class BucketQueue:
         self._places = {p: (b, index) for b in self.buckets for index, p in enumerate(b.parameters)}
         for p in [p for p in self._handles if p not in self._places]:
             self._handles.pop(p).remove()
-        for p in self._places:
+        self.listen(self._places)
+        self.reset()
+
+    def listen(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Gradients of these begin a pass too, before they are in buckets."""
+        for p in parameters:
             if p not in self._handles:
                 self._handles[p] = p.register_post_accumulate_grad_hook(self._hook(p))
-        self.reset()
 
     def _hook(self, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
         # The garbage collector does not see what a parameter's hooks refer to, so they must not keep the queue.
@@ -82,11 +86,14 @@ class BucketQueue:
             alive, arrived = queue(), which()
             if alive is not None and arrived is not None:
                 alive._watch.begin()
-                alive._arrive(arrived)
+                alive.arrive(arrived)
 
         return gradient_is_complete
 
-    def _arrive(self, parameter: torch.nn.Parameter) -> None:
+    def arrive(self, parameter: torch.nn.Parameter) -> None:
+        """The gradient of a parameter is complete, in a pass that has begun."""
+        if parameter not in self._places:
+            return  # it has come to train, and this pass communicates nothing
         bucket, index = self._places[parameter]
         times = self.arrivals.get(parameter, 0) + 1
         self.arrivals[parameter] = times

@@ -4,16 +4,14 @@
                                                                             checksums of all tensors are, to name one
 
 Replicas that have drifted apart, by a faulty memory, a rank that skipped a step by itself, or a random draw that should
-have been alike, go on training without any error. The checksum takes in rows of 64 KiB one after another, having
-multiplied and shifted what came before, so that it runs about as fast as memory is read. A single element that differs
-always shows, and so, but for a chance of 2^-64, does whatever else differs, such as rows in another order.
+have been alike, go on training without any error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,16 +19,13 @@ import torch
 
 from collectives import Communicator
 
+from .checksums import checksum, difference
 from .ddp import DistributedDataParallel
 from .errors import ConfigurationError, ModelMismatch
-from .objects import all_gather_object
 from .runtime import default_communicator
 from .trained_by import trainer_of_model
 from .zero import ZeroOptimizer
 
-_COLUMNS = 1 << 13  # of 8 bytes: what is worked on stays in the caches
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two values become one
-_HALF = np.uint64(32)
 What = torch.nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 
 
@@ -44,7 +39,7 @@ def check_replicas(
         an optimizer: a torch one's states and groups; a ZeroOptimizer's groups, as its states are shards.
         a mapping of names to tensors, arrays, numbers or nests of them that should be alike: shared results, a loss.
 
-    buffers: also the modules' buffers. DDP makes them alike before each forward pass, not after it.
+    buffers: also the modules' buffers. DDP makes them alike after each backward pass, ZeRO in each step.
     gather: also what stage 3 gathers, node by node: takes the memory of the whole model on each node.
     process_group: the ranks that compare; else those of the first DDP or ZeroOptimizer, else the world.
     """
@@ -73,30 +68,6 @@ def check_replicas(
     found = difference(comm, sums)
     if found is not None:
         raise ModelMismatch(f"the ranks' replicas differ: {found}")
-
-
-def checksum(tensor: torch.Tensor) -> bytes:
-    """8 bytes that tell the tensor's shape, type and bits."""
-    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
-    flat = tensor.detach()
-    flat = (flat if flat.is_contiguous() else flat.contiguous()).reshape(-1)
-    data: Any = flat.view(torch.uint8).cpu().numpy()
-    whole = data.size // (8 * _COLUMNS) * (8 * _COLUMNS)
-    if whole:
-        digest.update(_taken_in(data[:whole].view(np.uint64).reshape(-1, _COLUMNS)))
-    digest.update(data[whole:])
-    return digest.digest()
-
-
-def _taken_in(rows: Any) -> Any:
-    """One row that tells of all and of their order: each step maps the values so far one to one, and adds the next."""
-    sums, high = rows[0].copy(), np.empty(_COLUMNS, np.uint64)
-    for row in rows[1:]:
-        np.multiply(sums, _FACTOR, out=sums)
-        np.right_shift(sums, _HALF, out=high)
-        np.bitwise_xor(sums, high, out=sums)
-        np.add(sums, row, out=sums)
-    return sums
 
 
 def _group_of(what: tuple[What, ...]) -> Communicator:
@@ -182,34 +153,3 @@ def _sum_of(value: Any) -> bytes:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-
-def difference(comm: Communicator, sums: Mapping[str, bytes]) -> str | None:
-    """What differs first, on which ranks, in words; None if nothing does. Collective. sums: by name."""
-    total = hashlib.blake2b(digest_size=8)
-    for name, value in sums.items():
-        total.update(name.encode() + value)
-    mine = np.frombuffer(total.digest(), np.uint8)
-    everyone = np.empty(8 * comm.size, np.uint8)
-    comm.all_gather(everyone, mine)
-    if (everyone.reshape(comm.size, -1) == mine).all():  # on all ranks or on none
-        return None
-    differing = list(_differing(all_gather_object(comm, dict(sums))))
-    name, apart, rest = differing[0]
-    more = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
-    return f"{name} on {_ranks(apart)} from {_ranks(rest)}{more}"
-
-
-def _differing(everyone: list[dict[str, bytes]]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """(name, the ranks that are fewer, the others) of all that differs, in order."""
-    for name in {name: None for sums in everyone for name in sums}:
-        groups: dict[bytes | None, list[int]] = {}
-        for rank, sums in enumerate(everyone):
-            groups.setdefault(sums.get(name), []).append(rank)
-        if len(groups) > 1:
-            most = max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-            yield name, [rank for rank in range(len(everyone)) if rank not in most], most
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -20,10 +20,10 @@ import torch
 
 from collectives import Communicator
 
+from ..checksums import checksum, difference
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
 from ..optim.post_local import PostLocalSGDOptimizer
-from ..replicas import checksum, difference
 from ..runtime import default_communicator
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer

@@ -4,7 +4,8 @@
     rank 1:  batch  batch | stands in   |  all take over the states of one that ended last
     rank 2:  batch  batch  batch | st.in|
 
-Every forward and every backward pass begins with a round in which each rank tells what it is about to do.
+Every backward pass begins with a round in which each rank tells if it has batches. A forward pass does too where the
+first rank without any is to be an error, as other ranks may wait in it, in a SyncBatchNorm.
 """
 
 from __future__ import annotations
@@ -28,23 +29,16 @@ class Stage(IntEnum):
 class JoinRounds:
     """The rounds of one `with wrapped.join():`.
 
-    forward(), backward(): what a rank that has ended does when the others go forward or backward. divide_by_active:
-    the mean is over the ranks that still have batches; `share` is then ranks / active ranks, else 1. root: the lowest
-    rank that has batches.
+    backward(): what a rank that has ended does when the others go backward. throw: the first rank that ends is an
+    error. divide_by_active: the mean is over the ranks that still have batches; `share` is then ranks / active ranks,
+    else 1. root: the lowest rank that has batches.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        forward: Callable[[], None],
-        backward: Callable[[], None],
-        *,
-        divide_by_active: bool,
-        throw: bool,
+        self, comm: Communicator, backward: Callable[[], None], *, divide_by_active: bool, throw: bool
     ) -> None:
-        self._comm = comm
-        self._do = {Stage.FORWARD: forward, Stage.BACKWARD: backward}
-        self._divide_by_active, self._throw = divide_by_active, throw
+        self._comm, self._backward = comm, backward
+        self._divide_by_active, self.throw = divide_by_active, throw
         self.share = 1.0
         self.root = 0
 
@@ -58,7 +52,7 @@ class JoinRounds:
         self.root = int(active[0])
         if self._divide_by_active:
             self.share = self._comm.size / len(active)
-        if self._throw and len(active) < self._comm.size:
+        if self.throw and len(active) < self._comm.size:
             ended = ", ".join(map(str, np.flatnonzero(stages == Stage.ENDED)))
             raise TrainingError(f"join: no batches left on rank {ended}, and throw_on_early_termination is set")
         if len(set(stages[active].tolist())) > 1:
@@ -68,5 +62,5 @@ class JoinRounds:
 
     def stand_in(self) -> None:
         """Takes part in the others' passes until the last one has ended; `root` is then a rank that ended last."""
-        while (stage := self.begin(Stage.ENDED)) is not Stage.ENDED:
-            self._do[stage]()
+        while self.begin(Stage.ENDED) is not Stage.ENDED:
+            self._backward()

@@ -4,8 +4,10 @@
     first pass           buckets by the reverse of `parameters()`
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 
-Strictly in the order of the buckets, each is all-reduced as soon as it is filled. After the last the ranks agree, in
-one small all-reduce, on what the pass reached, so that what is wrong on one rank is an error on all.
+A forward pass sends nothing, so that a rank may run it alone. At the begin of a backward pass the ranks agree, in a
+small all-reduce, on what trains. Then, strictly in the order of the buckets, each is all-reduced as soon as it is
+filled. After the last the ranks agree in another one on what the pass reached, so that what is wrong on one rank is an
+error on all, and rank 0's buffers are broadcast.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """
@@ -90,7 +92,8 @@ class Reducer:
         self._incomplete: IncompletePass | None = None  # on every rank, or on none
         self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
-        self._trains: list[torch.dtype | None] = []
+        self._wanted = self._what_trains()  # in the last synchronised forward pass
+        self._trains: list[torch.dtype | None] = []  # as the buckets are laid out
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
         self._foreign = ForeignSteps(names)
@@ -107,25 +110,44 @@ class Reducer:
         self.queue.hold = static_graph
         self._watch = watch
         watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
-        watch.at_begin += [self._refuse_double_backward, self._begin_round, self._mark_unreached, self._note_versions]
+        watch.at_begin += [
+            self._refuse_double_backward,
+            self._begin_round,
+            self._agree_on_buckets,
+            self._mark_unreached,
+            self._note_versions,
+        ]
         watch.at_abandon.append(self._abandon)
         self._destinations = destinations(module, names if as_views else (), watch, lambda: self.queue.synchronise)
         self._start_anew()
 
     # ---- between passes ---------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Before a synchronised forward pass: takes up a new order of the buckets, or a new choice of what trains.
+    def before_forward(self, training: bool) -> None:
+        """Before a synchronised forward pass: notes what trains, for the backward pass to agree on.
 
-        Or other dtypes of it. Collective. Raises ModelMismatch on every rank where that choice differs.
+        Collective only in training mode in a `join` that ends with the first rank. training: the module's mode.
         """
-        trains = self._what_trains()
-        code = zlib.crc32(repr(trains).encode())
+        if training and self.rounds is not None and self.rounds.throw:
+            self.rounds.begin(Stage.FORWARD)
+        self._wanted = self._what_trains()
+        if self._wanted != self._trains:
+            self.queue.listen(self._trained_by(self._wanted))
+
+    def _agree_on_buckets(self) -> None:
+        """At the begin of a backward pass: takes up a new order of the buckets, or a new choice of what trains.
+
+        Or other dtypes of it. Collective, but under `no_sync`. Raises ModelMismatch on every rank where the choice
+        differs.
+        """
+        if not self.queue.synchronise:
+            return
+        code = zlib.crc32(repr(self._wanted).encode())
         both = np.array([code, -code])
         self.comm.all_reduce(both, "max")
         if both[0] != -both[1]:
             check_models_agree(self.comm, self._module, self._ignored)
-        if trains != self._trains:
+        if self._wanted != self._trains:
             self._start_anew()
         elif self.pending_order is not None:
             order, self.pending_order = self.pending_order, None
@@ -135,14 +157,17 @@ class Reducer:
         """Of each parameter: its dtype, if it is trained."""
         return [p.dtype if p.requires_grad else None for p in self._names]
 
+    def _trained_by(self, trains: Sequence[torch.dtype | None]) -> list[torch.nn.Parameter]:
+        return [p for p, dtype in zip(self._names, trains, strict=True) if dtype is not None]
+
     def _start_anew(self) -> None:
-        former = set(self._trained)
-        self._trains = self._what_trains()
-        self._trained = [p for p in self._names if p.requires_grad]
-        self._average_left_behind([p for p in self._names if p in former and not p.requires_grad])
+        former = self._trained
+        self._trains, self._trained = self._wanted, self._trained_by(self._wanted)
+        trained = set(self._trained)
+        self._average_left_behind([p for p in former if p not in trained])
         if former:
-            self._quietly |= {p for p in self._trained if p not in former and p.grad is not None}
-        self._sparse = sparse_parameters(self._module)
+            self._quietly |= {p for p in trained.difference(former) if p.grad is not None}
+        self._sparse = sparse_parameters(self._module) & trained
         self.queue.expected = {}
         self.queue.hold = self._static_graph
         self.rebuilt, self._counts_known, self.pending_order = False, False, None
@@ -205,9 +230,9 @@ class Reducer:
 
     def reached_from(self, nodes: Sequence[Any] | None) -> bool:
         """Within a backward pass that came by these nodes: tells if it goes to the parameters, as `goes_to`."""
-        concerned = goes_to(self._trained, nodes)
+        concerned = goes_to(self._names, nodes)
         if concerned and self._looks_for_unused and not self._opaque:
-            self._unreached = [p for p in self._trained if not reaches(p)]
+            self._unreached = [p for p in self._trained_by(self._wanted) if not reaches(p)]
         return concerned
 
     @property
@@ -233,6 +258,7 @@ class Reducer:
     def stand_in(self, rounds: JoinRounds) -> None:
         """A backward pass of the other ranks, to which this one contributes zeros."""
         self.share, self.order_root, self.shadowing = rounds.share, rounds.root, True
+        self._agree_on_buckets()
         kept = {p: p.grad for p in self._trained}
         try:
             for p in kept:

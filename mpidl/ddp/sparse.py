@@ -15,7 +15,7 @@ def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The weights of embeddings that were made with sparse=True."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     tables = [m for m in module.modules() if isinstance(m, kinds) and m.sparse]
-    return {p for m in tables for p in m.parameters(recurse=False) if p.requires_grad}
+    return {p for m in tables for p in m.parameters(recurse=False)}
 
 
 def mean_of_sparse(comm: Communicator, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

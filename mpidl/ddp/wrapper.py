@@ -1,7 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model and trains on its part of the batch.
 
-    rank 0's states are broadcast -> forward -> backward fills buckets -> each full bucket is averaged over the ranks
-    while backward goes on -> the same gradients everywhere -> the same step everywhere
+    forward, which sends nothing -> backward fills buckets -> each full bucket is averaged over the ranks while backward
+    goes on -> rank 0's buffers are broadcast -> the same gradients everywhere -> the same step everywhere
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", algorithm 1.
 """
@@ -23,15 +23,17 @@ from collectives import Communicator
 from .. import lanes
 from ..backward import BackwardWatch, inside_backward
 from ..buckets import MIB
+from ..checksums import checksum, difference
 from ..compiling import uncompiled
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ModelMismatch
 from ..place import place_of
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
 from ..sync_batch_norm import SyncBatchNorm
 from . import arguments, comm_hooks
-from .joining import JoinRounds, Stage
+from .first_pass import FirstPass
+from .joining import JoinRounds
 from .reducer import Reducer
 
 
@@ -43,10 +45,10 @@ class DistributedDataParallel(torch.nn.Module):
     module: the model, on every rank alike in structure, in the host's memory or on one GPU. Forward passes, backward
         passes and steps may be on any streams that the program has ordered after each other.
     device_ids, output_device: None, or the one device on which the module lies, to which inputs are then moved.
-    forward_sync_buffers: rank 0's buffers (running statistics, ...) are broadcast before each synchronised forward
-        pass, and at the end of `join`; by default on.
+    forward_sync_buffers: rank 0's buffers (running statistics, ...) are broadcast at the end of each synchronised
+        backward pass, and at the end of `join`; by default on.
     broadcast_buffers: the same in one argument with whether buffers are part of `init_sync`; by default both.
-    init_sync: rank 0's parameters and buffers are broadcast now, and where a copy begins.
+    init_sync: rank 0's parameters and buffers are broadcast now.
     process_group: the Communicator; by default the world.
     bucket_cap_mb: size of the gradient buckets in MiB, 25 by default; the first has at most 1 MiB.
     find_unused_parameters: a pass need not reach every parameter. One that no rank reaches keeps its `.grad` as it was;
@@ -57,11 +59,13 @@ class DistributedDataParallel(torch.nn.Module):
         re-entrant checkpoints that share parameters, at full overlap; a graph that does change is an error.
     parameters_to_ignore: names of parameters and buffers of the module to leave alone on every rank.
 
-    Every rank must run the same number of forward and backward passes; see `join` where they cannot. Buckets are
-    reduced in the same order on all ranks, the order in which gradients arrived in the first synchronised pass (not
-    under find_unused_parameters), and contributions are added in the order of ranks: gradients are bitwise equal on
-    all ranks and do not depend on the bucket size. Parameters may be frozen and unfrozen between passes, on all ranks
-    alike. A copy.deepcopy or a pickled copy, which leaves hooks out, begins anew with its first synchronised pass.
+    Every rank must run the same number of backward passes; see `join` where they cannot. A forward pass communicates
+    nothing: one that no backward pass follows may be on any ranks. Buckets are reduced in the same order on all ranks,
+    the order in which gradients arrived in the first synchronised pass (not under find_unused_parameters), and
+    contributions are added in the order of ranks: gradients are bitwise equal on all ranks and do not depend on the
+    bucket size. Parameters may be frozen and unfrozen between passes, on all ranks alike. A copy.deepcopy or a pickled
+    copy, which leaves hooks out, begins anew with its first synchronised backward pass; parameters that differ over the
+    ranks are an error there, if `init_sync` is set.
 
     Raises ConfigurationError for wrong arguments, ModelMismatch where the ranks' models or settings differ.
     """
@@ -111,10 +115,31 @@ class DistributedDataParallel(torch.nn.Module):
         self._hook: tuple[Any, comm_hooks.Hook] | None = None
         self._reducer: Reducer | None = None
         self._quiet = False
+        self._watch = BackwardWatch()
+        self._first_pass: FirstPass | None = None
         self._set_up()
 
     def _set_up(self) -> None:
         """What all ranks do together at the beginning: compare, make equal, allocate the buckets."""
+        self._compare()
+        if self._init_sync:
+            self._broadcast(0, self._init_sync_buffers)
+        self._make_reducer()
+
+    def _set_up_in_backward(self) -> None:
+        """The same for a copy, whose forward pass has used what the ranks would have had to make equal before."""
+        self._compare()
+        if self._init_sync:
+            sums = {name: checksum(p) for p, name in self._named_parameters(frozen=True).items()}
+            found = difference(self.process_group, sums)
+            if found is not None:
+                raise ModelMismatch(
+                    f"the ranks' copies of a DistributedDataParallel begin with different parameters: {found}; load "
+                    "the same on all ranks, or wrap the copy's `.module` anew, which takes over rank 0's"
+                )
+        self._make_reducer()
+
+    def _compare(self) -> None:
         comm = self.process_group
         settings = {
             "bucket_cap_mb": self.bucket_bytes_cap / MIB,
@@ -126,10 +151,12 @@ class DistributedDataParallel(torch.nn.Module):
         }
         check_settings_agree(comm, "DistributedDataParallel", settings)
         check_models_agree(comm, self.module, self.parameters_to_ignore)
-        if self._init_sync:
-            self._broadcast(0, self._init_sync_buffers)
+
+    def _make_reducer(self) -> None:
+        if self._first_pass is not None:
+            self._first_pass.remove()
+        comm = self.process_group
         lane = lanes.take(comm)
-        self._watch = BackwardWatch()
         self._reducer = Reducer(
             self.module,
             self._named_parameters(frozen=True),
@@ -163,29 +190,36 @@ class DistributedDataParallel(torch.nn.Module):
 
     @uncompiled
     def _before_forward(self) -> None:
-        synchronised = torch.is_grad_enabled() and not self._quiet and not inside_backward()
-        if synchronised:
+        self._watch.before_forward()
+        if torch.is_grad_enabled() and not self._quiet and not inside_backward():
             self._place.refuse_capture("DistributedDataParallel")
-        if self._reducer is None and synchronised:
-            self._set_up()
-        if self._reducer is not None:
-            self._watch.before_forward()
-            if synchronised:
-                self._before_synchronised_forward(self._reducer)
+            if self._reducer is not None:
+                self._reducer.before_forward(self.module.training)
+            elif self._first_pass is None:
+                self._await_first_pass()
+
+    def _await_first_pass(self) -> None:
+        where = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
+
+        def begins() -> None:
+            alive = where()
+            if alive is not None and alive._reducer is None and not alive._quiet:
+                alive._set_up_in_backward()
+
+        def arrives(parameter: torch.Tensor) -> None:
+            alive = where()
+            if alive is not None:
+                alive._watch.begin()
+                if alive._reducer is not None:  # whose hook, made just now, is not called for this gradient
+                    alive._reducer.queue.arrive(parameter)  # type: ignore[arg-type]
+
+        self._first_pass = FirstPass(self._watch, self.module, list(self._named_parameters()), begins, arrives)
 
     @uncompiled
     def _after_forward(self, output: Any) -> None:
+        self._watch.after_forward(output)
         if self._reducer is not None:
-            self._watch.after_forward(output)
             self._reducer.after_forward(output)
-
-    def _before_synchronised_forward(self, reducer: Reducer) -> None:
-        if reducer.rounds is not None and not reducer.shadowing:
-            reducer.rounds.begin(Stage.FORWARD)
-        reducer.prepare()
-        if self.forward_sync_buffers:
-            root = 0 if reducer.rounds is None else reducer.rounds.root
-            broadcast_states(self.process_group, _buffers(self.module, self.parameters_to_ignore), root)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -244,17 +278,21 @@ class DistributedDataParallel(torch.nn.Module):
 
         A rank that leaves the block takes part with zeros until the last one has ended; then all take over the
         parameters and buffers of a rank that ended last. What else is collective, such as `global_mean` or
-        SyncBatchNorm, cannot be in the block, as the ranks do not come to it equally often.
+        SyncBatchNorm, cannot be in the block, as the ranks do not come to it equally often, unless the first rank that
+        ends is an error.
 
         divide_by_initial_world_size: the sum of gradients is divided by the number of all ranks, else by that of the
             ranks that still have batches.
-        throw_on_early_termination: as soon as one rank has ended, TrainingError on every rank.
+        throw_on_early_termination: as soon as one rank has ended, TrainingError on every rank, in the next forward pass
+            in training mode with gradients, which is collective then, or in the next backward pass.
         """
         if not enable:
             yield
             return
-        if any(isinstance(m, SyncBatchNorm) for m in self.module.modules()):
-            raise ConfigurationError("join: SyncBatchNorm needs all ranks in every forward pass")
+        if not throw_on_early_termination and any(isinstance(m, SyncBatchNorm) for m in self.module.modules()):
+            raise ConfigurationError(
+                "join: SyncBatchNorm needs all ranks in every forward pass; set throw_on_early_termination=True"
+            )
         if DistributedDataParallel._joined:
             raise ConfigurationError("join: another wrapper's join is under way, and a rank can stand in for one alone")
         if self._reducer is None:
@@ -263,8 +301,7 @@ class DistributedDataParallel(torch.nn.Module):
         assert reducer is not None
         rounds = JoinRounds(
             reducer.comm,
-            forward=lambda: self._stand_in_forward(reducer),
-            backward=lambda: reducer.stand_in(rounds),
+            lambda: reducer.stand_in(rounds),
             divide_by_active=not divide_by_initial_world_size,
             throw=throw_on_early_termination,
         )
@@ -278,13 +315,6 @@ class DistributedDataParallel(torch.nn.Module):
             DistributedDataParallel._joined = False
 
     _joined = False  # whether some wrapper of this process is in a `join` block
-
-    def _stand_in_forward(self, reducer: Reducer) -> None:
-        reducer.shadowing = True
-        try:
-            self._before_synchronised_forward(reducer)
-        finally:
-            reducer.shadowing = False
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The memory of the buckets, in which the gradients lie; of which there is none before the first pass."""
@@ -309,13 +339,14 @@ class DistributedDataParallel(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("process_group", "_reducer", "_watch", "_hook", "_place"):
+        for name in ("process_group", "_reducer", "_watch", "_first_pass", "_hook", "_place"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reducer = None
+        self._reducer = self._first_pass = None
+        self._watch = BackwardWatch()
         self._place = place_of("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
         if "process_group" not in self.__dict__:

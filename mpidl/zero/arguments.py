@@ -61,7 +61,7 @@ def groups(model: torch.nn.Module, params: Params) -> list[dict[str, Any]]:
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("model: it has no parameter that requires a gradient")
-    sparse = [names[p] for p in sparse_parameters(model)]
+    sparse = [names[p] for p in sparse_parameters(model) if p.requires_grad]
     if sparse:
         raise ConfigurationError(
             f"model: {sparse[0]} belongs to an embedding with sparse=True; ZeRO's buckets are dense: set sparse=False"

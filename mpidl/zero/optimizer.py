@@ -83,7 +83,7 @@ class ZeroOptimizer(StatefulOptimizer):
         stays whole, for fewer bytes on the way and more in memory.
     shard_group: the ranks over which state is cut, when not over all: "node" for those of each node, or a Communicator
         from `split` for groups of one size. Ranks of other groups hold the same shards, and reduce their gradients.
-    broadcast_buffers: rank 0's buffers are broadcast before every training forward pass.
+    broadcast_buffers: rank 0's buffers (running statistics, ...) are broadcast in every step.
     offload: "cpu", "disk" or an `Offload`: where optimizer state and fp32 masters lie, and delayed updates.
     init_fn: gives values to a model on the meta device that is not from `deferred_init`: called with each module that
         has parameters or buffers of its own. By default the modules' `reset_parameters`. After an error in either the
@@ -208,8 +208,7 @@ class ZeroOptimizer(StatefulOptimizer):
             self._inner = optimizer_class(inner_groups, **kwargs)
         if isinstance(self._inner, TrustRatioOptimizer):
             self._inner.squared_norms = partial(squared_norms_over, self._group.shards)
-        if broadcast_buffers and any(True for _ in model.buffers()):
-            self._hooks.append(model.register_forward_pre_hook(self._broadcast_buffers))
+        self._broadcasts_buffers = broadcast_buffers
         for name in _COPIES:
             setattr(model, name, refuse_copy)
         clears_with(model, self)
@@ -354,6 +353,8 @@ class ZeroOptimizer(StatefulOptimizer):
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key != "params"})
         reached = self._attach_gradients(problem)
+        if self._broadcasts_buffers:
+            broadcast_states(self._comm, self._model.buffers())
         self._inner.step()
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
@@ -482,12 +483,6 @@ class ZeroOptimizer(StatefulOptimizer):
         Saves communication when gradients are accumulated, at the price of whole gradients meanwhile.
         """
         return self._gradients.queue.no_sync()
-
-    def _broadcast_buffers(self, *_: Any) -> None:
-        inside = self._watch.active or inside_backward()  # a checkpoint that is computed anew
-        if torch.is_grad_enabled() and not inside and self._gradients.queue.synchronise:
-            self._parameters.even_out()  # after passes of which none was backward
-            broadcast_states(self._comm, self._model.buffers())
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither copied nor pickled."""

@@ -151,8 +151,9 @@ def test_freezing_on_one_rank_is_an_error_on_all(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
     if comm.rank == 0:
         model.layers[1].weight.requires_grad_(False)
+    loss = whole(wrapped, comm.rank)
     with pytest.raises(mpidl.ModelMismatch, match=r"layers\.1\.weight.*frozen"):
-        wrapped(data(comm.rank), (0, 1, 2))
+        loss.backward()
 
 
 def test_freezing_and_unfreezing_around_no_sync(comm) -> None:
@@ -192,3 +193,71 @@ def test_outputs_that_are_parameters_gather_no_hooks(comm) -> None:
         out, weight = wrapped(data(comm.rank), (0, 1, 2))
         (out.sum() + weight.sum()).backward()
     assert not model.layers[0].weight._backward_hooks
+
+
+class Keeps(Several):
+    """Its loss does not come from its output."""
+
+    def forward(self, x, order=(0, 1, 2)):  # type: ignore[override]
+        self.kept = super().forward(x, order)
+        return x.sum()
+
+
+def kept(m: Any, rank: int) -> torch.Tensor:
+    m(data(rank))
+    return getattr(m, "module", m).kept.sum()
+
+
+@pytest.mark.parametrize("of", ["wrapper", "deepcopy"])
+def test_a_pass_that_begins_with_a_parameter(comm, of: str) -> None:
+    """Also of a copy, which begins anew, and with parameters that have come to train since the last one."""
+
+    def make() -> nn.Module:
+        model = Keeps()
+        model.layers[1:].requires_grad_(False)
+        return model
+
+    model = made(make)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+    if of == "deepcopy":
+        wrapped = copy.deepcopy(wrapped)
+    kept(wrapped, comm.rank).backward()
+    check(wrapped.module, mean_gradients(make, kept, comm.size))
+    wrapped.zero_grad()
+    wrapped.module.requires_grad_(True)
+    kept(wrapped, comm.rank).backward()
+    check(wrapped.module, mean_gradients(Keeps, kept, comm.size))
+
+
+def test_what_trains_is_that_of_the_forward_pass(comm) -> None:
+    """As of a discriminator that is frozen for the generator's forward pass alone."""
+    model = made(Several)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    x = data(comm.rank).requires_grad_()
+    for _ in range(2):
+        model.zero_grad()
+        whole(wrapped, comm.rank).backward()
+        check(model, mean_gradients(Several, whole, comm.size))
+        model.zero_grad()
+        model.requires_grad_(False)
+        out = wrapped(x, (0, 1, 2)).sum()
+        model.requires_grad_(True)
+        out.backward()
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_copies_that_differ_over_the_ranks_are_refused(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm)
+    twin = copy.deepcopy(wrapped)
+    with torch.no_grad():
+        twin.module.layers[1].bias.add_(comm.rank)
+    loss = whole(twin, comm.rank)
+    if comm.size == 1:
+        loss.backward()
+        return
+    with pytest.raises(mpidl.ModelMismatch, match=r"copies .* different parameters: layers\.1\.bias on rank"):
+        loss.backward()
+    anew = mpidl.DistributedDataParallel(twin.module, process_group=comm)
+    anew.zero_grad()
+    whole(anew, comm.rank).backward()
+    check(anew.module, mean_gradients(Several, whole, comm.size))

@@ -91,6 +91,28 @@ def test_a_rank_that_ends_early_can_be_an_error(comm) -> None:
         train()
 
 
+def test_synchronised_norms_where_the_first_rank_that_ends_is_an_error(comm) -> None:
+    """The others wait in no forward pass for it; one rank alone may evaluate meanwhile."""
+    normed = nn.Sequential(nn.Linear(3, 4), mpidl.SyncBatchNorm(4, process_group=comm))
+    wrapped = mpidl.DistributedDataParallel(normed, process_group=comm)
+    passes: list[None] = []
+
+    def train(number: int) -> None:
+        with wrapped.join(throw_on_early_termination=True):
+            for _ in range(number):
+                wrapped(torch.ones(2, 3) + comm.rank).square().sum().backward()
+                passes.append(None)
+                if comm.rank == 0:
+                    wrapped.eval()(torch.ones(1, 3))
+                    wrapped.train()
+
+    train(2)
+    if comm.size > 1:
+        with pytest.raises(mpidl.TrainingError, match="no batches left on rank 0"):
+            train(2 + (comm.rank > 0))
+        assert len(passes) == 4
+
+
 def test_switched_off_it_does_nothing(comm) -> None:
     wrapped: Any = mpidl.DistributedDataParallel(Net(), process_group=comm)
     with wrapped.join(enable=False):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mpidl
-from mpidl.replicas import checksum
+from mpidl.checksums import checksum
 from tests.mpidl.models import Mixture
 
 

@@ -1,0 +1,39 @@
+"""The first synchronised backward pass of a copied wrapper: until then a rank may use its copy alone.
+
+A forward pass sends nothing, so that the copies on the ranks begin together when a backward pass does: with the
+gradient of an output, or of a parameter where the loss does not come from the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ..backward import BackwardWatch, goes_to, replacement_test
+
+
+class FirstPass:
+    """Calls `begins` when a backward pass through the module begins.
+
+    watch: of the copy's forward passes. arrives(parameter): called, after that, for every gradient that comes while
+    this object listens.
+    """
+
+    def __init__(
+        self,
+        watch: BackwardWatch,
+        module: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        begins: Callable[[], None],
+        arrives: Callable[[torch.Tensor], None],
+    ) -> None:
+        watch.concerns, watch.are_replaced = partial(goes_to, parameters), replacement_test(module, set(parameters))
+        watch.at_begin.append(begins)
+        self._handles = [p.register_post_accumulate_grad_hook(arrives) for p in parameters]
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,102 @@
+"""Forward passes on one rank alone, beside those that all ranks train with: nothing waits, and nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from tests.mpidl import zero_reference as zero
+
+pytestmark = pytest.mark.mpi
+
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "copies": {"gradient_as_bucket_view": False},
+}
+HOW = ["no_grad", "eval", "train"]
+ways = pytest.mark.parametrize("way", [*DDP, "join", "deepcopy", *zero.WAYS])
+
+
+class Normed(nn.Module):
+    """With running statistics, which are rank 0's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([zero.Block(), zero.Block()])
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return self.head(x)
+
+
+def evaluate(model: nn.Module, how: str) -> torch.Tensor:
+    """Outputs of one rank alone; a training pass moves its running statistics."""
+    model.train(how == "train")
+    with torch.set_grad_enabled(how != "no_grad"):
+        found = model(zero.data(9)).detach()
+    model.train()
+    return found
+
+
+class Single:
+    """Training in one process; `first` sees what rank 0 sees alone."""
+
+    def __init__(self, ranks: int) -> None:
+        self.plain = zero.Plain(Normed, ranks)
+        self.first = copy.deepcopy(self.plain.model)
+
+    def step(self, step: int, how: str) -> torch.Tensor:
+        """What rank 0 finds before the step."""
+        found = evaluate(self.first, how)
+        self.first(zero.data(0, step))
+        self.plain.step(lambda m, rank: m(zero.data(rank, step)).square().sum().backward())
+        for own, trained in zip(self.first.parameters(), self.plain.model.parameters(), strict=True):
+            own.data.copy_(trained)
+        return found
+
+
+def trains(comm: Communicator, way: str) -> tuple[Any, nn.Module, Any]:
+    """What is called, the plain model and its optimizer."""
+    if way in zero.WAYS:
+        model, optimizer = zero.engine(comm, Normed, way)
+        return model, model, optimizer
+    model = zero.made(Normed, comm.rank)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, **DDP.get(way, {}))
+    if way == "deepcopy":
+        wrapped = copy.deepcopy(wrapped)
+    return wrapped, wrapped.module, torch.optim.SGD(wrapped.parameters(), **zero.SGD)
+
+
+@ways
+@pytest.mark.parametrize("how", HOW)
+def test_training_goes_on(comm, way: str, how: str) -> None:
+    """Before the first step, in between and after the last. The other ranks do not wait for the evaluation."""
+    called, model, optimizer = trains(comm, way)
+    single = Single(comm.size)
+    gathers = way == "3-gathered"
+    with called.join() if way == "join" else contextlib.nullcontext():
+        for step in range(4):
+            expected = single.step(step, how)
+            with optimizer.gathered(writable=False) if gathers else contextlib.nullcontext():
+                if comm.rank == 0:
+                    torch.testing.assert_close(evaluate(called, how), expected, rtol=1e-5, atol=1e-6)
+                if not gathers:
+                    comm.barrier()
+            called(zero.data(comm.rank, step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with optimizer.gathered(writable=False) if way in zero.WAYS else contextlib.nullcontext():
+        for name, expected in single.first.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-5, atol=1e-6, msg=name)
