@@ -76,7 +76,7 @@ class Communicator:
     rank is; by default the environment's MPIDL_TIMEOUT, or 600; 0: for ever.
 
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
-    nodes: how many nodes. mpi: the communicator that was given.
+    nodes: how many nodes. node_ranks: the ranks of this node. mpi: the communicator that was given.
 
     With MPIDL_DEBUG=1 in the environment the ranks compare, before every operation, what they are about to do, and
     raise the same MismatchError on all ranks where that differs.
@@ -103,6 +103,7 @@ class Communicator:
         self.size: int = self.mpi.Get_size()
         place = discover(self._collective)
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
+        self.node_ranks: tuple[int, ...] = place.members
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._progress.naps = place.nodes > 1 or place.full
@@ -479,6 +480,10 @@ class Communicator:
         assert within is not None
         assert across is not None
         return within, across
+
+    def split_self(self) -> Communicator:
+        """A Communicator of this rank only. Not collective."""
+        return Communicator(MPI.COMM_SELF, timeout=self._timeout)
 
     def duplicate(self) -> Communicator:
         """A Communicator of the same ranks, with operations apart from this one's; closed along with it. Collective."""

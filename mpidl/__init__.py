@@ -8,7 +8,7 @@ optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
 from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
-from . import activations, checkpoint, data, memory, optim
+from . import activations, checkpoint, data, memory, mesh, optim
 from .amp import GradScaler
 from .clip import clip_grad_norm_, clip_grad_value_
 from .ddp import DistributedDataParallel, comm_hooks
@@ -22,6 +22,7 @@ from .errors import (
     UsageError,
 )
 from .loss import global_mean
+from .mesh import Mesh
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .nonfinite_guard import NonfiniteGuard
 from .objects import all_gather_object, broadcast_object
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedDataParallel",
     "GradScaler",
+    "Mesh",
     "ModelMismatch",
     "MpidlError",
     "NonfiniteGuard",
@@ -66,6 +68,7 @@ __all__ = [
     "global_mean",
     "init",
     "memory",
+    "mesh",
     "optim",
     "pick_device",
 ]

@@ -61,6 +61,18 @@ def test_topology_counts_this_node(comm: Communicator) -> None:
     here = [rank for rank, name in enumerate(names) if name == names[comm.rank]]
     assert (comm.local_rank, comm.local_size) == (here.index(comm.rank), len(here))
     assert comm.nodes == len(set(names))
+    assert comm.node_ranks == tuple(here)
+
+
+def test_a_rank_makes_a_communicator_of_itself_without_the_others(comm: Communicator) -> None:
+    if comm.rank == 0:
+        group = comm.split_self()
+        assert (group.rank, group.size) == (0, 1)
+        x = np.ones(3)
+        group.all_reduce(x)
+        assert x.tolist() == [1.0] * 3
+        group.close()
+    comm.barrier()
 
 
 def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator) -> None:

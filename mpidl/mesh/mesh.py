@@ -1,0 +1,179 @@
+"""Mesh: the ranks of a job on named axes, with a Communicator for each.
+
+    mesh = mpidl.Mesh(tp=2)            4 ranks: dp=2, tp=2
+    mesh["tp"]                         the Communicator of the ranks that differ from this one on tp alone
+    mesh.rank("tp"), mesh.size("tp")   this rank's coordinate there, and the ranks there
+    mesh.along("dp", "cp")             the Communicator of a product of axes: those of data parallelism
+
+Which rank has which coordinates is `layout`'s matter. Each Communicator has a queue of its own, so operations on
+different axes do not wait for each other; within one axis every rank calls the same ones in the same order.
+
+Collective are the constructor, `close` and the first `along` of each product. The constructor makes the groups of all
+axes that are longer than 1, and of dp x cp, in the order of `_EAGER`. A group that is the whole world in its own order
+has the world's Communicator itself, and axes of size 1 share one of this rank, made when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from collectives import Communicator
+
+from ..errors import UsageError
+from ..objects import all_gather_object
+from ..runtime import default_communicator
+from .layout import AXES, Layout
+
+_EAGER = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("ep",), ("edp",))
+
+
+class Mesh:
+    """Named axes over the ranks of a Communicator.
+
+    dp: data parallelism. pp: pipeline stages. tp: tensor parallelism. cp: context parallelism, ranks that hold parts of
+        the same sequences. ep: expert parallelism, a divisor of dp * cp (`layout` says why). Sizes; one may be -1,
+        which stands for what the others leave of the ranks. The same on every rank.
+    comm: the Communicator whose ranks it orders; by default the world, joined by `mpidl.init`.
+
+    Collective. Raises one UsageError on every rank for sizes that do not fit or differ between ranks. Rank 0 warns
+    where tp groups cross nodes.
+
+    layout: the coordinates of all ranks. comm: all of them. coordinates: this rank's, by axis. axes: sizes by axis.
+    Iterating gives the names of the axes.
+    """
+
+    def __init__(
+        self,
+        dp: int = -1,
+        pp: int = 1,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        *,
+        comm: Communicator | None = None,
+    ) -> None:
+        if comm is not None and not isinstance(comm, Communicator):
+            raise UsageError(f"Mesh: comm: got {type(comm).__name__}; needs a collectives.Communicator")
+        self.comm = default_communicator(comm)
+        self.layout = agreed_layout(self.comm, {"dp": dp, "pp": pp, "tp": tp, "cp": cp, "ep": ep})
+        self.coordinates = self.layout.coordinates(self.comm.rank)
+        self._by_axes: dict[tuple[str, ...], Communicator] = {}
+        self._of_self: Communicator | None = None
+        self._closed = False
+        for axes in _EAGER:
+            self.along(*axes)
+        if self.comm.rank == 0:
+            _warn_of_slow_tp(self.layout)
+
+    def __getitem__(self, axis: str) -> Communicator:
+        return self.along(axis)
+
+    def along(self, *axes: str) -> Communicator:
+        """The Communicator of the ranks that differ from this one on these axes alone, in the order of coordinates.
+
+        The first call for a product of several axes that are longer than 1 is collective over the mesh, except for
+        ("dp", "cp"); `ranks` gives the members without communication. A product holds either of dp and cp or of ep and
+        edp, which are other parts of the same ranks.
+        """
+        wanted = self.layout.in_order(axes)
+        if self._closed:
+            raise UsageError("Mesh: it was closed")
+        longer = tuple(axis for axis in wanted if self.size(axis) > 1)
+        if not longer:
+            return self._self_only()
+        if self.ranks(*longer) == tuple(range(self.comm.size)):
+            return self.comm
+        if longer not in self._by_axes:
+            groups = self.layout.groups(*longer)
+            same = next((axes for axes in self._by_axes if self.layout.groups(*axes) == groups), None)
+            self._by_axes[longer] = self._split(longer) if same is None else self._by_axes[same]
+        return self._by_axes[longer]
+
+    def _split(self, axes: tuple[str, ...]) -> Communicator:
+        members = self.ranks(*axes)
+        made = self.comm.split(members[0], self.rank(*axes))
+        assert made is not None
+        return made
+
+    def _self_only(self) -> Communicator:
+        if self.comm.size == 1:
+            return self.comm
+        if self._of_self is None:
+            self._of_self = self.comm.split_self()
+        return self._of_self
+
+    def rank(self, *axes: str) -> int:
+        """This rank's number on an axis, or in the group along several."""
+        return self.layout.rank_along(self.comm.rank, *axes)
+
+    def size(self, *axes: str) -> int:
+        """How many ranks there are on an axis, or in a group along several."""
+        return self.layout.size(*axes)
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """The ranks, numbered as in `comm`, of this rank's group on an axis, or along several."""
+        return self.layout.group(self.comm.rank, *axes)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of every axis: AXES, outermost first, and those of experts, edp and ep."""
+        return self.layout.sizes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __repr__(self) -> str:
+        shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
+        sizes = ", ".join(f"{axis}={self.axes[axis]}" for axis in shown)
+        place = ", ".join(f"{axis}={self.coordinates[axis]}" for axis in shown if self.axes[axis] > 1)
+        return f"Mesh({sizes}; rank {self.comm.rank} of {self.comm.size}{place and ' at '}{place})"
+
+    def close(self) -> None:
+        """Closes the Communicators that the mesh has made, not the one that it was given. Collective."""
+        if self._closed:
+            return
+        self._closed = True
+        for made in dict.fromkeys(self._by_axes.values()):
+            made.close()
+        if self._of_self is not None:
+            self._of_self.close()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # else other ranks may never come to it
+            self.close()
+
+
+def agreed_layout(comm: Communicator, sizes: dict[str, Any]) -> Layout:
+    """The layout of these sizes over the ranks of `comm`, the same on every rank. Collective.
+
+    Raises one UsageError on every rank, also where the ranks gave different sizes.
+    """
+    everyone = all_gather_object(comm, ({axis: repr(size) for axis, size in sizes.items()}, comm.node_ranks[0]))
+    first = everyone[0][0]
+    for rank, (theirs, _) in enumerate(everyone):
+        for axis, size in theirs.items():
+            if size != first[axis]:
+                raise UsageError(
+                    f"Mesh: got {axis}={first[axis]} on rank 0 and {axis}={size} on rank {rank}; needs the same sizes"
+                )
+    return Layout.of([node for _, node in everyone], **sizes)
+
+
+def _warn_of_slow_tp(layout: Layout) -> None:
+    crossing = layout.across_nodes("tp") if layout.tp > 1 else []
+    if crossing:
+        warnings.warn(
+            f"Mesh: {len(crossing)} of {len(layout.groups('tp'))} tp groups cross nodes, the first of ranks "
+            f"{', '.join(map(str, crossing[0]))}; tensor parallelism communicates in every layer: start as many "
+            f"ranks on each node as tp={layout.tp} divides, or choose a smaller tp",
+            RuntimeWarning,
+            stacklevel=3,
+        )
