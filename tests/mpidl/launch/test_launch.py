@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def newest_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         supervise, "newest", lambda folder: (max(folder.glob("step-*"), default=None) if folder.exists() else None, [])
     )
+
+
+@pytest.fixture(autouse=True)
+def signals_have_their_meaning() -> Iterator[None]:
+    """Gives signals that the tests' own caller ignores, as nohup does, their default meaning in a test."""
+    ignored = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def command(folder: Path, ends: str, saves: str = "no") -> list[str]:
