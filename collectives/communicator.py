@@ -27,6 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -93,7 +94,8 @@ class Communicator:
         self._progress = Progress()
         self._issued = 0
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._unusable = ""
+        self._unusable, self._failed = "", False
+        self._refusal: type[MismatchError | OperationError] = OperationError
         self._closed = self._patient = False
         self._compound_in: int | None = None  # the thread that runs one
         self._duplicates: list[Communicator] = []
@@ -667,7 +669,8 @@ class Communicator:
         number = self._issued = self._issued + 1
         if async_op or not self._progress.take_turn():
             called = self._name(name or operation, number)
-            work = self._progress.submit(called, lambda arrays=arrays: self._run(operation, number, task, queued=True))  # type: ignore[misc]
+            run = partial(self._run_queued, operation, number, task, async_op, arrays)
+            work = self._progress.submit(called, run)
             if async_op:
                 return work
             work.wait()
@@ -680,7 +683,7 @@ class Communicator:
 
     def _refuse_if_unusable(self, operation: str) -> None:
         if self._unusable:
-            raise OperationError(f"{operation}: this communicator cannot be used any more: {self._unusable}")
+            raise self._refusal(f"{operation}: this communicator cannot be used any more: {self._unusable}")
 
     def _next_number(self) -> int:
         """The number of the next operation that is issued here."""
@@ -688,6 +691,8 @@ class Communicator:
         return self._issued + 1
 
     def _run(self, operation: str, number: int, task: Plain, queued: bool = False) -> None:
+        if self._failed:  # since this operation was issued
+            self._refuse_if_unusable(operation)
         self._positions.enter(number, operation)
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
@@ -698,12 +703,30 @@ class Communicator:
         except MismatchError:  # on all ranks, before anything was sent
             raise
         except BaseException as error:  # the other ranks may be anywhere in the operation
-            self._unusable = f"{self._name(operation, number)} failed: {error!r}"
+            self._give_up(f"{self._name(operation, number)} failed: {error!r}")
             if isinstance(error, MPI.Exception):
                 raise OperationError(f"{self._name(operation, number)} failed: {error}") from error
             raise
         finally:
             self._positions.leave()
+
+    def _run_queued(self, operation: str, number: int, task: Plain, async_op: bool, arrays: Any) -> None:
+        """Runs an operation in its turn. arrays: to be kept alive until then.
+
+        A MismatchError of an asynchronous operation makes the communicator unusable: each rank must find the same
+        before the same operation, and when a rank waits for the error is up to its program.
+        """
+        try:
+            self._run(operation, number, task, queued=True)
+        except MismatchError as error:
+            if async_op:
+                self._refusal = MismatchError
+                self._give_up(f"{self._name(operation, number)} failed: {error}")
+            raise
+
+    def _give_up(self, why: str) -> None:
+        """Refuses every operation from here on, also those that are queued."""
+        self._unusable, self._failed = why, True
 
     def _name(self, operation: str, number: int) -> str:
         return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"

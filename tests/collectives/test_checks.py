@@ -89,6 +89,20 @@ def test_an_asynchronous_operation_is_checked_too(checked: Communicator) -> None
             work.wait()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_after_an_asynchronous_mismatch_no_operation_runs_also_where_it_is_not_waited_for(
+    checked: Communicator,
+) -> None:
+    x = ones(3)
+    checked.all_reduce(ones(4 + (checked.rank == 1)), async_op=True)
+    later = checked.all_reduce(x, async_op=True)
+    assert later is not None
+    for operation in (later.wait, lambda: checked.all_reduce(x), lambda: checked.barrier(async_op=True)):
+        with pytest.raises(MismatchError, match=r"cannot be used any more: all_reduce .*all_reduce sum of 5 float32"):
+            operation()
+    assert (x == 1).all()
+
+
 def test_every_operation_works_when_checked(checked: Communicator) -> None:
     rank, ranks = checked.rank, checked.size
     x, parts, own = np.full(ranks, rank + 1.0), np.zeros(ranks), np.zeros(1)
