@@ -3,6 +3,7 @@
     python -m mpidl.doctor                     this process alone
     mpirun -n 4 python -m mpidl.doctor         started as the training will be: the same ranks, nodes and settings
     mpirun -n 4 python -m mpidl.doctor --json
+    mpirun -n 4 python -m mpidl.doctor --mesh dp=2,tp=2     also draws which rank lies where on a Mesh of these sizes
 
 Takes about a second besides the start. Status 0 if there is no problem, 1 if there is one, 2 for wrong use.
 """
@@ -16,9 +17,11 @@ from dataclasses import asdict
 from typing import Any
 
 from ..cli import ArgumentParser
+from ..mesh.mesh import agreed_layout
 from ..objects import all_gather_object
-from ..runtime import init
+from ..runtime import agree_or_exit, init
 from . import expected
+from . import mesh as mesh_of
 from .advice import Finding, by_host, count, findings, in_bytes
 from .facts import facts_of_rank
 from .speed import measure
@@ -29,19 +32,31 @@ def main() -> int:
     comm = init()
     parser = ArgumentParser(comm, prog="python -m mpidl.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the facts, the speeds and the findings as JSON")
+    parser.add_argument(
+        "--mesh", type=mesh_of.sizes, metavar="dp=2,tp=2", help="draw the ranks on a mesh of these sizes"
+    )
 
     def check(_: argparse.Namespace) -> None:
         """Any combination is right."""
 
     options = parser.parse_on_all_ranks(check)
+    layout = None
+    if options.mesh is not None:
+        layout = agree_or_exit(comm, lambda: agreed_layout(comm, options.mesh))
     facts = all_gather_object(comm, facts_of_rank(comm))
     speed = measure(comm, [fact["host"] for fact in facts])
     found = findings(facts, speed)
+    if layout is not None:
+        found += mesh_of.findings(layout)
     if comm.rank == 0:
         if options.json:
-            print(json.dumps({"ranks": facts, "speed": speed, "findings": [asdict(f) for f in found]}, indent=1))
+            told: dict[str, Any] = {"ranks": facts, "speed": speed, "findings": [asdict(f) for f in found]}
+            if layout is not None:
+                told["mesh"] = {"sizes": layout.sizes, "coordinates": list(map(layout.coordinates, range(comm.size)))}
+            print(json.dumps(told, indent=1))
         else:
-            print("\n".join(lines(facts, speed, found)))
+            drawn = [] if layout is None else mesh_of.picture(layout, [fact["host"] for fact in facts])
+            print("\n".join([*drawn, *lines(facts, speed, found)]))
         sys.stdout.flush()
     return int(any(finding.problem for finding in found))
 

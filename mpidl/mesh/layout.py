@@ -106,6 +106,17 @@ class Layout:
         """The groups along these axes whose ranks are on several nodes."""
         return [group for group in self.groups(*axes) if len({self.nodes[rank] for rank in group}) > 1]
 
+    def slow_tp(self) -> tuple[str, str] | None:
+        """What is wrong with the places of tp groups, and what to do about it; None if all lie inside nodes."""
+        crossing = self.across_nodes("tp")
+        if not crossing:
+            return None
+        return (
+            f"{len(crossing)} of {len(self.groups('tp'))} tp groups cross nodes, the first of ranks "
+            f"{', '.join(map(str, crossing[0]))}; tensor parallelism communicates in every layer",
+            f"start as many ranks on each node as tp={self.tp} divides, or choose a smaller tp",
+        )
+
     def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The axes, outermost first. Raises UsageError for unknown names, and for products that mean nothing."""
         for axis in axes:

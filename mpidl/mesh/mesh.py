@@ -65,8 +65,9 @@ class Mesh:
         self._closed = False
         for axes in _EAGER:
             self.along(*axes)
-        if self.comm.rank == 0:
-            _warn_of_slow_tp(self.layout)
+        slow = self.layout.slow_tp()
+        if slow is not None and self.comm.rank == 0:
+            warnings.warn(f"Mesh: {': '.join(slow)}", RuntimeWarning, stacklevel=2)
 
     def __getitem__(self, axis: str) -> Communicator:
         return self.along(axis)
@@ -165,15 +166,3 @@ def agreed_layout(comm: Communicator, sizes: dict[str, Any]) -> Layout:
                     f"Mesh: got {axis}={first[axis]} on rank 0 and {axis}={size} on rank {rank}; needs the same sizes"
                 )
     return Layout.of([node for _, node in everyone], **sizes)
-
-
-def _warn_of_slow_tp(layout: Layout) -> None:
-    crossing = layout.across_nodes("tp") if layout.tp > 1 else []
-    if crossing:
-        warnings.warn(
-            f"Mesh: {len(crossing)} of {len(layout.groups('tp'))} tp groups cross nodes, the first of ranks "
-            f"{', '.join(map(str, crossing[0]))}; tensor parallelism communicates in every layer: start as many "
-            f"ranks on each node as tp={layout.tp} divides, or choose a smaller tp",
-            RuntimeWarning,
-            stacklevel=3,
-        )

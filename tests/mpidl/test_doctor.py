@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from mpidl.doctor.__main__ import lines
 from mpidl.doctor.advice import findings
 from mpidl.doctor.facts import started
+from mpidl.doctor.mesh import findings as of_mesh
+from mpidl.doctor.mesh import picture, sizes
+from mpidl.mesh import Layout
 
 GIB = 1 << 30
 
@@ -146,12 +150,47 @@ def test_what_launchers_say_of_their_number_of_processes() -> None:
     assert started({"OMPI_COMM_WORLD_SIZE": "5", "PMIX_SIZE": ""}) == 5
 
 
+def test_a_mesh_is_drawn_node_by_node() -> None:
+    layout = Layout.of([0, 0, 0, 1, 1, 1], tp=2)
+    assert picture(layout, ["node1"] * 3 + ["node2"] * 3) == [
+        "mesh      pp=1, dp=3, cp=1, tp=2 on 6 ranks; rank (dp, tp):",
+        "node1     0 (0, 0)  1 (0, 1)  2 (1, 0)",
+        "node2     3 (2, 0)  4 (2, 1)  5 (1, 1)",
+        "dp        3 ranks each, across nodes: 0 2 3, 1 5 4",
+        "tp        2 ranks each, 1 across nodes: 0 1, 2 5, 3 4",
+    ]
+    (finding,) = of_mesh(layout)
+    assert not finding.problem
+    assert finding.what.startswith("1 of 3 tp groups cross nodes, the first of ranks 2, 5;")
+    assert of_mesh(Layout.of([0, 0, 1, 1], tp=2)) == []
+    assert picture(Layout.of([0]), ["node1"]) == ["mesh      pp=1, dp=1, cp=1, tp=1 on 1 rank", "node1     0"]
+    assert picture(Layout.of([0] * 4, ep=2), ["a"] * 4)[:2] == [
+        "mesh      pp=1, dp=4, cp=1, tp=1, edp=2, ep=2 on 4 ranks; rank (dp, edp, ep):",
+        "a         0 (0, 0, 0)  1 (1, 0, 1)  2 (2, 1, 0)  3 (3, 1, 1)",
+    ]
+    assert picture(Layout.of([0] * 20, tp=2), ["a"] * 20)[-1].endswith("14 15 and 2 more")
+
+
+def test_sizes_of_a_mesh_are_read_from_the_command_line() -> None:
+    assert sizes("dp=-1,tp=2") == {"dp": -1, "tp": 2}
+    for text in ("", "tp", "xp=2", "tp=2,tp=2", "edp=2", "tp=two", "tp=2,"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"got '.*'; needs"):
+            sizes(text)
+
+
 def test_it_looks_at_a_job(mpirun) -> None:
-    done = mpirun(2, "-m", "mpidl.doctor", "--json")
+    done = mpirun(2, "-m", "mpidl.doctor", "--json", "--mesh", "tp=2")
     told = json.loads(done.stdout)
+    assert told["mesh"]["coordinates"][1] == {"pp": 0, "dp": 0, "cp": 0, "tp": 1, "edp": 0, "ep": 0}
     assert done.returncode == any(finding["problem"] for finding in told["findings"]), done.stderr
     assert [fact["rank"] for fact in told["ranks"]] == [0, 1]
     assert all(fact["symmetric"] and fact["mpi"]["threads"] == "multiple" for fact in told["ranks"])
     assert told["speed"]["copy"] > 0
     assert told["speed"]["all_reduce_on_a_node"] > 0
     assert told["speed"]["links"] == {}
+
+
+def test_a_mesh_that_does_not_fit_is_one_line(mpirun) -> None:
+    done = mpirun(1, "-m", "mpidl.doctor", "--mesh", "dp=2,tp=2")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: Mesh: got pp=1, dp=2, cp=1, tp=2, ep=1 on 1 ranks; ")
