@@ -230,6 +230,11 @@ class BackwardWatch:
                 callback()
 
     @property
+    def is_running(self) -> bool:
+        """Tells if a pass is under way that no exception has ended."""
+        return self.active and not self._interrupted
+
+    @property
     def _interrupted(self) -> bool:
         """Whether an exception has ended the pass that was under way."""
         return self.active and self._pass() is None

@@ -1,8 +1,8 @@
 """Clipping of gradients by their global norm or by value, as `torch.nn.utils` does.
 
-The functions are for replicated gradients (DDP's): every rank computes the same, so nothing is sent. A model that a
-ZeroOptimizer trains has its gradients in shards; ZeroOptimizer has methods of the same names, and the functions here
-refuse its parameters, which have no `.grad`.
+Of replicated gradients (DDP's) every rank computes the same, so nothing is sent. The `.grad` of a parameter that a
+ZeroOptimizer trains is cut over the ranks and answers for all of them (`zero.sharded_gradient`); ZeroOptimizer has
+methods of the same names, for its shards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collectives import Communicator
 
 from .errors import ConfigurationError, TrainingError
 from .scalars import values_of
-from .trained_by import trainer_of
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -28,7 +27,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> float:
-    """Scales replicated gradients in place so that their norm is at most `max_norm`; returns their norm.
+    """Scales gradients in place so that their norm is at most `max_norm`; returns their norm.
 
     parameters: a module's, one or many; those without a gradient are left out. norm_type: above 0, also infinity.
     error_if_nonfinite: TrainingError, with the gradients as they were, where the norm is infinite or no number;
@@ -42,7 +41,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
-    """Brings every element of replicated gradients into -clip_value .. clip_value, in place; a NaN stays.
+    """Brings every element of gradients into -clip_value .. clip_value, in place; a NaN stays.
 
     parameters: a module's, one or many; those without a gradient are left out.
     """
@@ -58,12 +57,6 @@ def _gradients(parameters: Parameters, function: str) -> list[torch.Tensor]:
             raise ConfigurationError(
                 f"{function}: got {type(p).__name__} among the parameters; needs tensors, or a module"
             )
-    trainers = [trainer_of(p) for p in listed if p.requires_grad]
-    if any(trainer is not None and trainer.optimizer is not None for trainer in trainers):
-        raise ConfigurationError(
-            f"{function}: a ZeroOptimizer trains these parameters, and has their gradients in shards; call "
-            f"optimizer.{function}"
-        )
     return [p.grad for p in listed if p.grad is not None]
 
 
@@ -73,12 +66,7 @@ def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Com
     given, norm_type = norm_type, _number(norm_type)
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
-    of_each = [
-        torch.linalg.vector_norm(s, norm_type, dtype=torch.promote_types(s.dtype, torch.float32)).double()
-        for s in shards
-        if s.numel()
-    ]
-    norms = np.array(values_of(of_each), np.float64)
+    norms = local_norms(shards, norm_type)
     infinite = math.isinf(norm_type)
     with np.errstate(over="ignore"):
         local = norms.max(initial=0.0) if infinite else (norms**norm_type).sum()
@@ -87,6 +75,18 @@ def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Com
             comm.all_reduce(total, "max" if infinite else "sum")
             local = total[0]
         return float(local if infinite else local ** (1.0 / norm_type))
+
+
+def local_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> np.ndarray:
+    """The norm of each tensor, in double precision, and 0 of an empty one."""
+    of_each = [
+        torch.linalg.vector_norm(t, norm_type, dtype=torch.promote_types(t.dtype, torch.float32)).double()
+        for t in tensors
+        if t.numel()
+    ]
+    norms = np.zeros(len(tensors))
+    norms[[t.numel() > 0 for t in tensors]] = values_of(of_each)
+    return norms
 
 
 @torch.no_grad()

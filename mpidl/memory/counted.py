@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..ddp import DistributedDataParallel
+from ..zero.sharded_gradient import ShardedGradient
 from .activations import SavedActivations
 from .process import MIB, pss_mib, rss_mib
 
@@ -97,7 +98,8 @@ def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     if getattr(optimizer, "stage", 0) < 3:  # in stage 3 they are views of more than this rank's share
         tensors["parameters"] += [p.detach() for p in model.parameters()]
     tensors["parameters"] += model.buffers()
-    tensors["gradients"] += [p.grad for p in model.parameters() if p.grad is not None]
+    given = [p.grad for p in model.parameters() if p.grad is not None]
+    tensors["gradients"] += [gradient for gradient in given if not isinstance(gradient, ShardedGradient)]
     tensors["buckets"] += _ddp_buckets(model)
     held: dict[str, dict[int, int]] = {}
     seen: set[int] = set()

@@ -8,15 +8,16 @@
 
 `optimizer` is what a user calls; `shards` owns the gradients and the parameters of all stages; `replicated` (1, 2),
 `node_shared` (3 on one node) and `sharded` (3) differ in where the parameters live; `units` cuts a model; `precision`
-says in which dtypes it is trained; `groups` over which ranks it is cut; `construction` gives values to models that are
-larger than a rank's memory; `offload` keeps optimizer state elsewhere; `stateful` gives out and takes in
-whole states, which `state` puts together.
+says in which dtypes it is trained; `groups` over which ranks it is cut; `sharded_gradient` is what `.grad` shows of a
+gradient; `construction` gives values to models that are larger than a rank's memory; `offload` keeps optimizer state
+elsewhere; `stateful` gives out and takes in whole states, which `state` puts together.
 """
 
 from .construction import Safetensors, deferred_init
 from .offload import Offload
 from .optimizer import ZeroOptimizer
 from .precision import Precision
+from .sharded_gradient import ShardedGradient
 from .units import unit
 
-__all__ = ["Offload", "Precision", "Safetensors", "ZeroOptimizer", "deferred_init", "unit"]
+__all__ = ["Offload", "Precision", "Safetensors", "ShardedGradient", "ZeroOptimizer", "deferred_init", "unit"]

@@ -14,10 +14,12 @@ def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     def zero_grad(set_to_none: bool = True) -> None:
         """As of torch.nn.Module, and of the optimizer."""
         model, optimizer = of(), by()
+        if optimizer is not None:
+            optimizer.zero_grad()
         if model is not None:
             type(model).zero_grad(model, set_to_none)
-        if optimizer is not None:
-            optimizer.zero_grad(set_to_none)
+        if optimizer is not None and not set_to_none:
+            optimizer.zero_grad(set_to_none=False)
 
     model.zero_grad = zero_grad  # type: ignore[method-assign]
 

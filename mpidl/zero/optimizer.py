@@ -36,6 +36,7 @@ from . import arguments, state
 from .clearing import clears_alone, clears_with
 from .construction.construct import Construction, Weights
 from .construction.modules import InitFn
+from .grad_attribute import GradAttributes
 from .groups import ShardGroup
 from .guard import WeightGuard, raise_everywhere, refuse_everywhere
 from .hooks import refuse_copy
@@ -58,7 +59,7 @@ from .whole_steps import WholeSteps
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 _ENGINE = (
     *("_parameters", "_gradients", "_guard", "_whole", "_slices", "_shards", "_inner", "_offloaded", "_watch"),
-    *("_nonfinite", "_group", "_model", "_names", "_trained", "_hooks", "_dtypes"),
+    *("_grads", "_nonfinite", "_group", "_model", "_names", "_trained", "_hooks", "_dtypes"),
 )
 
 
@@ -93,9 +94,10 @@ class ZeroOptimizer(StatefulOptimizer):
         it lies: in the host's memory or on one GPU.
 
     Every rank must make the same calls. `backward()` reduces gradients over the ranks (their mean) and adds them to
-    those of earlier passes, until `zero_grad`; a parameter's own `.grad` stays None. `param_groups` holds the model's
-    parameters, so that learning-rate schedulers work as always. 16-bit parameters get fp32 masters, made of the values
-    before any rounding by `precision`; the inner optimizer steps on them with fp32 gradients.
+    those of earlier passes, until `zero_grad`; a parameter's `.grad` is then a `ShardedGradient`, which answers norms
+    and the like over the ranks. `param_groups` holds the model's parameters, so that learning-rate schedulers work as
+    always. 16-bit parameters get fp32 masters, made of the values before any rounding by `precision`; the inner
+    optimizer steps on them with fp32 gradients.
     """
 
     def __init__(
@@ -153,7 +155,6 @@ class ZeroOptimizer(StatefulOptimizer):
         self._names = state.StateNames.of(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self._trained = trained
-        self._clipped: list[str] = []  # how, since the last step
         self._watch = BackwardWatch()
         self._watch.concerns = partial(goes_to, trained)
         self._watch.are_replaced = replacement_test(model, set(model.parameters()))
@@ -190,6 +191,7 @@ class ZeroOptimizer(StatefulOptimizer):
             place=self._place,
             keeps_shards=elsewhere is None,  # offload is to save memory
         )
+        self._grads = GradAttributes(self._gradients, self._group.shards, self._watch, names, self._parameters.settle)
         self._shards, self._slices = [], {}
         self._slice([shard for shard in self._parameters.shards if shard.trains])
         if plan.finish(self._comm, self._group.rank, originals, self._parameters.shards, self._slices):
@@ -344,7 +346,7 @@ class ZeroOptimizer(StatefulOptimizer):
         self._place.refuse_capture("ZeroOptimizer.step")
         if inside_backward():
             raise TrainingError("step() inside a backward pass, which has not reduced all gradients yet: step after it")
-        problem = self._guard.problem(self._slices) or self._foreign_gradient()
+        problem = self._guard.problem(self._slices) or self._grads.foreign()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -352,7 +354,7 @@ class ZeroOptimizer(StatefulOptimizer):
         self._parameters.settle()
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key != "params"})
-        reached = self._attach_gradients(problem)
+        reached = self._attach_gradients(problem or self._grads.problem())
         if self._broadcasts_buffers:
             broadcast_states(self._comm, self._model.buffers())
         self._inner.step()
@@ -364,27 +366,18 @@ class ZeroOptimizer(StatefulOptimizer):
         self._guard.stepped(reached)
         return loss
 
-    def _foreign_gradient(self) -> str | None:
-        """What is wrong with a `.grad` that somebody has set, as those of backward passes are taken away."""
-        found = next((p for p in self._slices if p.grad is not None), None)
-        if found is None:
-            return None
-        name = next(name for name, p in self._model.named_parameters() if p is found)
-        return (
-            f"{name}: its .grad was set otherwise than by a backward pass, and a step takes the reduced gradients of "
-            "those alone; set it to None"
-        )
-
     def _attach_gradients(self, problem: str | None) -> list[torch.nn.Parameter]:
         """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.
 
         Returns the reached ones. problem: why this rank cannot step, for which all ranks raise TrainingError.
         """
+        self._grads.update()
         counts = range(len(self._shards))
         flags = [problem is not None, *(r for number in counts for r in self._gradients.reached(number))]
         settings = arguments.settings_of(self.param_groups, self.defaults)  # not what somebody notes in them
-        if self._clipped:
-            settings["clipping since the last step"], self._clipped = "; ".join(self._clipped), []
+        changes = self._grads.take_changes()
+        if changes:
+            settings["clipping since the last step"] = changes
         agreed = np.array([*flags, *arguments.fingerprint(settings)], np.uint8)
         self._comm.all_reduce(agreed, "max")
         if agreed[0]:
@@ -406,7 +399,7 @@ class ZeroOptimizer(StatefulOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""
         self._gradients.clear()
-        self._clipped = []
+        self._grads.clear()
         if self._nonfinite is not None:
             self._nonfinite.clear()
         if not set_to_none:
@@ -417,6 +410,8 @@ class ZeroOptimizer(StatefulOptimizer):
             part.values.grad = None
         for p in self._model.parameters():
             p.grad = None
+        if not set_to_none:
+            self._grads.show()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns it. Collective.
@@ -428,14 +423,14 @@ class ZeroOptimizer(StatefulOptimizer):
         shards = self._reduced()
         norm = norm_over_shards(shards, norm_type, self._group.shards)
         scale_(shards, max_norm, norm, error_if_nonfinite)
-        self._clipped.append(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
+        self._grads.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Brings every element of the gradients into -clip_value .. clip_value."""
         self._gradients.widen()
         clamp_(self._reduced(), clip_value)
-        self._clipped.append(f"clip_grad_value_({float(clip_value)})")
+        self._grads.note(f"clip_grad_value_({float(clip_value)})")
 
     def unscale_(self, inverse_scale: float) -> bool:
         """Multiplies the gradients, 16-bit ones from here on in fp32; whether one on this rank was not finite.
@@ -475,6 +470,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
     def _reduced(self) -> list[torch.Tensor]:
         """This rank's shards of the reduced gradients."""
+        self._grads.update()
         return [self._gradients.shard(number) for number in range(len(self._shards))]
 
     def no_sync(self) -> AbstractContextManager[None]:

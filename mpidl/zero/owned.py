@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .grad_attribute import GradAttributes
 from .groups import ShardGroup
 from .guard import WeightGuard
 from .offload import OffloadedOptimizer, OffloadedSlice
@@ -46,12 +47,14 @@ class OwnedState:
         parameters: Parameters,
         slices: Mapping[torch.nn.Parameter, Slice],
         gradients: GradientShards,
+        grads: GradAttributes,
         shards: Sequence[ParameterShard],
         offloaded: OffloadedOptimizer | None = None,
         guard: WeightGuard | None = None,
     ) -> None:
         self._over, self.comm = over, over.world
-        self._parameters, self._slices, self._gradients, self._shards = parameters, slices, gradients, shards
+        self._parameters, self._slices, self._shards = parameters, slices, shards
+        self._gradients, self._grads = gradients, grads
         self._offloaded, self._guard = offloaded, guard
 
     def slices(self) -> list[OwnedSlice]:
@@ -136,6 +139,7 @@ class OwnedState:
 
     def gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """This rank's slices of the reduced gradients of parameters that any rank's passes reached. Collective."""
+        self._grads.update()
         flags = np.array([r for number in range(len(self._shards)) for r in self._gradients.reached(number)], np.uint8)
         self.comm.all_reduce(flags, "max")
         reached = iter(flags)
@@ -153,6 +157,7 @@ class OwnedState:
         dtypes: of the values to come; 16-bit buckets take fp32 ones as they are.
         """
         self._gradients.clear()
+        self._grads.clear()
         found = {}
         for number, shard in enumerate(self._shards):
             reached = [p in dtypes for p in shard.parameters]
@@ -160,4 +165,5 @@ class OwnedState:
                 wide = any(dtypes.get(p) == torch.float32 for p in shard.parameters)
                 gradient = self._gradients.restore(number, reached, wide)
                 found.update({p: self._slices[p].of(gradient) for p in shard.parameters if p in dtypes})
+        self._grads.show()
         return found

@@ -30,6 +30,7 @@ from ..buckets import GradientBucket, Layout, aligned, by_rank
 from ..errors import TrainingError
 from ..foreign_steps import ForeignSteps
 from .groups import ShardGroup
+from .sharded_gradient import ShardedGradient
 
 
 @dataclass(eq=False)
@@ -129,7 +130,7 @@ class GradientShards:
     counted: as of `Traffic`. place: of the parameters. keeps_shards: on the host, memory of fp32 shards stays from step
     to step, which spares new pages and a copy in each.
 
-    Gradients of several passes add up until `clear`. A parameter's `.grad` is taken away as soon as it is complete.
+    Gradients of several passes add up until `clear`. What autograd gives a parameter is taken away at once.
     """
 
     def __init__(
@@ -224,7 +225,10 @@ class GradientShards:
                 gradients.shard = gradients.shard.float()
 
     def reached(self, number: int) -> list[bool]:
-        """Per parameter of bucket `number`, whether a pass on this rank gave it a gradient since `clear`."""
+        """Per parameter of bucket `number`, whether a pass gave it a gradient since `clear`.
+
+        On any rank, or on this one, for passes that did not communicate.
+        """
         return self._of[self.queue.buckets[number]].reached
 
     def restore(self, number: int, reached: Sequence[bool], wide: bool) -> torch.Tensor:
@@ -243,11 +247,25 @@ class GradientShards:
         self._finish()
         self.queue.unsent = False
         for gradients in self._of.values():
-            gradients.shard = None
-            gradients.filled = [False] * len(gradients.filled)
-            gradients.reached = [False] * len(gradients.reached)
-            if not self._keep_whole and gradients.bucket.flat is not None:
-                self._give_back(gradients.bucket)
+            self._clear(gradients)
+
+    def _clear(self, gradients: _Gradients) -> None:
+        gradients.shard = None
+        gradients.filled = [False] * len(gradients.filled)
+        gradients.reached = [False] * len(gradients.reached)
+        if not self._keep_whole and gradients.bucket.flat is not None:
+            self._give_back(gradients.bucket)
+
+    def forget(self, number: int, index: int) -> None:
+        """Forgets the gradient of one parameter of bucket `number`, between passes."""
+        self._finish()
+        gradients = self._of[self.queue.buckets[number]]
+        gradients.filled[index] = gradients.reached[index] = False
+        if not any(gradients.reached):
+            self._clear(gradients)
+        elif gradients.shard is not None:
+            piece = gradients.bucket.layout.pieces(self._comm.rank)[index]
+            gradients.shard[piece.offset : piece.offset + piece.stop - piece.start].zero_()
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
@@ -292,11 +310,15 @@ class GradientShards:
         if gradient is None:
             return
         sums = self._late_sums.setdefault(bucket, {})
-        sums[index] = gradient.to(bucket.dtype) if index not in sums else sums[index].add_(gradient)
+        sums[index] = gradient.to(bucket.dtype, copy=True) if index not in sums else sums[index].add_(gradient)
 
     def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The parameter's gradient, which it has no more."""
-        gradient, parameter.grad = parameter.grad, None
+        """The gradient of this pass, which the parameter has no more."""
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            gradient = gradient.take_arrived()
+        else:
+            parameter.grad = None
         if gradient is not None and gradient.layout != torch.strided:
             raise TrainingError(
                 f"{self._names[parameter]}: its gradient is sparse; ZeRO's buckets are dense, so compute it densely"
@@ -304,15 +326,22 @@ class GradientShards:
         return gradient
 
     def _reduce_late(self) -> None:
-        """Reduces once more the buckets for which something came late, on any rank. Refuses steps of hooks."""
-        world = self._over.world
-        agreed = np.array([self._foreign.found(world), *(b in self._late_sums for b in self.queue.buckets)], np.int64)
+        """Reduces once more the buckets for which something came late, and learns what was reached, on any rank.
+
+        Refuses steps of hooks.
+        """
+        world, buckets = self._over.world, self.queue.buckets
+        reached = [r for bucket in buckets for r in self._of[bucket].reached]
+        agreed = np.array([self._foreign.found(world), *(b in self._late_sums for b in buckets), *reached], np.int64)
         work = world.all_reduce(agreed, "max", async_op=True)
         assert work is not None
         self._wait(work)  # others may still gather units
-        foreign, *late = agreed.tolist()
+        foreign, *flags = agreed.tolist()
         self._foreign.refuse(foreign, world, self._parameters)
-        for bucket in (bucket for bucket, found in zip(self.queue.buckets, late, strict=True) if found):
+        late, rest = flags[: len(buckets)], iter(flags[len(buckets) :])
+        for bucket in buckets:
+            self._of[bucket].reached = [bool(next(rest)) for _ in bucket.parameters]
+        for bucket in (bucket for bucket, found in zip(buckets, late, strict=True) if found):
             gradients = self._of[bucket]
             self._open(gradients)
             for index, gradient in self._late_sums.pop(bucket, {}).items():

@@ -19,6 +19,7 @@ from ..errors import TrainingError
 from . import state
 from .construction.construct import targets_of
 from .construction.weights import Rename, Safetensors, WeightFiles
+from .grad_attribute import GradAttributes
 from .groups import ShardGroup
 from .guard import WeightGuard, refuse_everywhere
 from .offload import OffloadedOptimizer
@@ -41,6 +42,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _shards: list[ParameterShard]
     _slices: dict[torch.nn.Parameter, Slice]
     _gradients: GradientShards
+    _grads: GradAttributes
     _inner: Any
     _prototype: torch.optim.Optimizer
     _offloaded: OffloadedOptimizer | None
@@ -166,7 +168,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _owned(self) -> OwnedState:
         return OwnedState(
-            self._group, self._parameters, self._slices, self._gradients, self._shards, self._offloaded, self._guard
+            self._group,
+            self._parameters,
+            self._slices,
+            self._gradients,
+            self._grads,
+            self._shards,
+            self._offloaded,
+            self._guard,
         )
 
     def _cut_state(self) -> None:

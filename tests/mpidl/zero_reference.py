@@ -65,7 +65,6 @@ def check(model: nn.Module, optimizer: mpidl.ZeroOptimizer, expected: nn.Module)
         found = dict(model.named_parameters())
         for name, p in expected.named_parameters():
             torch.testing.assert_close(found[name].detach(), p.detach(), rtol=1e-5, atol=1e-6, msg=name)
-            assert found[name].grad is None
 
 
 def follow(comm, way: str, make: Make, loss: Loss, steps: int = 3, **settings: Any) -> mpidl.ZeroOptimizer:
