@@ -693,7 +693,7 @@ class Communicator:
     def _run(self, operation: str, number: int, task: Plain, queued: bool = False) -> None:
         if self._failed:  # since this operation was issued
             self._refuse_if_unusable(operation)
-        self._positions.enter(number, operation)
+        self._positions.enter(number, operation, queued)
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
         try:

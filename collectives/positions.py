@@ -2,8 +2,9 @@
 
 It can be read at any time and without any rank's help, also while a rank is stuck; the watchdog does.
 
-    rank 0 | rank 1 | ...       each: number and kind of its collective, whether it is still in it; the same of its
-                                last wait for a message; a beat, which goes on as long as its process runs
+    rank 0 | rank 1 | ...       each: number and kind of its collective, whether it is still in it, and in which
+                                thread; the same of its last wait for a message; a beat, which goes on as long as its
+                                process runs
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ OPERATIONS = (
 )
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 END = OPERATIONS[-1]
+_QUEUED = 2  # in place of 1, for a rank that is inside
 _COLLECTIVE = struct.Struct("3q")
 _MESSAGE = struct.Struct("4q")
 _BEAT = struct.Struct("q")
@@ -54,6 +56,7 @@ assert _WIDTH == STRIDE
 class Position:
     """Where a rank is: in (or, if not inside, after) the collective of that number, and maybe in a message, too.
 
+    queued: it runs in the progress thread, and the program may go on meanwhile.
     waits: the messages that it has waited for. message: "send" or "recv", with `peer`, if it is waiting for one. beat:
     how often its watchdog has looked.
     At the end of its program `peer` is the status with which it exits, as far as is known.
@@ -66,6 +69,7 @@ class Position:
     message: str | None = None
     peer: int = 0
     beat: int = field(default=0, compare=False)
+    queued: bool = field(default=False, compare=False)
 
     @property
     def status(self) -> int:
@@ -123,13 +127,13 @@ class Positions:
         """This rank's process runs."""
         self._beat[0] += 1
 
-    def enter(self, number: int, operation: str) -> None:
-        """This rank begins the operation of that number."""
+    def enter(self, number: int, operation: str, queued: bool = False) -> None:
+        """This rank begins the operation of that number; queued: in the progress thread."""
         collective = self._collective
         collective[2] = 0
         collective[1] = CODES[operation]
         self._entered.advance(number)
-        collective[2] = 1
+        collective[2] = _QUEUED if queued else 1
 
     def leave(self) -> None:
         """This rank has ended it."""
@@ -184,7 +188,7 @@ class Positions:
         waits, message, waiting, peer = _MESSAGE.unpack_from(memory, rank * _WIDTH + _COLLECTIVE.size)
         (beat,) = _BEAT.unpack_from(memory, (rank + 1) * _WIDTH - _BEAT.size)
         kind = OPERATIONS[message] if waiting else None
-        return Position(number, OPERATIONS[code], bool(inside), waits, kind, peer, beat)
+        return Position(number, OPERATIONS[code], bool(inside), waits, kind, peer, beat, inside == _QUEUED)
 
 
 def listing(ranks: Sequence[int]) -> str:

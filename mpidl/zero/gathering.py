@@ -71,10 +71,10 @@ class Round:
         assert self.work is not None
         return self.work.is_completed()
 
-    def wait(self) -> None:
-        """Returns when it is over."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when it is over. timeout: seconds; WorkTimeout when they pass first."""
         assert self.work is not None
-        self.work.wait()
+        self.work.wait(timeout)
 
 
 class Rounds:

@@ -238,6 +238,7 @@ class ZeroOptimizer(StatefulOptimizer):
             comm,
             self._watch,
             self._place,
+            world=self._comm,
             share_in_node=share_in_node,
             reshard_after_forward=reshard_after_forward,
         )

@@ -23,6 +23,7 @@ import torch
 
 from collectives import Communicator, Work, WorkTimeout
 from collectives.cuda.place import HOST, Place
+from collectives.deadlock import deadlocked
 from collectives.positions import listing
 
 from .. import lanes
@@ -36,13 +37,15 @@ from .units import Unit
 
 _PATIENCE, _IMPATIENCE = 0.1, 0.002  # seconds: before the first round for others alone, and between further ones
 _APART = 10.0  # seconds for reductions that all ranks have started
+_LOOK, _LOOKS = 0.5, 4  # seconds between looks at those that are waited for; how many must find the same
 
 
 class ShardedParameters:
     """Gathers the units of a model as it runs, and lets them go.
 
-    units: from `units.cut`; the last one is the model's own. place: where the parameters lie. names: of
-    the parameters. share_in_node: gather once for all ranks of a node, in the host's memory. reshard_after_forward: let
+    units: from `units.cut`; the last one is the model's own. comm: the ranks that have shards. world: the user's
+    Communicator, in which others may wait for a rank that gathers. place: where the parameters lie. names: of the
+    parameters. share_in_node: gather once for all ranks of a node, in the host's memory. reshard_after_forward: let
     units go between their forward and their backward pass.
     """
 
@@ -54,6 +57,7 @@ class ShardedParameters:
         watch: BackwardWatch,
         place: Place = HOST,
         *,
+        world: Communicator | None = None,
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
     ) -> None:
@@ -62,7 +66,8 @@ class ShardedParameters:
         names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
         lane = lanes.take(comm)
         weakref.finalize(self, lane.give_back).atexit = False
-        comm = lane.comm  # whose memory the pages must be, to be gathered into as what they are
+        self._world = world or comm
+        self._comm = comm = lane.comm  # whose memory the pages must be, to be gathered into as what they are
         lane.settle_by(partial(leave, comm, len(units)))
         rooms = [GatheredUnit.room(unit, comm.size) for unit in units]
         pages = comm.pages(sum(rooms), shared=share_in_node, device=place.device)
@@ -291,11 +296,33 @@ class ShardedParameters:
             coming = self._coming.pop(unit, None)
             self.traffic.ahead += coming is not None
             last = coming or self._rounds.start(unit.number, self._mine(), Purpose.NEEDED)
-            last.wait()
+            self._wait_for_others(unit, last)
             while not last.served:  # a rank is at its end
                 last = self._rounds.start(unit.number, self._mine(), Purpose.NEEDED)
-                last.wait()
+                self._wait_for_others(unit, last)
             unit.hold(watched)
+
+    def _wait_for_others(self, unit: GatheredUnit, last: Round) -> None:
+        """Returns when the round is over. Raises TrainingError where others wait for this rank in another operation.
+
+        The round stays under way; they will come to it when they next gather something.
+        """
+        before: dict[int, str] = {}
+        looks = 0
+        while True:
+            try:
+                last.wait(_LOOK)
+                return
+            except WorkTimeout:
+                waiting = deadlocked(self._comm, self._world)
+            looks, before = looks + 1 if waiting == before else 1, waiting
+            if waiting and looks == _LOOKS:
+                others = "; ".join(f"rank {rank} is in {operation}" for rank, operation in waiting.items())
+                raise TrainingError(
+                    f"rank {self._world.rank} needs {unit.name or 'the weights of the model itself'}, which all ranks "
+                    f"gather together, but {others}, to which this rank has not come; what a rank runs alone belongs "
+                    "inside `with optimizer.gathered(writable=False):`, which every rank enters"
+                )
 
     def _let_go_if_through(self, unit: GatheredUnit) -> None:
         if unit.through and unit is not self._root:

@@ -100,3 +100,19 @@ def test_training_goes_on(comm, way: str, how: str) -> None:
     with optimizer.gathered(writable=False) if way in zero.WAYS else contextlib.nullcontext():
         for name, expected in single.first.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.one_node
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("waits", [False, True], ids=["", "waits"])
+def test_what_is_gathered_by_all(comm, how: str, waits: bool) -> None:
+    """Others take part in it when they gather; where they wait for this rank, it is an error at once."""
+    model, optimizer = zero.engine(comm, zero.Several, "3-gathered")
+    if comm.rank == 0 and comm.size > 1 and waits:
+        with pytest.raises(mpidl.TrainingError, match=r"rank 1 is in barrier .*optimizer.gathered\(writable=False\)"):
+            evaluate(model, how)
+    elif comm.rank == 0:
+        torch.testing.assert_close(evaluate(model, how), zero.made(zero.Several)(zero.data(9)))
+    if waits:
+        comm.barrier()
+    zero.after_failure(comm, model, optimizer, zero.Several)
