@@ -6,15 +6,16 @@
     | rank 0 | rank 1 | rank 2 |                | 0, 1, 2|
     +--------+--------+--------+                +--------+
 
-An allocation is one file that every rank maps and that is unlinked as soon as all have, so that nothing stays behind
-however a process ends. It is freed like any array, when nothing refers to it any more: no rank waits for another, as
-freeing an MPI window would. Its pages are reserved before it is mapped, each rank's by that rank: a file system that
-is too small is an error then, and not a SIGBUS later, and the pages lie in the memory that is near to their rank.
+An allocation is one file, empty until every rank has opened it and it is unlinked: from then on nothing stays behind
+however a process ends. Then its pages are reserved, each rank's by that rank, and mapped: a file system that is too
+small is an error, and not a SIGBUS later, and the pages lie in the memory that is near to their rank. An allocation is
+freed like any array, when nothing refers to it any more: no rank waits for another, as freeing an MPI window would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -23,9 +24,9 @@ import tempfile
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +37,7 @@ _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) e
 DIRECTORY = "MPIDL_SHM_DIR"
 JOB = "MPIDL_JOB"  # set by who started the job and removes what it leaves behind: a part of all names
 _USUAL = "/dev/shm"
+Made = TypeVar("Made")
 
 
 class SharedMemory(mmap.mmap):
@@ -89,9 +91,12 @@ def is_one_for_all(place: int) -> bool:
 
 
 def directories() -> Iterator[str]:
-    """Where to make the files: memory if it has room, else a disk's page cache."""
+    """Where to make the files: memory if it has room, else a disk's page cache. As many on every rank."""
     yield os.environ.get(DIRECTORY) or _USUAL
-    yield tempfile.gettempdir()
+    try:
+        yield tempfile.gettempdir()
+    except OSError:  # it tries to write there
+        yield "/tmp"
 
 
 class Allocator:
@@ -119,17 +124,20 @@ class Allocator:
         self._made += 1
         part = _pages(max(1, self._node.allreduce(nbytes, MPI.MAX)))
         wanted = part if shared else part * self._ranks
-        for number, directory in enumerate(directories()):
-            memory = self._map(directory, part, wanted, shared=shared, reserved=reserved, keep_file=keep_file)
-            if memory is not None:
-                if number and self._rank == 0:
-                    _warn(f"{wanted >> 20} MiB of the node's shared memory are in {directory}, which is slower")
-                memory.number, memory.stride = self._made, 0 if shared else part
-                memory.address = address(np.frombuffer(memory, np.uint8))
-                self._register(memory)
-                return memory
-        if self._rank == 0:
-            _warn(f"the node has no room for {wanted >> 20} MiB of shared memory; ranks send messages instead")
+        failure = ""
+        for directory in directories():
+            try:
+                memory = self._map(directory, part, wanted, shared=shared, reserved=reserved, keep_file=keep_file)
+            except OSError as error:
+                failure = failure or _explained(directory, error)
+                continue
+            if failure:
+                self._warn(f"{_size(wanted)} of the node's shared memory are in {directory}, which is slower", failure)
+            memory.number, memory.stride = self._made, 0 if shared else part
+            memory.address = address(np.frombuffer(memory, np.uint8))
+            self._register(memory)
+            return memory
+        self._warn(f"the node's ranks cannot share {_size(wanted)}; ranks send messages instead", failure)
         return None
 
     def find(self, address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
@@ -147,36 +155,70 @@ class Allocator:
 
     def _map(
         self, directory: str, part: int, wanted: int, *, shared: bool, reserved: bool, keep_file: bool
-    ) -> SharedMemory | None:
-        """Rank 0 makes the file, everyone reserves its own part and maps all; None if any of them cannot."""
+    ) -> SharedMemory:
+        """Each rank reserves its part of a file, one of them that of all if it is shared, and maps the whole file.
+
+        Raises the same OSError on all ranks if any of them cannot.
+        """
+        file = self._open_file(directory)
+        try:
+            if not reserved:
+                self._together(lambda: os.ftruncate(file, wanted))
+            elif shared:
+                self._together(lambda: os.posix_fallocate(file, 0, part) if self._rank == 0 else None)
+            else:
+                self._together(lambda: os.posix_fallocate(file, self._rank * part, part))
+            memory = self._together(lambda: SharedMemory(file, wanted, **_UNTRACKED))
+        except OSError:
+            os.close(file)
+            raise
+        if keep_file or not reserved:
+            memory.file = file
+            weakref.finalize(memory, os.close, file)
+        else:
+            os.close(file)
+        return memory
+
+    def _open_file(self, directory: str) -> int:
+        """A descriptor of an empty file, the same on all ranks, which has no name any more.
+
+        Raises the same OSError on all ranks if any of them cannot open it.
+        """
         name = "-".join(filter(None, ["mpidl", os.environ.get(JOB), secrets.token_hex(8)]))
-        path = Path(directory) / name
-        path = Path(self._node.bcast(str(path)))
-        file = -1
+        path = self._node.bcast(str(Path(directory) / name))
+        files: list[int] = []
         try:
             if self._rank == 0:
-                file = _attempt_open(path, os.O_CREAT | os.O_EXCL)
-                ready = file >= 0 and (reserve(file, 0, part) if reserved else _enlarge(file, wanted))
-                self._node.bcast(ready)
+                self._together(lambda: files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)))
+                self._together(lambda: None)
             else:
-                ready = self._node.bcast(None)
-                file = _attempt_open(path) if ready else -1
-                ready = file >= 0 and (shared or not reserved or reserve(file, self._rank * part, part))
-            memory = None
-            if self._node.allreduce(int(bool(ready)), MPI.MIN):
-                with contextlib.suppress(OSError):  # too many open files, or mappings
-                    memory = SharedMemory(file, wanted, **_UNTRACKED)
-                if not self._node.allreduce(int(memory is not None), MPI.MIN):
-                    memory = None
-            if memory is not None and (keep_file or not reserved):
-                memory.file = os.dup(file)
-                weakref.finalize(memory, os.close, memory.file)
-            return memory
-        finally:
-            if file >= 0:
+                self._together(lambda: None)
+                self._together(lambda: files.append(os.open(path, os.O_RDWR)))
+        except OSError:
+            for file in files:
                 os.close(file)
+            raise
+        finally:
             if self._rank == 0:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it could not be made
+                    os.unlink(path)
+        return files[0]
+
+    def _together(self, step: Callable[[], Made]) -> Made:
+        """What `step()` returns. Raises the same OSError on all ranks if it raises one on any of them. Collective."""
+        code = 0
+        try:
+            made = step()
+        except OSError as error:
+            code = error.errno or errno.EIO
+        code = self._node.allreduce(code, MPI.MAX)
+        if code:
+            raise OSError(code, os.strerror(code))
+        return made
+
+    def _warn(self, what: str, reason: str) -> None:
+        if self._rank == 0:
+            warnings.warn(f"{what}: {reason}", RuntimeWarning, stacklevel=2)
 
     def _register(self, memory: SharedMemory) -> None:
         self._forget()
@@ -194,21 +236,6 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _attempt_open(path: Path, flags: int = 0) -> int:
-    try:
-        return os.open(path, os.O_RDWR | flags, 0o600)
-    except OSError:
-        return -1
-
-
-def _enlarge(file: int, nbytes: int) -> bool:
-    try:
-        os.ftruncate(file, nbytes)
-    except OSError:
-        return False
-    return True
-
-
 def reserve(file: int, start: int, nbytes: int) -> bool:
     """Gives a file the pages for these bytes; False where there is no room."""
     try:
@@ -218,10 +245,20 @@ def reserve(file: int, start: int, nbytes: int) -> bool:
     return True
 
 
-def _warn(what: str) -> None:
-    warnings.warn(
-        f"{what}. {_USUAL} is too small: enlarge it (docker run --shm-size=8g, or mount -o remount,size=50% "
-        f"{_USUAL} as root), or name a larger tmpfs in {DIRECTORY}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def _explained(directory: str, error: OSError) -> str:
+    """What has run out in a directory for shared memory, and what to do about it."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "a rank of the node has as many files open as it may; Communicators and symmetric arrays hold some: close "
+            "and drop those that are not used, or raise the limit (ulimit -n)"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{directory} is too small: enlarge it (docker run --shm-size=8g, or mount -o remount,size=50% {_USUAL} as "
+            f"root), or name a larger tmpfs in {DIRECTORY}"
+        )
+    return f"{directory}: {error.strerror}; another directory can be named in {DIRECTORY}"

@@ -10,8 +10,10 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from collectives import Communicator
 from tests.harness import launch
 
 PROGRAM = """
@@ -85,6 +87,45 @@ def test_no_room_anywhere_gives_way_to_messages_with_a_warning(mpirun: Callable,
     assert done.returncode == 0, done.stderr
     assert "ranks send messages instead" in done.stderr
     assert "MPIDL_SHM_DIR" in done.stderr
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.one_node
+@pytest.mark.parametrize("kind", ["empty", "shared"])
+def test_a_file_has_no_name_before_memory_is_reserved(
+    comm: Communicator, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing stays behind of a job that is killed as there is too little memory."""
+    names: list[int] = []
+    fill = os.posix_fallocate
+
+    def look(file: int, start: int, nbytes: int) -> None:
+        names.append(os.fstat(file).st_nlink)
+        fill(file, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", look)
+    getattr(comm, kind)(10_000, np.float32)
+    assert names == ([] if kind == "shared" and comm.local_rank else [0])
+
+
+def test_a_warning_says_that_descriptors_have_run_out(mpirun: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import resource, os, numpy as np\n"
+        "from collectives import Communicator\n"
+        "comm = Communicator()\n"
+        "if comm.rank:\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0), os.dup(0) + 1))\n"
+        "x = comm.empty(10, np.float32)\n"
+        "comm.all_reduce(x)\n"
+    )
+    done = mpirun(2, path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "the node's ranks cannot share 8 KiB; ranks send messages instead: a rank of the node has as many"
+        in done.stderr
+    )
+    assert "(ulimit -n)" in done.stderr
 
 
 def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(mpirun) -> None:
