@@ -17,6 +17,14 @@ class ConfigurationError(MpidlError, ValueError):
     """An argument or a combination of arguments that an engine cannot work with."""
 
 
+class ConfigurationTypeError(ConfigurationError, TypeError):
+    """An argument of a kind that an engine cannot work with, where torch raises a TypeError."""
+
+
+class ConfigurationConflict(ConfigurationError, RuntimeError):
+    """A call that does not fit what is there, where torch raises a RuntimeError: nothing to train, a second hook."""
+
+
 class ModelMismatch(MpidlError, RuntimeError):
     """The ranks' models differ."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import torch
 
 from collectives import Communicator
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ConfigurationTypeError
 from ..trained_by import refuse_trained
+from .comm_hooks import GradBucket
 
 BUCKET_CAP_MB = 25.0
 
@@ -69,22 +71,56 @@ def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
     return listed | frozenset(getattr(of, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def device(of: torch.nn.Module, device_ids: Any, output_device: Any) -> torch.device | None:
-    """The device to which inputs are moved, None to leave them where they are."""
+def devices(
+    of: torch.nn.Module, device_ids: Any, output_device: Any
+) -> tuple[list[int | torch.device] | None, int | torch.device | None]:
+    """`device_ids` and `output_device` as torch keeps them: None, or the one device to which inputs are moved."""
     if isinstance(device_ids, Communicator):
         raise ConfigurationError("device_ids: got a Communicator; it goes by its name, process_group=")
     if (device_ids is None or device_ids == []) and output_device is None:
-        return None
+        return None, None
     places = {p.device for p in of.parameters()}
     try:
         given = [*(device_ids or ()), *([] if output_device is None else [output_device])]
         wanted = {torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in given}
     except (TypeError, RuntimeError):
-        wanted = set()
+        given, wanted = [], set()
     if len(wanted) != 1 or wanted != places:
         found = ", ".join(sorted(map(str, places)))
         raise ConfigurationError(
             f"device_ids: got {device_ids!r}, output_device: {output_device!r}; needs None, or the one device of the "
             f"module, which lies on {found}"
         )
-    return wanted.pop()
+    device = wanted.pop()
+    own = device if device.index is None else device.index
+    return [own], own
+
+
+def hook(given: Any) -> None:
+    """A communication hook, called as `hook(state, bucket)`: something to call, with annotations that fit."""
+    if not callable(given):
+        raise ConfigurationTypeError(f"register_comm_hook: got {given!r} as the hook; needs a callable")
+    try:
+        parameters = list(inspect.signature(given).parameters.values())
+        annotations = get_type_hints(given if inspect.isroutine(given) else type(given).__call__)
+    except (TypeError, ValueError, NameError, AttributeError):  # nothing is known of it
+        return
+    names = [p.name for p in parameters]
+    bucket: Any = annotations.get("bucket" if "bucket" in names else "".join(names[1:2]))
+    if _is_class(bucket) and not issubclass(GradBucket, bucket) and bucket.__name__ != GradBucket.__name__:
+        raise ConfigurationError(
+            f"register_comm_hook: the hook's bucket is annotated as {bucket.__name__}; needs "
+            "mpidl.comm_hooks.GradBucket"
+        )
+    returned: Any = annotations.get("return")
+    returned = get_origin(returned) or returned
+    if _is_class(returned) and not hasattr(returned, "wait"):
+        raise ConfigurationError(
+            f"register_comm_hook: the hook is annotated to return {returned.__name__}; needs a handle with wait(), as "
+            "collectives.Work"
+        )
+
+
+def _is_class(annotation: Any) -> bool:
+    """Whether an annotation says of which class a value is."""
+    return isinstance(annotation, type) and annotation not in (Any, object)

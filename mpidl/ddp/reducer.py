@@ -28,7 +28,7 @@ from collectives.positions import listing
 from ..backward import BackwardWatch, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import MIB, GradientBucket, assign, by_rank
-from ..consistency import check_models_agree
+from ..consistency import check_models_agree, check_settings_agree
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from ..objects import broadcast_object
@@ -134,6 +134,10 @@ class Reducer:
         if self._wanted != self._trains:
             self.queue.listen(self._trained_by(self._wanted))
 
+    def set_static_graph(self) -> None:
+        """Before the first backward pass: as if it had been made with `static_graph`."""
+        self._static_graph = self.queue.hold = True
+
     def _agree_on_buckets(self) -> None:
         """At the begin of a backward pass: takes up a new order of the buckets, or a new choice of what trains.
 
@@ -142,11 +146,12 @@ class Reducer:
         """
         if not self.queue.synchronise:
             return
-        code = zlib.crc32(repr(self._wanted).encode())
+        code = zlib.crc32(repr((self._wanted, self._static_graph)).encode())
         both = np.array([code, -code])
         self.comm.all_reduce(both, "max")
         if both[0] != -both[1]:
             check_models_agree(self.comm, self._module, self._ignored)
+            check_settings_agree(self.comm, "DistributedDataParallel", {"static_graph": self._static_graph})
         if self._wanted != self._trains:
             self._start_anew()
         elif self.pending_order is not None:

@@ -26,7 +26,7 @@ from ..buckets import MIB
 from ..checksums import checksum, difference
 from ..compiling import uncompiled
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
-from ..errors import ConfigurationError, ModelMismatch
+from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..place import place_of
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
@@ -105,11 +105,11 @@ class DistributedDataParallel(torch.nn.Module):
             self._init_sync = arguments.flag("init_sync", init_sync)
             self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb) * MIB
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
-            self.device = arguments.device(module, device_ids, output_device)
+            self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of("module", module, self.parameters_to_ignore)
             self.module = module
             if not self._named_parameters():
-                raise ConfigurationError("module: it has no parameter that requires a gradient")
+                raise ConfigurationConflict("module: it has no parameter that requires a gradient")
 
         check_everywhere(self.process_group, check)
         self._hook: tuple[Any, comm_hooks.Hook] | None = None
@@ -182,7 +182,7 @@ class DistributedDataParallel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         self._before_forward()
-        if self.device is not None:
+        if self.device_ids is not None:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         output = self.module(*args, **kwargs)
         self._after_forward(output)
@@ -221,10 +221,43 @@ class DistributedDataParallel(torch.nn.Module):
         if self._reducer is not None:
             self._reducer.after_forward(output)
 
+    # ---- as programs for PyTorch's use it ---------------------------------------------------------------------
+
     @property
     def broadcast_buffers(self) -> bool:
         """As of PyTorch's: `forward_sync_buffers`."""
         return self.forward_sync_buffers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module lies."""
+        return self._place.device
+
+    @property
+    def device_type(self) -> str:
+        """The type of `device`: "cpu" or "cuda"."""
+        return self.device.type
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tells if the next synchronised backward pass sends buffers."""
+        return self.forward_sync_buffers and bool(_buffers(self.module, self.parameters_to_ignore))
+
+    def _set_static_graph(self) -> None:
+        """Sets `static_graph` after construction, on all ranks, before the first backward pass."""
+        if self.static_graph:
+            return
+        if self._reducer is not None:
+            if self._reducer.rebuilt:
+                raise ConfigurationConflict("_set_static_graph: training has begun; set it before")
+            self._reducer.set_static_graph()
+        self.static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Iterable[str]) -> None:
+        """The same as `parameters_to_ignore`, set before the module is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+    # ---- synchronisation --------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate gradients; the first one outside averages the sums.
@@ -257,12 +290,11 @@ class DistributedDataParallel(torch.nn.Module):
 
         To be registered once, before the first backward pass, alike on all ranks. Sparse gradients pass it by.
         """
-        if not callable(hook):
-            raise ConfigurationError(f"register_comm_hook: got {hook!r} as the hook; needs a callable")
+        arguments.hook(hook)
         if self._hook is not None:
-            raise ConfigurationError("register_comm_hook: this DistributedDataParallel has a hook already")
+            raise ConfigurationConflict("register_comm_hook: this DistributedDataParallel has a hook already")
         if self._reducer is not None and self._reducer.rebuilt:
-            raise ConfigurationError("register_comm_hook: training has begun; register it before")
+            raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
         self._hook = (state, hook)
         if self._reducer is not None:
             self._reducer.hook = self._hook

@@ -111,12 +111,67 @@ def test_after_a_hook_that_raised_the_buckets_begin_anew(comm) -> None:
 
 def test_one_hook_and_before_training(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
-    with pytest.raises(mpidl.ConfigurationError, match="needs a callable"):
+    with pytest.raises(TypeError, match="needs a callable") as caught:
         wrapped.register_comm_hook(None, "allreduce")  # type: ignore[arg-type]
+    assert isinstance(caught.value, mpidl.ConfigurationError)
     wrapped.register_comm_hook(None, comm_hooks.allreduce)
-    with pytest.raises(mpidl.ConfigurationError, match="has a hook already"):
+    with pytest.raises(RuntimeError, match="has a hook already") as again:
         wrapped.register_comm_hook(None, comm_hooks.allreduce)
+    assert isinstance(again.value, mpidl.ConfigurationError)
     begun = mpidl.DistributedDataParallel(net(), process_group=comm)
     begun(torch.ones(1, 4)).sum().backward()
     with pytest.raises(mpidl.ConfigurationError, match="training has begun"):
         begun.register_comm_hook(None, comm_hooks.allreduce)
+
+
+def wrong_bucket(state: Any, bucket: int) -> comm_hooks.Handle:
+    raise NotImplementedError
+
+
+def wrong_second(state: Any, gradients: torch.Tensor) -> Any:
+    raise NotImplementedError
+
+
+def wrong_return(state: Any, bucket: comm_hooks.GradBucket) -> torch.Tensor:
+    raise NotImplementedError
+
+
+class Called:
+    def __call__(self, state: Any, bucket: int) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (wrong_bucket, "bucket is annotated as int; needs mpidl.comm_hooks.GradBucket"),
+        (wrong_second, "bucket is annotated as Tensor"),
+        (wrong_return, r"annotated to return Tensor; needs a handle with wait\(\)"),
+        (Called(), "bucket is annotated as int"),
+    ],
+    ids=["bucket", "second", "return", "object"],
+)
+def test_a_hook_with_annotations_that_do_not_fit(comm, hook: Any, message: str) -> None:
+    wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
+    with pytest.raises(ValueError, match=message):
+        wrapped.register_comm_hook(None, hook)
+
+
+def test_annotations_that_fit(comm) -> None:
+    def future(state: object, bucket: comm_hooks.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        made.set_result(bucket.buffer() * 0 + 7)
+        return made
+
+    def anything(state: Unknown, bucket: dist.GradBucket) -> Any:  # type: ignore[name-defined]  # noqa: F821
+        return future(state, bucket)
+
+    def plain(_, bucket):  # type: ignore[no-untyped-def]
+        return future(None, bucket)
+
+    class Method:
+        def hook(self, state: Any, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
+            return future(state, bucket)
+
+    for hook in (future, anything, plain, Method().hook, lambda s, b: future(s, b)):
+        assert all((g == 7).all() for g in gradients(comm, hook, passes=1))

@@ -434,8 +434,54 @@ def test_wrong_arguments_are_refused(comm, settings: dict, message: str) -> None
     ids=["nothing-to-train", "no-module", "lazy", "wrapped"],
 )
 def test_what_cannot_be_wrapped_is_refused(comm, make, message: str) -> None:
-    with pytest.raises(mpidl.ConfigurationError, match=message):
+    with pytest.raises(mpidl.ConfigurationError, match=message) as caught:
         mpidl.DistributedDataParallel(make(), process_group=comm)
+    assert isinstance(caught.value, RuntimeError) == ("no parameter" in message)  # as torch has it
+
+
+def test_what_programs_for_torch_ask_of_a_wrapper(comm) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrapped: Any = mpidl.DistributedDataParallel(model, process_group=comm)
+    assert (wrapped.device, wrapped.device_type) == (torch.device("cpu"), "cpu")
+    assert (wrapped.device_ids, wrapped.output_device) == (None, None)
+    assert wrapped.require_backward_grad_sync
+    assert wrapped.will_sync_module_buffers()
+    own: Any = mpidl.DistributedDataParallel(model, process_group=comm, broadcast_buffers=False)
+    assert not own.will_sync_module_buffers()
+    assert not mpidl.DistributedDataParallel(nn.Linear(1, 1), process_group=comm).will_sync_module_buffers()
+    at: Any = mpidl.DistributedDataParallel(model, device_ids=["cpu"], process_group=comm)
+    assert (at.device_ids, at.output_device) == ([torch.device("cpu")], torch.device("cpu"))
+    assert at(torch.ones(3, 2)).shape == (3, 2)
+
+
+def test_parameters_to_ignore_can_be_set_before(comm) -> None:
+    model = nn.Linear(2, 2)
+    names = ["bias"]
+    mpidl.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    assert wrapped.parameters_to_ignore == {"bias"}
+
+
+def test_a_static_graph_can_be_set_after(comm) -> None:
+    model = Branches(0)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    wrapped._set_static_graph()
+    wrapped(torch.ones(1, 3)).backward()  # without an error for what is unused
+    assert wrapped.static_graph
+    model.rank = 1
+    with pytest.raises(mpidl.TrainingError, match="static_graph=True, but the graph changed"):
+        wrapped(torch.ones(1, 3)).backward()
+    begun = mpidl.DistributedDataParallel(nn.Linear(3, 1), process_group=comm)
+    begun(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="training has begun"):
+        begun._set_static_graph()
+    if comm.size > 1:
+        differs = mpidl.DistributedDataParallel(nn.Linear(3, 1), process_group=comm)
+        if comm.rank == 0:
+            differs._set_static_graph()
+        loss = differs(torch.ones(1, 3)).sum()
+        with pytest.raises(mpidl.ModelMismatch, match="rank 0 has static_graph=True, rank 1 has static_graph=False"):
+            loss.backward()
 
 
 def half_frozen(yes: bool) -> nn.Module:
