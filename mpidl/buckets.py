@@ -1,17 +1,23 @@
 """Parameters -> buckets of flat gradient storage. One place for DDP and the three ZeRO stages.
 
-    parameters, in reverse     p9  p8  p7 | p6 p5 | p4 ...          about the order in which gradients arrive
-    bucket 0                  [g9 g8 g7 pad]
-    cut over 4 ranks          [ 0 | 1 | 2 | 3 ]                      a shard may cut through a parameter
+    parameters, in reverse     p9  p8  p7 | p6 p5 | p4 ...       about the order in which gradients arrive
+    bucket 0                  [g9 0 | g8 0 | g7 0 | 0 0 ]        each begins with a cache line
+    cut over 4 ranks          [  0  |   1   |  2  |  3  ]        so does each shard; it may cut through a parameter
 
 A `Layout` says where each parameter lies in a flat buffer and how the buffer is cut over the ranks. A
 `GradientBucket` is the storage of one layout's gradients; `bucket_queue` fills and launches them.
+
+Kernels round by where their operands begin: matrix products choose other loops by the alignment of a weight. torch
+begins all memory of the host with a cache line. So that a parameter in a buffer gives the bits that it gives in memory
+of its own, it does so there. What is left of its last line is padding, which is zero in every buffer and every shard:
+sums and norms of a whole shard are those of the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -34,28 +40,40 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters of one dtype side by side in a flat buffer, padded so that `ranks` equal shards cut it.
+    """Parameters of one dtype in a flat buffer, each from the start of a cache line, cut into `ranks` equal shards.
 
-    sizes: elements of each parameter.
+    sizes: elements of each parameter. line: elements of a cache line.
     """
 
     sizes: tuple[int, ...]
     ranks: int
+    line: int
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins."""
-        return tuple(accumulate(self.sizes, initial=0))[:-1]
+        return self._starts[:-1]
 
     @property
     def padded(self) -> int:
         """Elements of the buffer."""
-        return -(-sum(self.sizes) // self.ranks) * self.ranks
+        return self.shard_size * self.ranks
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
-        """Elements of a rank's shard."""
-        return self.padded // self.ranks
+        """Elements of a rank's shard, whole lines."""
+        return _round_up(-(-self._starts[-1] // self.ranks), self.line)
+
+    @cached_property
+    def padding(self) -> torch.Tensor:
+        """The numbers of the elements that belong to no parameter: int64, on the CPU."""
+        ends = [start + size for start, size in zip(self.offsets, self.sizes, strict=True)]
+        gaps = zip([0, *ends], [*self.offsets, self.padded], strict=True)
+        return torch.tensor([number for gap in gaps for number in range(*gap)], dtype=torch.int64)
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(accumulate((_round_up(size, self.line) for size in self.sizes), initial=0))
 
     def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's shard of a buffer, as a view."""
@@ -66,20 +84,31 @@ class Layout:
         places = zip(self.offsets, self.sizes, shapes, strict=True)
         return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """What a rank's shard holds of each parameter; empty pieces where it holds nothing of it."""
+    def piece(self, index: int, rank: int) -> Piece:
+        """What a rank's shard holds of a parameter; an empty piece where it holds nothing of it."""
         low, high = rank * self.shard_size, (rank + 1) * self.shard_size
-        pieces = []
-        for offset, size in zip(self.offsets, self.sizes, strict=True):
-            start = min(max(low - offset, 0), size)
-            stop = max(min(high - offset, size), start)
-            pieces.append(Piece(start, stop, min(max(offset - low, 0), self.shard_size)))
-        return pieces
+        offset, size = self.offsets[index], self.sizes[index]
+        start = min(max(low - offset, 0), size)
+        stop = max(min(high - offset, size), start)
+        return Piece(start, stop, min(max(offset - low, 0), self.shard_size))
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank's shard holds of each parameter."""
+        return [self.piece(index, rank) for index in range(len(self.sizes))]
 
 
 def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Layout:
     """The layout of these parameters, in their order."""
-    return Layout(tuple(p.numel() for p in parameters), ranks)
+    return Layout(tuple(p.numel() for p in parameters), ranks, line_of(parameters[0].dtype))
+
+
+def line_of(dtype: torch.dtype) -> int:
+    """Elements of a cache line."""
+    return max(1, _CACHE_LINE // dtype.itemsize)
+
+
+def _round_up(elements: int, line: int) -> int:
+    return -(-elements // line) * line
 
 
 def assign(
@@ -126,13 +155,7 @@ def place_of(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def aligned(elements: int, dtype: torch.dtype) -> int:
     """So many elements, rounded up to whole cache lines: what lies behind them begins with one."""
-    line = max(1, _CACHE_LINE // dtype.itemsize)
-    return -(-elements // line) * line
-
-
-def begins_line(t: torch.Tensor) -> bool:
-    """Whether it begins with a cache line, as all new memory of torch's does in the host's memory."""
-    return t.data_ptr() % _CACHE_LINE == 0
+    return _round_up(elements, line_of(dtype))
 
 
 class GradientBucket:
@@ -154,13 +177,20 @@ class GradientBucket:
         self.launched = False
         self.work: Work | None = None
         self.streams: set[Any] = set()
+        self._padding = self.layout.padding
 
     def allocate(self, storage: torch.Tensor) -> None:
         """Lays the bucket out in `storage`, at least `layout.padded` elements."""
         self.flat = storage[: self.layout.padded]
-        self.flat[sum(self.layout.sizes) :].zero_()
+        self._padding = self._padding.to(storage.device)
+        self.clear_padding()
         places = zip(self.parameters, self.layout.offsets, self.layout.sizes, strict=True)
         self.views = [place_of(self.flat[offset : offset + size], p) for p, offset, size in places]
+
+    def clear_padding(self) -> None:
+        """Zeroes what belongs to no parameter."""
+        assert self.flat is not None
+        self.flat.index_fill_(0, self._padding, 0)
 
     def release(self) -> None:
         """Forgets the storage."""

@@ -52,7 +52,10 @@ class GradBucket:
         return self._last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients as one flat tensor, this rank's own, not divided by anything; it may be overwritten."""
+        """All gradients as one flat tensor, this rank's own, not divided by anything; it may be overwritten.
+
+        Each begins with a cache line; between them are zeros.
+        """
         return self._flat
 
     def set_buffer(self, values: torch.Tensor) -> None:

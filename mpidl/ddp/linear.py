@@ -3,10 +3,10 @@
     else      x, dy -> dW in new memory -> autograd makes that `.grad` -> copied to its place in the bucket
     here      x, dy -> dW in its place in the bucket -> autograd makes that `.grad`
 
-For that a layer computes by an autograd function of this file: the same products as by torch's own. Their bits also
-depend on where the result begins, so a place is used only if it begins with a cache line, as new memory does. Where a
-gradient cannot be written to its place (something is in `.grad` already, a hook of the user's is to see it, the pass is
-not one that is averaged, ...) it is computed in new memory as ever.
+For that a layer computes by an autograd function of this file: the same products as by torch's own, with the same bits,
+as a place in a bucket begins with a cache line, like new memory. Where a gradient cannot be written to its place
+(something is in `.grad` already, a hook of the user's is to see it, the pass is not one that is averaged, ...) it is
+computed in new memory as ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backward import BackwardWatch, inside_transform, will_run
-from ..buckets import begins_line
 
 # Modules that compute x @ weight + bias, and whether their weight is [out, in], instead of [in, out].
 _OUT_IN = {
@@ -52,7 +51,7 @@ class Destination:
 
     def move(self, place: torch.Tensor | None) -> None:
         """place: where the weight's gradient lies from now on; None: in no bucket."""
-        self.place = place if place is not None and begins_line(place) else None
+        self.place = place
 
     def take(self, accumulator: Any) -> torch.Tensor | None:
         """Within a backward pass: the place, as a tensor that autograd can keep; None where it cannot be written to.

@@ -131,7 +131,7 @@ def estimate(
         parameters.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
-    the whole units lie once in each node, the rank's share of which is counted. Padding is not counted.
+    the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
     Raises ConfigurationError.
     """
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb)

@@ -133,7 +133,7 @@ class _SharedFlat:
 
     def fill(self) -> None:
         """Writes the parameters' values and the padding."""
-        self._whole[sum(self.shard.layout.sizes) :].zero_()
+        self._whole.index_fill_(0, self.shard.layout.padding.to(self._whole.device), 0)
         for p, view in zip(self.shard.parameters, self._views, strict=True):
             view.copy_(p.detach())
 

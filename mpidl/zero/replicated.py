@@ -59,7 +59,7 @@ class ReplicatedParameters:
         for group in groups:
             layout = layout_of(group, self._comm.size)
             flat = self._comm.empty(layout.padded, group[0].dtype, device=self._place.device)
-            flat[sum(layout.sizes) :].zero_()
+            flat.index_fill_(0, layout.padding.to(flat.device), 0)
             for p, view in zip(group, layout.views(flat, [p.shape for p in group]), strict=True):
                 view.copy_(p.detach())
                 p.data = view

@@ -370,8 +370,8 @@ class GradientShards:
         for view, filled in zip(bucket.views, gradients.filled, strict=True):
             if not filled:
                 view.zero_()
-        # The shard that a step has clipped by a norm that is no number may be a view of the bucket.
-        bucket.flat[sum(bucket.layout.sizes) :].zero_()
+        if self._keep_whole:  # a shard that was clipped by a norm that is no number was a view of the bucket
+            bucket.clear_padding()
         own = bucket.layout.shard(bucket.flat, self._comm.rank)
         if gradients.apart and gradients.shard is None:
             if gradients.memory is None:

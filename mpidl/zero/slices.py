@@ -35,7 +35,7 @@ class Slice:
     def counts(self, parameter: torch.nn.Parameter, ranks: int) -> list[int]:
         """How many elements of the parameter, of which this is a slice, each rank's shard holds."""
         index = next(i for i, p in enumerate(self.shard.parameters) if p is parameter)
-        pieces = [self.shard.layout.pieces(rank)[index] for rank in range(ranks)]
+        pieces = [self.shard.layout.piece(index, rank) for rank in range(ranks)]
         return [piece.stop - piece.start for piece in pieces]
 
     def attach(self, gradient: torch.Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import mpidl
 from mpidl.models.gpt2 import Projection
 
-WIDTH = 16  # so that each weight begins with a cache line, wherever it comes in its bucket
+WIDTH = 16
 
 
 def conv1d() -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidl.buckets import Layout, assign
+from mpidl.buckets import Layout, assign, layout_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -31,12 +31,15 @@ def test_a_bucket_has_one_dtype() -> None:
     assert all(len({p.dtype for p in bucket}) == 1 for bucket in buckets)
 
 
+@pytest.mark.parametrize("line", [1, 4, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("sizes", [(1,), (5, 3), (0, 4, 0), (10, 1, 1, 7), (2, 2, 2, 2)])
-def test_shards_are_equal_and_their_pieces_cover_every_parameter_once(sizes: tuple[int, ...], ranks: int) -> None:
-    layout = Layout(sizes, ranks)
+@pytest.mark.parametrize("sizes", [(1,), (5, 3), (0, 4, 0), (10, 1, 1, 7), (2, 2, 2, 2), (16, 0, 33)])
+def test_shards_are_equal_and_their_pieces_cover_every_parameter_once(
+    sizes: tuple[int, ...], ranks: int, line: int
+) -> None:
+    layout = Layout(sizes, ranks, line)
     assert layout.padded == layout.shard_size * ranks
-    assert 0 <= layout.padded - sum(sizes) < ranks
+    assert 0 <= layout.padded - sum(-(-size // line) * line for size in sizes) < ranks * line
     flat = torch.arange(layout.padded)
     for index, (offset, size) in enumerate(zip(layout.offsets, sizes, strict=True)):
         found = []
@@ -46,3 +49,16 @@ def test_shards_are_equal_and_their_pieces_cover_every_parameter_once(sizes: tup
             found.append(layout.shard(flat, rank)[piece.offset : piece.offset + length])
             assert piece.start == sum(map(len, found[:-1])) or length == 0
         assert torch.equal(torch.cat(found), flat[offset : offset + size])
+
+
+def test_parameters_and_shards_begin_with_a_line_and_the_rest_is_padding() -> None:
+    layout = Layout((5, 16, 0, 1), 3, 8)
+    assert layout.offsets == (0, 8, 24, 24)
+    assert (layout.shard_size, layout.padded) == (16, 48)
+    own = {number for at, size in zip(layout.offsets, layout.sizes, strict=True) for number in range(at, at + size)}
+    assert layout.padding.tolist() == [number for number in range(48) if number not in own]
+
+
+def test_a_line_has_more_elements_of_smaller_dtypes() -> None:
+    found = {dtype: layout_of(parameters(3, 3, dtype=dtype), 1).offsets[1] for dtype in (torch.float64, torch.float16)}
+    assert found == {torch.float64: 8, torch.float16: 32}

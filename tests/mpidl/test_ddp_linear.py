@@ -38,22 +38,22 @@ def test_they_are_written_to_their_places_with_the_bits_of_the_layer_alone(comm,
         assert watched.in_place() == {"weight": True}
 
 
-def test_a_place_that_does_not_begin_with_a_cache_line_is_copied_to(comm) -> None:
-    """There the same product can have other bits than in new memory."""
+def test_weights_of_any_size_have_places_with_the_bits_of_new_memory(comm) -> None:
+    """Each begins with a cache line, behind one of 77 elements, too."""
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(7, 11, bias=False), nn.Linear(11, 7, bias=False), nn.Linear(7, 16, bias=False))
 
-    alone, watched = made(make), Watched(comm, made(make))
-    for _ in range(3):
-        alone.zero_grad()
-        watched.model.zero_grad()
-        alone(data(12, 7)).square().sum().backward()
-        watched.wrapped(data(12, 7)).square().sum().backward()
-        for name, p in alone.named_parameters():
-            assert torch.equal(watched.found[name][1], p.grad), name
-        # They lie in the order 2, 1, 0; 112 elements are whole lines, 77 are not.
-        assert watched.in_place() == {"2.weight": True, "1.weight": True, "0.weight": False}
+    for rows in (1, 12):
+        alone, watched = made(make), Watched(comm, made(make))
+        for _ in range(3):
+            alone.zero_grad()
+            watched.model.zero_grad()
+            alone(data(rows, 7)).square().sum().backward()
+            watched.wrapped(data(rows, 7)).square().sum().backward()
+            for name, p in alone.named_parameters():
+                assert torch.equal(watched.found[name][1], p.grad), name
+            assert watched.in_place() == {"2.weight": True, "1.weight": True, "0.weight": True}
 
 
 def test_small_weights_are_left_as_they_were(comm, monkeypatch: pytest.MonkeyPatch) -> None:

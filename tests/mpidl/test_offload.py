@@ -23,6 +23,7 @@ from mpidl.memory import measure
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.zero.offload import slices
 from mpidl.zero.offload.pipeline import Pipeline
+from mpidl.zero.offload.swap import Extent, arrange, merged
 from tests.mpidl.models import MODELS, Branching, fresh, sequences
 
 pytestmark = pytest.mark.mpi
@@ -362,6 +363,14 @@ def test_ranks_that_offload_differently_are_told(comm) -> None:
     with pytest.raises(mpidl.ModelMismatch, match="to='cpu'"):
         zero(comm, fresh(MODELS["gpt2"]), offload="disk" if comm.rank else "cpu")
     assert np.isfinite(trained(comm, "1", 1, offload="disk")[1].clip_grad_norm_(1.0))
+
+
+def test_neighbours_in_the_file_are_read_as_one_with_nothing_but_padding_between() -> None:
+    """A parameter of one element without a gradient takes a line, which must not be written over."""
+    near, far = ([Extent(0, 12), Extent(start, 8)] for start in (64, 128))
+    for extents, runs in ((near, [(0, 0, 72)]), (far, [(0, 0, 12), (128, 64, 8)])):
+        positions, _ = arrange(extents)
+        assert merged(zip(extents, positions, strict=True)) == runs
 
 
 def test_a_buffer_is_read_into_only_when_it_has_been_written(comm) -> None:

@@ -14,7 +14,7 @@ from collectives import Communicator, PartitionedAllReduce
 
 pytestmark = pytest.mark.mpi
 
-WIDTH, BLOCKS = 60, 4  # which 1 to 4 ranks divide
+WIDTH, BLOCKS = 48, 4  # which 1 to 4 ranks cut into whole cache lines
 BLOCK, OWN = WIDTH * WIDTH, WIDTH * 12  # elements
 PSI = BLOCKS * BLOCK + OWN
 SHARE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # of a buffer's bytes, times (N - 1) / N

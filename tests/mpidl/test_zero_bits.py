@@ -1,9 +1,9 @@
 """DDP and all stages of ZeRO give the same bits in fp32 at the same number of ranks, whoever is late.
 
 Gradients are added in the order of the ranks wherever buckets and shards cut them, and an optimizer's update of an
-element depends on that element alone. This holds for torch's loops over parameters and its foreach kernels. The fused
-kernels on CPUs are the exception: they round the last elements of a tensor, which do not fill a vector, in another way
-than the others, and the ends of a slice lie elsewhere than those of the parameter.
+element depends on that element alone. That holds for torch's loops over parameters and its foreach kernels. The fused
+kernels on CPUs round the last elements of a tensor, which do not fill a vector, in another way than the others: so
+parameters and shards begin with cache lines, and a slice ends where a vector does, or where the parameter does.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ SGD: dict[str, Any] = {
     "optimizer": torch.optim.SGD,
     "settings": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": True},
 }
-FUSED: dict[str, Any] = {"settings": {"lr": 1e-3, "eps": 1e-6, "fused": True}}
+FUSED: dict[str, Any] = {"settings": {"lr": 1e-2, "weight_decay": 0.1, "fused": True}}
 FOREACH: dict[str, Any] = {"settings": {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}}
 CASES = {
     "gpt2, AdamW": ("gpt2", ADAMW),
     "odd sizes, AdamW, foreach": ("mixture", FOREACH),
+    "odd sizes, AdamW, fused": ("mixture", FUSED),
     "odd sizes, SGD": ("mixture", SGD),
     "gpt2, accumulated under no_sync": ("gpt2", {**ADAMW, "micro": 2, "sync_each": False}),
 }
@@ -86,15 +87,6 @@ def test_stages_agree_when_each_of_several_passes_is_reduced(comm) -> None:
         engine, settings = ENGINES[name]
         found[name] = differences(expected, run(comm, engine, "gpt2", training, **settings))
     assert found == {name: [] for name in found}
-
-
-def test_fused_kernels_differ_by_the_rounding_of_an_update(comm) -> None:
-    expected = run(comm, "ddp", "gpt2", FUSED)
-    found = [run(comm, ENGINES[name][0], "gpt2", FUSED, **ENGINES[name][1]) for name in ("2", "3-node")]
-    for trained in found:
-        np.testing.assert_allclose(trained.losses, expected.losses, rtol=1e-5)
-        for name, weight in trained.weights.items():
-            torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])

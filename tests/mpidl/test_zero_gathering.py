@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -65,8 +66,10 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpidl.zero.sharded._PATIENCE", 60.0)
 
 
-def padded(nbytes: int, ranks: int) -> int:
-    return -(-nbytes // 4 // ranks) * ranks * 4
+def padded(sizes: Sequence[int], ranks: int) -> int:
+    """Bytes of fp32 parameters, each of which begins with a cache line of 64 bytes, in equal shards of whole lines."""
+    lines = sum(-(-size // 16) for size in sizes)
+    return -(-lines // ranks) * ranks * 64
 
 
 def test_each_unit_is_gathered_once_forward_and_once_backward(comm, alike) -> None:
@@ -74,7 +77,7 @@ def test_each_unit_is_gathered_once_forward_and_once_backward(comm, alike) -> No
     _, _, seen = trained(comm)
     if comm.size == 1:
         return
-    block, head = padded(BLOCK_BYTES, comm.size), padded((WIDTH + 1) * 4, comm.size)
+    block, head = padded([WIDTH * WIDTH, WIDTH], comm.size), padded([WIDTH, 1], comm.size)
     for step in seen:
         assert step["gathers"] == (BLOCKS + 1) + (BLOCKS - 1)
         assert step["gathered_bytes"] == (2 * BLOCKS - 1) * block + head
@@ -93,8 +96,8 @@ def test_no_more_than_three_units_are_whole_at_a_time(comm, alike, adapted: bool
     """The one that computes, the next, and the model's own; frozen ones are let go in backward as well."""
     _, optimizer, _ = trained(comm, adapted)
     if comm.size > 1:
-        block, scale = padded(BLOCK_BYTES, comm.size), padded(4, comm.size) * adapted
-        head = padded((WIDTH + 1) * 4, comm.size)
+        block, scale = padded([WIDTH * WIDTH, WIDTH], comm.size), padded([1], comm.size) * adapted
+        head = padded([WIDTH, 1], comm.size)
         assert optimizer.traffic().peak_bytes == 2 * (block + scale) + head
         assert not any(unit.held for unit in optimizer._parameters._units)
 

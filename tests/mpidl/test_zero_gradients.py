@@ -140,6 +140,7 @@ def test_the_memory_of_gradients_stays_unless_state_is_offloaded(comm) -> None:
             if name in ("2", "3"):
                 assert during <= {t.data_ptr() for t in held}
     shard = sum(-(-p.numel() * 4 // comm.size) for p in Several().parameters())
-    assert kept["2"] == pytest.approx(shard, abs=4 * len(list(Several().parameters())))
-    assert kept["3"] == pytest.approx(shard, abs=4 * len(list(Several().parameters())))
+    padding = 64 * len(list(Several().parameters()))  # each shard is of whole cache lines
+    assert shard <= kept["2"] <= shard + padding
+    assert shard <= kept["3"] <= shard + padding
     assert kept["1"] == kept["16 bits"] == kept["offloaded"] == 0

@@ -23,7 +23,7 @@ from .settings import Offload
 from .slices import HALVES
 from .swap import SwapFile
 
-_PADDING = 128  # bytes, at most, of a region
+_PADDING = 320  # bytes, at most, of a parameter's part of a region, and of the region's end
 Groups = Sequence[Mapping[str, Any]]
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

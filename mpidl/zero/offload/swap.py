@@ -2,7 +2,8 @@
 
     file     [ masters of shard 0 | exp_avg of shard 0 | exp_avg_sq of shard 0 | masters of shard 1 | ... ]
                       ######                #####                 #####            a sub-group's parts: extents
-    buffer   [ ###### ##### ##### ]        extents that follow each other in the file do so here, and are read as one
+    buffer   [ ###### ##### ##### ]        extents that follow each other in the file do so here, and are read as one,
+                                           with the padding between them
 
 A step reads and writes through buffers. Whole states, which are asked for now and then, are read and written through
 the mapping; the kernel keeps both alike.
@@ -22,7 +23,7 @@ import torch
 
 from .slices import OffloadedSlice
 
-_ALIGNED = 64  # bytes: a cache line
+_ALIGNED = 64  # bytes: a cache line; between the begin of two parameters lies at least one
 
 
 class Extent(NamedTuple):
@@ -43,13 +44,15 @@ class Run(NamedTuple):
 def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
     """The position of each extent in a buffer, and the bytes of all: aligned as in the file, neighbours together.
 
+    Neighbours have less than a line between them, so nothing but padding.
+
     extents: by offset.
     """
     positions: list[int] = []
     end, filled = -1, 0
     for extent in extents:
-        if extent.offset != end:
-            filled = _up(filled) + extent.offset % _ALIGNED
+        gap = extent.offset - end
+        filled = filled + gap if positions and 0 <= gap < _ALIGNED else _up(filled) + extent.offset % _ALIGNED
         positions.append(filled)
         filled += extent.nbytes
         end = extent.offset + extent.nbytes
@@ -60,8 +63,9 @@ def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Run]:
     """As few runs as cover extents at positions, given by offset."""
     runs: list[Run] = []
     for (offset, nbytes), position in pairs:
-        if runs and runs[-1].offset + runs[-1].nbytes == offset and runs[-1].position + runs[-1].nbytes == position:
-            runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + nbytes)
+        gap = offset - (runs[-1].offset + runs[-1].nbytes) if runs else _ALIGNED
+        if 0 <= gap < _ALIGNED and runs[-1].position + runs[-1].nbytes + gap == position:
+            runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + gap + nbytes)
         elif nbytes:
             runs.append(Run(offset, position, nbytes))
     return runs

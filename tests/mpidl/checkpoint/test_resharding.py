@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpidl import buckets
 from mpidl.checkpoint import index
 from mpidl.checkpoint.tensorfile import TensorFile
 from mpidl.models.gpt2 import GPT2
@@ -75,6 +76,22 @@ def test_the_same_engine_goes_on_to_the_bit(comm, shared: Path, engine: str, mod
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert torch.equal(value, other[name]) if torch.is_tensor(value) else value == other[name], name
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+def test_checkpoints_of_another_layout_are_loaded(comm, shared: Path, engine: str, monkeypatch) -> None:
+    """Parameters side by side without padding, as they lay in earlier versions."""
+    with monkeypatch.context() as patch:
+        patch.setattr(buckets, "_CACHE_LINE", 1)
+        run = Run(engine, comm, fresh(MODELS["mixture"]))
+        run.steps(0, 2)
+        run.save(shared, 2)
+        weights, state = run.weights(), flat(run.optimizer.state_dict())
+    again = Run(engine, comm, fresh(MODELS["mixture"], rank=1))
+    again.load(shared)
+    found = {**again.weights(), **flat(again.optimizer.state_dict())}
+    for name, value in {**weights, **state}.items():
+        assert torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name], name
 
 
 def flat(state: dict[str, Any]) -> dict[Any, Any]:
