@@ -37,8 +37,8 @@ class CheckpointError(MpidlError, RuntimeError):
     """A checkpoint that cannot be written, or is torn, damaged, or of another model. Raised alike on every rank."""
 
 
-class CheckpointMismatch(CheckpointError):
-    """A checkpoint of another model, optimizer or training: a restart finds it no better."""
+class CheckpointMismatch(CheckpointError, ConfigurationError):
+    """A checkpoint and arguments of another model, optimizer or training: a restart finds them no better."""
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -44,7 +44,7 @@ def raised(failures: list[Failure | None]) -> MpidlError | None:
 
 
 def together(comm: Communicator, action: Callable[[], Result]) -> Result:
-    """What `action()` returns; an error of this package or of the system is raised alike on every rank. Collective."""
+    """What `action()` returns; an error of any rank is raised alike on every one. Collective."""
     result, failure, cause = attempt(action)
     error = raised(all_gather_object(comm, failure))
     if error is not None:
@@ -77,5 +77,5 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, Failure | None
     """The result, or what went wrong and the exception itself."""
     try:
         return action(), None, None
-    except (MpidlError, OSError) as error:
+    except Exception as error:
         return None, failure_of(error), error

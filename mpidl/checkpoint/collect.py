@@ -23,6 +23,7 @@ from ..models.pretrained import published_settings
 from ..optim.elementwise import elementwise, is_slice
 from . import random_states, tree
 from .engine import Engine, Place
+from .schema import SLICES
 from .tensorfile import code_of
 
 # How the update is computed, not what it computes: the loading run chooses for its own device.
@@ -199,7 +200,7 @@ def _optimizer(
                 raise ConfigurationError(f"optimizer: its state of {place.name} has the key {key!r}; needs a word")
             if key in cut and is_slice(value, cast(torch.Tensor, place.key)):
                 add(f"optimizer/{key}/{place.name}", place, value.detach(), place.apart)
-                state[place.name][key] = "$slices"
+                state[place.name][key] = SLICES
             else:
                 state[place.name][key] = tree.encode(value, f"optimizer.{key}", whole)
     return {"class": engine.optimizer_class, "groups": groups, "state": state}

@@ -99,10 +99,15 @@ class Engine:
         self._check_optimizer()
 
     @property
+    def optimizer_type(self) -> type[torch.optim.Optimizer]:
+        """The torch.optim class that steps."""
+        assert self.optimizer is not None
+        return self.optimizer.inner_class if isinstance(self.optimizer, ZeroOptimizer) else type(self.optimizer)
+
+    @property
     def optimizer_class(self) -> str:
-        """The name of the torch.optim class that steps."""
-        inner = self.optimizer.inner_class if isinstance(self.optimizer, ZeroOptimizer) else type(self.optimizer)
-        return inner.__name__
+        """Its name."""
+        return self.optimizer_type.__name__
 
     def _parameters(self) -> Iterator[Place]:
         own = {} if self.owned is None else {part.parameter: part for part in self.owned.slices()}

@@ -33,8 +33,10 @@ from .engine import Engine
 from .index import Entry, Index
 from .matching import plan
 from .reading import Reader
+from .regular import read_regular
 from .saving import wait
-from .tensorfile import BLOCK, Place, TensorFile, as_bytes, checksum, header_of, naming, write_all
+from .schema import BLOCK, LONGEST_INDEX, file_name, mapping, record
+from .tensorfile import Place, TensorFile, as_bytes, checksum, header_of, naming, write_all
 
 SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
@@ -182,7 +184,7 @@ def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[st
         for there in sorted(path.iterdir()):
             try:
                 ours = _is_ours(there, shapes, settings)
-            except (CheckpointError, ValueError, AttributeError, TypeError):
+            except Exception:  # whatever stands in it
                 ours = False
             if not ours:
                 raise CheckpointError(
@@ -206,9 +208,9 @@ def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[s
             first, _ = header_of(ordered, {"format": "pt"})
             return f"{checksum(first):08x}" == opened.header
     if file.name == HF_INDEX:
-        return bool(json.loads(file.read_text())["weight_map"].keys() <= shapes.keys())
+        return bool(json.loads(read_regular(file, LONGEST_INDEX))["weight_map"].keys() <= shapes.keys())
     if file.name == "config.json" and settings is not None:
-        return bool(json.loads(file.read_text()).keys() == settings.keys())
+        return bool(json.loads(read_regular(file, LONGEST_INDEX)).keys() == settings.keys())
     return True
 
 
@@ -325,14 +327,23 @@ def import_safetensors(
             together(comm, lambda: reader.fill(made.requests, engine.forget))
 
 
+def _files_of(file: Path) -> list[str]:
+    """The names of the files that an index of Hugging Face's names."""
+    try:
+        content = json.loads(read_regular(file, LONGEST_INDEX))
+        record({"weight_map": mapping(file_name)})(content)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    return sorted({*content["weight_map"].values()})
+
+
 def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -> Index:
     """A directory of weights as if it were a checkpoint of the model alone."""
     files = [SINGLE]
     if not (path / SINGLE).exists() and (path / HF_INDEX).exists():
-        try:
-            files = sorted(set(json.loads((path / HF_INDEX).read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path / HF_INDEX}: cannot be read: {error}") from None
+        files = _files_of(path / HF_INDEX)
     content = Index(path, {}, {}, {})
     for name in files:
         with TensorFile(path / name) as file:

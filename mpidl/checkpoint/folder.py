@@ -30,9 +30,11 @@ from ..ending import UNFINISHED
 from ..errors import CheckpointError, ConfigurationError
 from . import holding, index
 from .index import Index
+from .regular import read_regular, size_of
 from .tensorfile import naming
 
 LATEST = "latest"
+_LONGEST_NAME = 4096  # bytes
 _NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old))?")
 _ONE_AT_A_TIME = threading.Lock()  # to change a directory's names: several saves may be under way
 _LEFT = re.compile(r"step-\d{8,}(\.(tmp|old))?(\.gone)?")
@@ -184,7 +186,7 @@ def _out_of_the_way(path: Path) -> Path:
 def _latest(folder: Path) -> str:
     """What `latest` says; nothing if that cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return (folder / LATEST).read_text().strip()
+        return read_regular(folder / LATEST, _LONGEST_NAME).decode().strip()
     return ""
 
 
@@ -228,7 +230,7 @@ def check_files(content: Index) -> None:
     for name, about in content.files.items():
         path = content.path / name
         try:
-            size = path.stat().st_size
+            size = size_of(path)
         except OSError as error:
             raise CheckpointError(f"{path}: is missing or cannot be read: {error.strerror}") from None
         if size != about["bytes"]:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what `index.json` says, and whether it can be true.
+"""The index of a checkpoint: what `index.json` says, in memory and as text. What it may say is in `schema`.
 
     tensors    name -> dtype, shape, and slices: elements start..stop of it lie under `key` in `file`, with checksums
     files      name -> bytes, checksum of its header
@@ -15,26 +15,25 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..errors import CheckpointError
-from . import tree
-from .tensorfile import BLOCK, CODES, DTYPES, checksum
+from .regular import open_regular, read_regular
+from .schema import BLOCK, CODES, DTYPES, LONGEST_INDEX, check_index
+from .tensorfile import checksum
+from .tree import Malformed, shown
 
 NAME = "index.json"
 FORMAT = "mpidl-checkpoint"
 VERSION = 1
 _HEAD = 200  # bytes at its beginning in which the number stands
-_NEEDED = ("step", "micro_step", "ranks", "engine", "model", "extra", "own")
-_OF_MODEL = ("class", "parameters", "buffers", "tied")
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Elements start..stop of a flattened tensor: tensor `key` of `file`. crc32: of each block of its bytes."""
 
     file: str
@@ -78,36 +77,30 @@ class Index:
         return int(self.about.get("number", 0))
 
     def text(self) -> str:
-        """What is written."""
+        """What is written. Raises CheckpointError for what could not be read again."""
         tensors = {
             name: {
                 "dtype": CODES[entry.dtype],
                 "shape": list(entry.shape),
-                "slices": [asdict(part) for part in entry.slices],
+                "slices": [part._asdict() for part in entry.slices],
             }
             for name, entry in self.tensors.items()
         }
         head = {"format": FORMAT, "version": VERSION, "number": self.number, "block_bytes": BLOCK}
         content = {**head, **self.about, "files": self.files, "tensors": tensors}
+        try:
+            check_index(content)
+        except Malformed as error:
+            raise CheckpointError(f"{self.file}: cannot be written as the format has it: {error}") from None
         content["checksum"] = _sum(content)
-        return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
-
-    def check_cover(self) -> None:
-        """Raises CheckpointError unless every tensor's slices cover it, without gap or overlap, in files that exist."""
-        for name, entry in self.tensors.items():
-            at = 0
-            for part in entry.slices:
-                blocks = -(-(part.stop - part.start) * entry.dtype.itemsize // BLOCK)
-                known = part.file in self.files and Path(part.file).name == part.file
-                if part.start != at or part.stop < at or not known or len(part.crc32) != blocks:
-                    raise CheckpointError(f"{self.file}: the slices of {name} do not fit together")
-                at = part.stop
-            if at != entry.count:
-                raise CheckpointError(f"{self.file}: has {at} of the {entry.count} elements of {name}")
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+        if len(text) > LONGEST_INDEX:
+            raise CheckpointError(f"{self.file}: would have {len(text)} bytes, and may have {LONGEST_INDEX}")
+        return text
 
 
 def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Index:
-    """One index from what each rank has written. Raises CheckpointError if that is no whole."""
+    """One index from what each rank has written."""
     tensors: dict[str, Entry] = {}
     files: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -117,9 +110,7 @@ def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Ind
             entry.slices += [Slice(**s) for s in slices]
     for entry in tensors.values():
         entry.slices.sort(key=lambda part: (part.start, part.stop))
-    index = Index(path, about, dict(sorted(tensors.items())), files)
-    index.check_cover()
-    return index
+    return Index(path, about, dict(sorted(tensors.items())), files)
 
 
 def read(path: Path) -> Index:
@@ -131,7 +122,7 @@ def read_text(path: Path) -> str:
     """The text of a directory's index. Raises CheckpointError if it cannot be read."""
     file = path / NAME
     try:
-        return file.read_bytes().decode()
+        return read_regular(file, LONGEST_INDEX).decode()
     except FileNotFoundError:
         missing = "has no index.json: it is torn, or no checkpoint" if path.is_dir() else "no such directory"
         raise CheckpointError(f"{path}: {missing}") from None
@@ -143,41 +134,45 @@ def read_text(path: Path) -> str:
 
 def parse(path: Path, text: str) -> Index:
     """What the text of an index says. Raises CheckpointError for what is none, or has been changed."""
-    file = path / NAME
     try:
-        content = json.loads(text)
+        return _parse(path, text)
     except ValueError as error:
-        raise CheckpointError(f"{file}: is damaged or cut short: {error}") from None
+        raise CheckpointError(f"{path / NAME}: is damaged or cut short: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path / NAME}: is not as the format has it: is nested too deeply") from None
+
+
+def _parse(path: Path, text: str) -> Index:
+    file = path / NAME
+    content = json.loads(text, parse_constant=_no_constant)
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{file}: is not the index of an mpidl checkpoint")
     version = content.pop("version", None)
     if version != VERSION:
-        raise CheckpointError(f"{file}: has version {version} of the format; this mpidl reads version {VERSION}")
+        raise CheckpointError(f"{file}: has version {shown(version)} of the format; this mpidl reads version {VERSION}")
     said = content.pop("checksum", None)
     if said != _sum({"format": FORMAT, "version": VERSION, **content}):
-        raise CheckpointError(f"{file}: is damaged: its checksum is not {said}")
+        raise CheckpointError(f"{file}: is damaged: its checksum is not {shown(said)}")
     if content.pop("block_bytes", None) != BLOCK:
         raise CheckpointError(f"{file}: has checksums of blocks of another size than {BLOCK} bytes")
     try:
-        tensors = {
-            name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), [Slice(**s) for s in e["slices"]])
-            for name, e in content.pop("tensors").items()
-        }
-        index = Index(path, content, tensors, content.pop("files"))
-        index.check_cover()
-        lacks = [key for key in _NEEDED if key not in content]
-        lacks += [f"model.{key}" for key in _OF_MODEL if not lacks and key not in content["model"]]
-        lacks += [f"tensor {name}" for name in tree.names_in(content) if name not in tensors]
-        if lacks or len(content["own"]) != content["ranks"]:
-            raise KeyError(lacks[0] if lacks else "own, of each rank")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: is not as the format has it: {error!r}") from None
-    return index
+        check_index(content)
+    except Malformed as error:
+        raise CheckpointError(f"{file}: is not as the format has it: {error}") from None
+    tensors = {
+        name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), [Slice(**s) for s in e["slices"]])
+        for name, e in content.pop("tensors").items()
+    }
+    return Index(path, content, tensors, content.pop("files"))
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"it holds {text}, which is no JSON")
 
 
 def number_of(path: Path) -> int:
     """A directory's number by a glance at its index, undamaged or not; 0 if it has none. Raises OSError."""
-    with (path / NAME).open("rb") as file:
+    with open(open_regular(path / NAME), "rb") as file:
         found = re.search(rb'"number": ?(\d{1,15})\b', file.read(_HEAD))
     return int(found[1]) if found else 0
 

@@ -18,7 +18,7 @@ import torch
 from collectives import Communicator
 
 from ..consistency import check_settings_agree
-from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError
+from ..errors import CheckpointError, CheckpointMismatch
 from . import folder, index, tree
 from . import random_states as randoms
 from .agree import on_rank_0, together
@@ -65,8 +65,8 @@ def load(
 
     Gradients of the micro-steps since the last step come back with the optimizer. Dtypes are converted. Raises
     CheckpointError, alike on every rank and naming the file, for what is missing or damaged, its subclass
-    CheckpointMismatch for what is of another model, and then has changed nothing; ConfigurationError for arguments that
-    do not fit.
+    CheckpointMismatch for what is of another model or training, and then has changed nothing; ConfigurationError for
+    arguments that do not fit.
     """
     engine = Engine(model, optimizer, process_group)
     comm = engine.comm
@@ -77,16 +77,13 @@ def load(
     parts = {name: part for name, part in parts.items() if part is not None}
     with Reader(content) as reader:
         made = together(comm, lambda: _prepare(engine, reader, parts, random_states, verify))
-        extra = together(comm, lambda: tree.decode(content.about["extra"], reader.tensor))
+        extra, random = together(comm, lambda: _read_small(engine, reader, random_states))
         _load_parts(engine, reader, parts)
         try:
             with engine.writing(made.unseen):
                 together(comm, lambda: reader.fill(made.requests, engine.forget))
             together(comm, lambda: made.install(engine, reader.tensor))
-            if optimizer is not None:
-                optimizer.zero_grad()
-                together(comm, lambda: reader.fill(made.gradient_requests(engine)))
-            together(comm, lambda: _restore_own(engine, reader, random_states))
+            together(comm, lambda: _finish(engine, reader, made, random))
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
     about = content.about
@@ -95,16 +92,20 @@ def load(
 
 def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
     """The index of a checkpoint, or of the newest complete one of a directory of them, on every rank. Collective."""
+    read: list[Index] = []  # on rank 0
 
     def choose() -> tuple[Path, str]:
         given = folder.path_of(path)
         found, passed = folder.find(given)
         if found is None and passed:
             raise CheckpointError(f"{path}: holds no complete checkpoint: {'; '.join(passed)}")
-        return found or given, index.read_text(found or given)
+        text = index.read_text(found or given)
+        read.append(index.parse(found or given, text))
+        folder.check_files(read[0])  # so that no more is asked for than they hold
+        return found or given, text
 
     chosen, text = on_rank_0(comm, choose)
-    return together(comm, lambda: index.parse(chosen, text))
+    return together(comm, lambda: read[0] if read else index.parse(chosen, text))
 
 
 def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> Plan:
@@ -121,6 +122,7 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
             raise CheckpointMismatch(
                 f"{content.file}: holds the state of {saved_class}; the {name} here is {own_class}"
             )
+        _check_kinds(content, name, part)
     kept = [content.about[name] for name in (*parts, "extra")]
     small = [*made.small, *tree.names_in([*kept, content.about["model"].get("extra_state")])]
     own = content.about["own"][engine.comm.rank % content.about["ranks"]]
@@ -139,19 +141,52 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
     return made
 
 
+def _check_kinds(content: Index, name: str, part: Any) -> None:
+    """Classes of torch take any values, and fail in a later step; others look themselves."""
+    if type(part).__module__.partition(".")[0] not in ("torch", "mpidl"):
+        return
+    saved, here = content.about[name], state_of(name, part)
+    try:
+        # A scheduler takes all keys as its attributes.
+        takes_all = isinstance(saved, dict) and isinstance(part, torch.optim.lr_scheduler.LRScheduler)
+        for key in saved if takes_all else ():
+            if key not in here and hasattr(part, key):
+                raise tree.Malformed(f"has {tree.shown(key)}, which is no part of it")
+        tree.check_kinds(saved, tree.encode(here, name, {}), lists_grow=False)
+    except tree.Malformed as error:
+        raise CheckpointError(f"{content.file}: {tree.within(name, error)}") from None
+
+
+def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]:
+    """What is given back, and this rank's random states, which are known to be such; nothing changes."""
+    about = reader.index.about
+    own = about["own"][engine.comm.rank % about["ranks"]]
+    extra = tree.decode(about["extra"], reader.tensor)
+    states = tree.decode(own["random"], reader.tensor) if random and "random" in own else None
+    if states is not None:
+        randoms.check(states, reader.index.file)
+    return extra, states
+
+
 def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> None:
     """Scheduler, scaler and sampler, and what modules have beside tensors. Collective.
 
     If one refuses, on any rank, all go back to what they had.
     """
     about = reader.index.about
-    # By name: what was saved, what there is, and what takes it.
-    states = {
-        name: (about[name], copy.deepcopy(state_of(name, part)), part.load_state_dict) for name, part in parts.items()
-    }
-    for name, saved in about["model"].get("extra_state", {}).items():
-        module = engine.extra_states[name]
-        states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
+
+    def there() -> dict[str, tuple[Any, Any, Any]]:
+        """By name: what was saved, what there is, and what takes it."""
+        states = {name: (about[name], copy.deepcopy(state_of(name, p)), p.load_state_dict) for name, p in all_.items()}
+        for name, saved in about["model"].get("extra_state", {}).items():
+            module = engine.extra_states[name]
+            states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
+        return states
+
+    all_ = {**parts}
+    if engine.averager is not None and "averager" in about:
+        all_["averager"] = engine.averager
+    states = together(engine.comm, there)
 
     def take() -> None:
         for name, (saved, _, load_into) in states.items():
@@ -161,30 +196,29 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
                     load_into(state)
             except Exception as error:  # of the user's own classes: whatever they raise
                 said = str(error) or type(error).__name__
-                raise ConfigurationError(f"{reader.index.file}: the {name}: {said}") from error
+                raise CheckpointMismatch(f"{reader.index.file}: the {name}: {said}") from error
 
     try:
         together(engine.comm, take)
-    except ConfigurationError:
+    except CheckpointError:
         for name, (_, before, load_into) in states.items():
-            if before or name not in parts:
+            if before or name not in all_:
                 with contextlib.suppress(Exception):  # of the one that refused; the others are to have theirs
                     load_into(before)
         raise
 
 
-def _restore_own(engine: Engine, reader: Reader, random: bool) -> None:
-    """What each rank has of its own."""
+def _finish(engine: Engine, reader: Reader, made: Plan, random: Any) -> None:
+    """The gradients of micro-steps, the state of a hook, and random numbers."""
     about, rank = reader.index.about, engine.comm.rank
-    own = about["own"][rank % about["ranks"]]
-    if engine.averager is not None and "averager" in about:
-        engine.averager.load_state_dict(tree.decode(about["averager"], reader.tensor))
-    hook = engine.hook_state()
+    if engine.optimizer is not None:
+        engine.optimizer.zero_grad()
+        reader.fill(made.gradient_requests(engine))
+    hook, own = engine.hook_state(), about["own"][rank % about["ranks"]]
     if hook is not None and "hook" in own:
         hook.load_state_dict(tree.decode(own["hook"], reader.tensor))
-    if random and "random" in own:
-        states = tree.decode(own["random"], reader.tensor)
+    if random is not None:
         if rank < about["ranks"]:
-            randoms.restore(states)
+            randoms.restore(random)
         else:
-            randoms.derive(states, rank)
+            randoms.derive(random, rank)

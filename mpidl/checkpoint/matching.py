@@ -5,19 +5,22 @@ The answer is a list of requests; making it changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, CheckpointMismatch, listed
+from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..optim.elementwise import alike
 from . import tree
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine, Place
 from .index import Index
+from .kept_states import KeptStates
+from .schema import SLICES
 
 _LISTED = 3  # names in a message
 
@@ -99,10 +102,12 @@ def plan(engine: Engine, index: Index) -> Plan:
         if name in index.tensors:
             return (name,)
         each = tuple(f"{rank_name(r)}/{name}" for r in range(saved))
-        if each[0] not in index.tensors:
-            return ()
         if saved == engine.comm.size and apart:
-            return (each[rank],)
+            return (each[rank],) if each[rank] in index.tensors else ()
+        if not any(other in index.tensors for other in each):
+            return ()
+        if any(other not in index.tensors for other in each):
+            raise CheckpointError(f"{index.file}: only some ranks have {name}; needs the {saved} ranks that saved it")
         # Of what is counted, such as batches, a mean is no count.
         return each if index.tensors[each[0]].dtype.is_floating_point else each[:1]
 
@@ -167,18 +172,23 @@ def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> N
     saved = [group["params"] for group in about["groups"]]
     if [set(names) for names in own] != [set(names) for names in saved]:
         raise CheckpointMismatch(f"{index.file}: {_groups_differ(saved, own)}")
-    for group in about["groups"]:
+    for number, group in enumerate(about["groups"]):
         settings = {key: value for key, value in group["settings"].items() if key not in IMPLEMENTATION}
         made.settings.append(settings)
         made.small += tree.names_in(settings)
+        _check_settings(index, number, settings, engine.optimizer.param_groups[number])
+    kept = KeptStates(engine, index, made.settings)
     trained = {name for names in own for name in names}
     for place in engine.parameters:
         if place.key is None or place.name not in trained:
             continue
         entry: dict[str, Any] = {}
         current = engine.optimizer.state.get(place.key, {})
-        for key, value in about["state"].get(place.name, {}).items():
-            if value != "$slices":
+        saved_states = about["state"].get(place.name, {})
+        if saved_states:
+            kept.check(place, saved_states)
+        for key, value in saved_states.items():
+            if value != SLICES:
                 entry[key] = value
                 made.small += tree.names_in(value)
                 continue
@@ -188,6 +198,19 @@ def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> N
             entry[key] = _like(engine, place.key, key, index.tensors[names[0]].dtype, current.get(key))
             made.requests.append(_request(place, names, entry[key]))
         made.states[place.key] = entry
+
+
+def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a setting is, say, a text and the optimizer here has a number for it."""
+    for key, value in saved.items():
+        here = None
+        with contextlib.suppress(ConfigurationError):  # what cannot be encoded was not saved either
+            here = tree.encode(group.get(key), key, {})
+        try:
+            tree.check_kinds(value, here)
+        except tree.Malformed as error:
+            where = f"optimizer.groups.{number}.{tree.within(key, error)}"
+            raise CheckpointError(f"{index.file}: {where}") from None
 
 
 def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, current: Any) -> torch.Tensor:
@@ -227,7 +250,7 @@ def _gradients(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> N
     for place in engine.parameters:
         names = names_of(f"gradient/{place.name}", engine.zero is None)
         if names:
-            if index.tensors[names[0]].shape != place.shape:
+            if any(index.tensors[each].shape != place.shape for each in names):
                 raise CheckpointError(f"{index.file}: the gradient of {place.name} has another shape than it")
             made.gradients[place.name] = names
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from ..errors import CheckpointError
+
+_MT19937_WORDS = 624
 
 
 def capture() -> dict[str, Any]:
@@ -25,13 +30,32 @@ def capture() -> dict[str, Any]:
 
 def restore(states: dict[str, Any]) -> None:
     """Goes on from captured states; those of GPUs that are not here are left out."""
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    random.setstate(_of_python(states))
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         for number, state in enumerate(states.get("cuda", [])[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, number)
+
+
+def check(states: Any, file: Path) -> None:
+    """Raises CheckpointError, naming the file, unless `restore` can work; the random numbers stay as they are."""
+    try:
+        random.Random().setstate(_of_python(states))
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        fits = 0 <= states["numpy"]["state"]["pos"] <= _MT19937_WORDS  # which numpy takes as it is
+        fits &= all(state.dtype == torch.uint8 for state in states.get("cuda", []))
+    except Exception as error:  # of three libraries
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{file}: the random states cannot be restored: {why}") from error
+    if not fits:
+        raise CheckpointError(f"{file}: the random states cannot be restored: they are no states")
+
+
+def _of_python(states: dict[str, Any]) -> tuple[Any, ...]:
+    python = states["python"]
+    return python["version"], tuple(python["numbers"].tolist()), python["gauss"]
 
 
 def derive(states: dict[str, Any], rank: int) -> None:

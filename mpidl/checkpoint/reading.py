@@ -18,7 +18,8 @@ import torch
 from ..errors import CheckpointError
 from .index import Index, Slice
 from .matching import Request
-from .tensorfile import BLOCK, TensorFile, as_bytes
+from .schema import BLOCK
+from .tensorfile import TensorFile, as_bytes
 
 _MOST_OPEN = 64  # files; a process may not open very many
 

@@ -24,29 +24,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from .regular import open_regular
+from .schema import BLOCK, CODES, DTYPES, check_header
 
-BLOCK = 4 << 20  # bytes that have a checksum of their own
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -184,7 +165,7 @@ class TensorFile:
     def _opened(self) -> int:
         if self._descriptor < 0:
             try:
-                self._descriptor = os.open(self.path, os.O_RDONLY)
+                self._descriptor = open_regular(self.path)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
         return self._descriptor
@@ -198,16 +179,14 @@ class TensorFile:
         self.header = f"{checksum(first + text):08x}"
         try:
             entries = json.loads(text)
-            self.metadata = entries.pop("__metadata__", {})
-            places = {}
-            for name, entry in entries.items():
-                begin, end = entry["data_offsets"]
-                place = Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, 8 + length + end)
-                if not 0 <= begin <= end or end - begin != place.dtype.itemsize * math.prod(place.shape):
-                    raise ValueError(name)
-                places[name] = place
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            check_header(entries)
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: is no safetensors file: its header cannot be read ({error})") from None
+        self.metadata = entries.pop("__metadata__", {})
+        places = {}
+        for name, entry in entries.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            places[name] = Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end)
         needed = max((place.end for place in places.values()), default=8 + length)
         if self.bytes < needed:
             raise CheckpointError(f"{self.path}: is cut short: has {self.bytes} bytes, needs {needed}")

@@ -4,11 +4,14 @@
 
 Numbers, strings, booleans and None stand for themselves; what JSON cannot say is an object of one key that begins with
 a dollar sign. Tensors of one element without a dimension stand in the JSON, exactly.
+
+`check` finds out whether `decode` can work, before anything is read.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +21,43 @@ import torch
 from ..errors import CheckpointError, ConfigurationError
 
 _SCALARS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+_SCALAR_NAMES = [str(dtype).removeprefix("torch.") for dtype in _SCALARS]
+
+
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DEPTH = 64  # values within each other
+_LARGEST = 1 << 63
+_SHOWN = 60  # characters of a value in a message
+
+
+class Malformed(ValueError):
+    """Something that cannot be as it is. what: is wrong; place: keys and numbers, from the outside to the inside."""
+
+    def __init__(self, what: str, place: tuple[Any, ...] = ()) -> None:
+        super().__init__(what, place)
+        self.what, self.place = what, place
+
+    def __str__(self) -> str:
+        """Both in one line."""
+        where = ".".join(_cut(str(key)) for key in self.place)
+        return f"{where}: {self.what}" if where else self.what
+
+
+def within(key: Any, error: Malformed) -> Malformed:
+    """The same error, of what holds the value under this key."""
+    return Malformed(error.what, (key, *error.place))
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, and in one line."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -27,9 +67,92 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     array, dictionary, list or tuple.
     """
     try:
-        return _encode(value, where, where, tensors)
-    except RecursionError:
-        raise ConfigurationError(f"{where}: is nested too deeply, or holds itself") from None
+        encoded = _encode(value, where, where, tensors)
+        check(encoded, {})
+    except (RecursionError, Malformed):
+        raise ConfigurationError(
+            f"{where}: is nested too deeply, or holds itself; a checkpoint keeps {DEPTH} values within each other"
+        ) from None
+    return encoded
+
+
+def check(value: Any, names: dict[str, bool], depth: int = 0) -> None:
+    """Raises Malformed unless `decode` can work. names: grows by the tensors that it will ask for, each once.
+
+    In `names` stands True for those that become arrays.
+    """
+    if not isinstance(value, dict | list):
+        return
+    if depth >= DEPTH:
+        raise Malformed(f"is nested more than {DEPTH} deep")
+    tag = tag_of(value)
+    inner = value if tag is None else _content(tag, value[tag], names)  # type: ignore[call-overload]
+    for key, item in inner.items() if isinstance(inner, dict) else enumerate(inner):
+        try:
+            check(item, names, depth + 1)
+        except Malformed as error:
+            raise within(key if tag is None else tag, error) from None
+
+
+def tag_of(value: Any) -> str | None:
+    """The only key of an object that stands for something else."""
+    if isinstance(value, dict) and len(value) == 1:
+        key = next(iter(value))
+        return str(key) if key.startswith("$") else None
+    return None
+
+
+def _content(tag: str, content: Any, names: dict[str, bool]) -> list[Any]:
+    """The values within a tagged one, which is checked itself."""
+    if tag == "$tuple" and isinstance(content, list):
+        return content
+    if tag == "$dict" and isinstance(content, list) and all(isinstance(p, list) and len(p) == 2 for p in content):
+        if all(_hashable(key) for key, _ in content):
+            return [part for pair in content for part in pair]
+    elif tag in _MEANS and _MEANS[tag](content):
+        return []
+    elif tag == "$tensor" and isinstance(content, str):
+        if content in names:
+            raise Malformed(f"{tag}: is {shown(content)}, which stands in another place too")
+        names[content] = False
+        return []
+    elif tag == "$array" and tag_of(content) in ("$tensor", "$scalar"):
+        of_torch = str(tag_of(content))
+        _content(of_torch, content[of_torch], names)
+        if of_torch == "$tensor":
+            names[content[of_torch]] = True
+            return []
+        if content[of_torch][0] != "bfloat16":
+            return []
+    raise Malformed(f"{tag}: is {shown(content)}, which cannot be one")
+
+
+def _is_scalar(content: Any) -> bool:
+    """Whether a tensor without dimensions can be made of it: its dtype, and its value in that."""
+    if not isinstance(content, list) or len(content) != 2 or content[0] not in _SCALAR_NAMES:
+        return False
+    dtype, value = getattr(torch, content[0]), content[1]
+    if not dtype.is_floating_point:
+        return type(value) is int and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+    if tag_of(value) == "$float":
+        return _MEANS["$float"](value["$float"])
+    return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+_MEANS: dict[str, Callable[[Any], bool]] = {
+    "$float": lambda content: isinstance(content, str) and content in ("nan", "inf", "-inf"),
+    "$bytes": lambda content: isinstance(content, str) and re.fullmatch("([0-9a-f]{2})*", content) is not None,
+    "$dtype": lambda content: isinstance(content, str) and content in _DTYPES,
+    "$scalar": _is_scalar,
+}
+
+
+def _hashable(key: Any) -> bool:
+    """Whether what stands for a key of a dictionary becomes one."""
+    tag = tag_of(key)
+    if tag == "$tuple":
+        return isinstance(key[tag], list) and all(map(_hashable, key[tag]))
+    return not isinstance(key, dict | list) or tag in ("$float", "$bytes", "$dtype", "$scalar", "$tensor")
 
 
 def _encode(value: Any, path: str, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -66,6 +189,49 @@ def _encode(value: Any, path: str, where: str, tensors: dict[str, torch.Tensor])
     )
 
 
+def check_kinds(saved: Any, here: Any, lists_grow: bool = True) -> None:
+    """Raises Malformed where one encoded value is a number, text, sequence, ... and the other one something else.
+
+    None fits anything. Of objects the keys that both have are compared; tuples have to be of one length.
+    lists_grow: lists need not.
+    """
+    was, now = _kind(saved), _kind(here)
+    if None in (saved, here) or ({was, now} <= {"number", "tensor"} and "$scalar" in (tag_of(saved), tag_of(here))):
+        return
+    if was != now:
+        raise Malformed(f"is a {was}; needs a {now}")
+    one, other = _inner(saved), _inner(here)
+    if now == "sequence" and len(one) != len(other):
+        if lists_grow and list in (type(saved), type(here)):
+            return
+        raise Malformed(f"has {len(one)} values; needs {len(other)}")
+    for key in one.keys() & other.keys():
+        try:
+            check_kinds(one[key], other[key], lists_grow)
+        except Malformed as error:
+            raise within(key, error) from None
+
+
+_KINDS = {"$tuple": "sequence", "$dict": "mapping", "$float": "number", "$scalar": "number", "$bytes": "text"}
+_KINDS |= {"$tensor": "tensor", "$array": "tensor", "$dtype": "dtype"}
+
+
+def _inner(encoded: Any) -> dict[Any, Any]:
+    """What an encoded value holds, by keys or numbers."""
+    tag = tag_of(encoded)
+    if tag == "$dict":
+        return {key: value for key, value in encoded[tag] if not isinstance(key, list | dict)}
+    if tag == "$tuple" or isinstance(encoded, list):
+        return dict(enumerate(encoded if tag is None else encoded[tag]))
+    return encoded if isinstance(encoded, dict) and tag is None else {}
+
+
+def _kind(encoded: Any) -> str:
+    if isinstance(encoded, dict):
+        return _KINDS.get(tag_of(encoded) or "", "mapping")
+    return "sequence" if isinstance(encoded, list) else "text" if isinstance(encoded, str) else "number"
+
+
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """What `encode` was given. tensor: gives a tensor by its name."""
     if isinstance(value, list):
@@ -96,10 +262,6 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 def names_in(value: Any) -> list[str]:
     """The tensors that `decode` will ask for."""
-    if isinstance(value, list):
-        return [name for v in value for name in names_in(v)]
-    if not isinstance(value, dict):
-        return []
-    if len(value) == 1 and isinstance(value.get("$tensor"), str):
-        return [value["$tensor"]]
-    return [name for v in value.values() for name in names_in(v)]
+    names: dict[str, bool] = {}
+    check(value, names)
+    return [*names]

@@ -24,12 +24,13 @@ from typing import Any
 from collectives import Communicator
 
 from ..ending import UNFINISHED, UNHEARD
-from ..errors import CheckpointError, MpidlError
+from ..errors import CheckpointError
 from ..objects import all_gather_object
 from . import folder, index
 from .agree import Failure, attempt, failure_of, gather, on_rank_0, raised
 from .collect import Piece, rank_name
-from .tensorfile import CODES, write_file
+from .schema import CODES
+from .tensorfile import write_file
 
 _PAUSE = 0.01  # seconds between two looks at what the other ranks have left
 Part = dict[str, Any]
@@ -91,8 +92,8 @@ class Saving:
         """Writes now. Raises CheckpointError on every rank, after the directory is removed. Collective."""
         UNFINISHED.add(self._temporary)
         try:
-            part, failure, _ = attempt(self._write_once)
-        except BaseException:  # of this rank alone, such as a tensor without values
+            part, failure, cause = attempt(self._write_once)
+        except BaseException:  # of this rank alone, such as an interrupt
             shutil.rmtree(self._temporary, ignore_errors=True)
             UNFINISHED.discard(self._temporary)
             raise
@@ -102,13 +103,13 @@ class Saving:
             try:
                 on_rank_0(self._comm, lambda: self._finish(parts))
             except CheckpointError as raised_here:
-                error = raised_here
+                error, cause = raised_here, raised_here.__cause__
         self._agreed = True
         if error is not None:
             self._remove()
         UNFINISHED.discard(self._temporary)
         if error is not None:
-            raise self._explained(str(error))
+            raise self._explained(str(error)) from cause
 
     def start(self) -> None:
         """Writes in a thread, beside what the program does next."""
@@ -165,7 +166,7 @@ class Saving:
             part = self._write_once()
             folder.write_text(self._mark("json"), json.dumps(part))
             return part
-        except (MpidlError, OSError) as error:
+        except Exception as error:
             with contextlib.suppress(OSError):
                 for useless in self._temporary.glob(f"{rank_name(self._comm.rank)}-*"):  # on a full disk: makes room
                     useless.unlink()

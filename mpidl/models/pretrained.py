@@ -177,11 +177,13 @@ def _check(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], tied: Ma
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: holds no JSON object")

@@ -115,7 +115,7 @@ def test_a_state_that_is_refused_leaves_the_others_as_they_were(comm, shared: Pa
     run.steps(1, 2)
     weights, scheduled = run.weights(), run.schedule.state_dict()
     of_rank = DistributedSampler(range(10 if comm.rank else 11), comm)
-    with pytest.raises(mpidl.ConfigurationError, match=r"the sampler: .*a dataset of 10 samples; needs 11"):
+    with pytest.raises(mpidl.CheckpointMismatch, match=r"the sampler: .*a dataset of 10 samples; needs 11"):
         run.load(shared, sampler=of_rank)
     assert run.schedule.state_dict() == scheduled
     after = run.weights()
@@ -146,7 +146,7 @@ def test_whatever_a_state_is_refused_with_all_go_back(comm, shared: Path, error:
     save(shared, model, scaler=saved, sampler=saved, process_group=comm)
     scaler, sampler = Particular(), Particular(error if comm.rank == comm.size - 1 else None)
     weight = model.weight.data.zero_().clone()
-    with pytest.raises(mpidl.ConfigurationError, match=f"the sampler: {str(error) or type(error).__name__}"):
+    with pytest.raises(mpidl.CheckpointMismatch, match=f"the sampler: {str(error) or type(error).__name__}"):
         load(shared, model, scaler=scaler, sampler=sampler, process_group=comm)
     assert scaler.held == sampler.held == {"first": 0, "second": 0}
     assert torch.equal(model.weight.data, weight)
@@ -263,7 +263,7 @@ def test_extra_states_of_modules_come_back(comm, shared: Path, engine: str) -> N
     run.steps(2, 4)
     run.save(shared, 4)
     weights = again.weights()
-    with pytest.raises(mpidl.ConfigurationError, match=r"the _extra_state: too many batches"):
+    with pytest.raises(mpidl.CheckpointMismatch, match=r"the _extra_state: too many batches"):
         again.load(shared)
     assert again.model.seen["batches"] == 2
     assert again.schedule.last_epoch == 2
@@ -539,8 +539,9 @@ def test_an_error_of_the_program_s_own_while_writing_leaves_nothing_in_the_way(c
 
     with monkeypatch.context() as patched:
         patched.setattr(writing, "write_file", fails)
-        with pytest.raises(ValueError, match="mine"):
+        with pytest.raises(mpidl.CheckpointError, match="ValueError: mine; step-00000001 was not saved") as raised:
             save(shared, torch.nn.Linear(300, 300), step=1, process_group=comm)
+    assert isinstance(raised.value.__cause__, ValueError)
     comm.barrier()
     assert not list(shared.glob("step*"))
     comm.barrier()

@@ -1,0 +1,91 @@
+"""Does what was saved as an optimizer's states fit the optimizer? Compared with what it keeps of a small parameter.
+
+torch's optimizers make their states in the first step, so that one that was just built tells nothing of them, and they
+use what they find: a text for a moment would be loaded without a word and fail in a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from . import tree
+from .engine import Engine, Place
+from .index import Index
+from .schema import SLICES
+
+
+class KeptStates:
+    """What the optimizer keeps of each parameter, as far as that can be known. settings: of its groups, encoded."""
+
+    def __init__(self, engine: Engine, index: Index, settings: list[Any]) -> None:
+        self._engine, self._index = engine, index
+        assert engine.optimizer is not None
+        self._class = engine.optimizer_type
+        self._settings: dict[torch.Tensor, tuple[int, Any]] = {}
+        for number, group in enumerate(engine.optimizer.param_groups):
+            kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            kept |= _plain(settings[number])
+            self._settings |= dict.fromkeys(group["params"], (number, kept))
+        self._tried: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def check(self, place: Place, saved: Mapping[str, Any]) -> None:
+        """Raises CheckpointError unless the saved states of a parameter are such as the optimizer keeps."""
+        wanted = self._of_a_step(place)
+        problem = next((f"lacks {key}" for key in wanted if key not in saved), None)
+        for key, value in (wanted or self._there(place)).items():
+            if key in saved and not self._fits(place, saved[key], value):
+                problem = f"{key} is {tree.shown(saved[key])}, which {self._class.__name__} does not keep"
+        if problem:
+            raise CheckpointError(f"{self._index.file}: optimizer.state of {place.name}: {problem}")
+
+    def _of_a_step(self, place: Place) -> dict[str, Any]:
+        """What torch's own classes keep after a step; nothing of other classes, and where the step fails."""
+        if place.parameter is None or not self._class.__module__.startswith("torch.optim."):
+            return {}
+        number, settings = self._settings[place.parameter]
+        dims = len(place.shape)
+        if (number, dims) not in self._tried:
+            self._tried[number, dims] = _kept(self._class, settings, dims)
+        return self._tried[number, dims]
+
+    def _there(self, place: Place) -> dict[str, Any]:
+        """What another class keeps now, if it has made a step."""
+        kept: Any = self._engine.optimizer
+        return dict(kept.state.get(place.key, {}))
+
+    def _fits(self, place: Place, saved: Any, value: Any) -> bool:
+        tag = tree.tag_of(saved)
+        if isinstance(value, torch.Tensor):
+            if tag == "$tensor" and value.dim() and tuple(value.shape) == _small(len(place.shape)):
+                return self._index.tensors[saved[tag]].shape == place.shape
+            return saved == SLICES or tag in ("$tensor", "$scalar")
+        return value is None or isinstance(saved, int | float) or not isinstance(value, int | float)
+
+
+def _kept(optimizer_class: Any, settings: Mapping[str, Any], dims: int) -> dict[str, Any]:
+    p = torch.nn.Parameter(torch.zeros(_small(dims)))
+    p.grad = torch.ones_like(p)
+    try:
+        made = optimizer_class([{**settings, "params": [p]}])
+        made.step()
+    except Exception:  # it needs more than a gradient, such as a closure
+        return {}
+    return dict(made.state[p])
+
+
+def _small(dims: int) -> tuple[int, ...]:
+    """No two sizes are one, so that a state of another shape is told from one of the parameter's."""
+    return tuple(range(2, 2 + dims))
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """A group's settings, but for those that are tensors in files."""
+    return {key: tree.decode(value, _none) for key, value in settings.items() if not tree.names_in(value)}
+
+
+def _none(name: str) -> torch.Tensor:
+    raise KeyError(name)

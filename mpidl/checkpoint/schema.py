@@ -1,0 +1,347 @@
+"""What an index and the header of a file may say: types, ranges, names, depths, and sizes beside each other.
+
+    text --json--> content --check--> as the format has it: what is read from it is bounded by the files, and fits
+
+Checks are functions of a value that raise Malformed. A record's are written down as a dictionary, those between fields
+follow it. What is saved is checked likewise, so that nothing is written that cannot be read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from . import tree
+from .tree import Malformed, shown, within
+
+BLOCK = 4 << 20  # bytes that have a checksum of their own
+LONGEST_INDEX = 256 << 20  # bytes
+_LARGEST = (1 << 63) - 1
+_LONGEST_NAME = 10_000
+_MOST_DIMENSIONS = 64  # torch's own limit
+_FILE = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
+_OF_RANK = re.compile(r"rank(\d{5,})/((?:model|optimizer)/.*)", re.DOTALL)
+_STATE = re.compile(r"(?:rank\d{5,}/)?optimizer/([^/]*)/(.*)", re.DOTALL)
+SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+_SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
+_WITHOUT_NUMPY = ("BF16", "F8_E4M3", "F8_E5M2")
+
+Check = Callable[[Any], None]
+
+
+# ---- checks of one value -----------------------------------------------------------------------------------
+
+
+def integer(least: int = 0) -> Check:
+    """Of at least `least`, in 64 bits; no boolean."""
+
+    def check(value: Any) -> None:
+        if type(value) is not int or not least <= value <= _LARGEST:
+            raise Malformed(f"is {shown(value)}; needs an integer of at least {least}")
+
+    return check
+
+
+def text(value: Any) -> None:
+    """A name: without null characters, and such that it can be encoded."""
+    if type(value) is not str or len(value) > _LONGEST_NAME:
+        raise Malformed(f"is {shown(value)}; needs a text of at most {_LONGEST_NAME} characters")
+    if "\0" in value or not (value.isascii() or _is_unicode(value)):
+        raise Malformed(f"is {shown(value)}; needs a text without null characters and surrogates")
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def nullable(inner: Check) -> Check:
+    """None, or what `inner` takes."""
+
+    def check(value: Any) -> None:
+        if value is not None:
+            inner(value)
+
+    return check
+
+
+def items(inner: Check) -> Check:
+    """A list, of what `inner` takes."""
+
+    def check(value: Any) -> None:
+        if type(value) is not list:
+            raise Malformed(f"is {shown(value)}; needs a list")
+        for number, item in enumerate(value):
+            try:
+                inner(item)
+            except Malformed as error:
+                raise within(number, error) from None
+
+    return check
+
+
+def mapping(inner: Check, key: Check = text) -> Check:
+    """An object with names that `key` takes and values that `inner` takes."""
+
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Malformed(f"is {shown(value)}; needs an object")
+        for name, item in value.items():
+            try:
+                key(name)
+                inner(item)
+            except Malformed as error:
+                raise within(name, error) from None
+
+    return check
+
+
+def record(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None, exact: bool = False) -> Check:
+    """An object with these fields. exact: and with no others."""
+    optional = optional or {}
+    known = {*needed, *optional}
+
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Malformed(f"is {shown(value)}; needs an object")
+        for name, inner in needed.items():
+            if name not in value:
+                raise Malformed(f"lacks {name}")
+            try:
+                inner(value[name])
+            except Malformed as error:
+                raise within(name, error) from None
+        for name, inner in optional.items():
+            if name in value:
+                try:
+                    inner(value[name])
+                except Malformed as error:
+                    raise within(name, error) from None
+        if exact and not value.keys() <= known:
+            raise Malformed(f"has {shown(min(value.keys() - known))}, which is unknown")
+
+    return check
+
+
+def dtype_code(value: Any) -> None:
+    """As safetensors writes a dtype."""
+    if type(value) is not str or value not in DTYPES:
+        raise Malformed(f"is {shown(value)}; needs the name of a dtype, such as F32")
+
+
+def file_name(value: Any) -> None:
+    """Of a file in the checkpoint's own directory."""
+    if type(value) is not str or not _FILE.fullmatch(value):
+        raise Malformed(f"is {shown(value)}; needs the name of a file, such as rank00000-000.safetensors")
+
+
+def sums(value: Any) -> None:
+    """CRC-32 of blocks, as 8 digits each."""
+    if type(value) is not list or not all(type(one) is str and len(one) == 8 for one in value):
+        raise Malformed(f"is {shown(value)}; needs checksums of 8 digits")
+
+
+def bytes_of(code: str, shape: Iterable[int]) -> int:
+    """Of a tensor. Raises Malformed for a shape that is none."""
+    sizes = list(shape)
+    if len(sizes) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in sizes):
+        raise Malformed(f"has the shape {shown(sizes)}; needs at most {_MOST_DIMENSIONS} sizes of at least 0")
+    if math.prod(max(size, 1) for size in sizes) * _SIZES[code] > _LARGEST:
+        raise Malformed(f"has the shape {shown(sizes)}, which no memory holds")
+    return math.prod(sizes) * _SIZES[code]
+
+
+_list: Check = items(lambda value: None)
+
+
+# ---- the index ---------------------------------------------------------------------------------------------
+
+_SLICE = record({"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}, exact=True)
+_TENSORS = mapping(record({"dtype": dtype_code, "shape": _list, "slices": items(_SLICE)}, exact=True))
+_FILES = mapping(record({"bytes": integer()}, {"header": nullable(text)}), file_name)
+
+
+def check_index(content: Any) -> None:
+    """Raises Malformed unless the content of an index is as the format has it."""
+    names: dict[str, bool] = {}  # of tensors in other values; whether they must be such as numpy has
+
+    def encoded(value: Any) -> None:
+        tree.check(value, names)
+
+    def settings(value: Any) -> None:
+        encoded(value)
+        if type(value) is not dict or (tree.tag_of(value) not in (None, "$dict")):
+            raise Malformed(f"is {shown(value)}; needs an object")
+
+    each = mapping(encoded)
+    group = record({"params": items(text), "settings": settings})
+    model = record(
+        {"class": text, "parameters": items(text), "buffers": items(text), "tied": mapping(text)},
+        {"extra_state": each, "settings": encoded},
+    )
+    optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
+    record(
+        {
+            "step": integer(),
+            "micro_step": integer(),
+            "ranks": integer(1),
+            "engine": text,
+            "model": model,
+            "extra": encoded,
+            "own": items(record({}, {"random": encoded, "hook": encoded}, exact=True)),
+            "files": _FILES,
+            "tensors": _TENSORS,
+        },
+        {
+            "number": integer(),
+            "optimizer": optimizer,
+            "scheduler_class": text,
+            **dict.fromkeys(("scheduler", "scaler", "sampler", "averager"), encoded),
+        },
+    )(content)
+    _check_slices(content["tensors"], content["files"])
+    _check_names(content, names)
+
+
+def _check_slices(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Slices cover their tensor, each is another piece of a file, and the pieces of a file find room in it."""
+    filled = dict.fromkeys(files, 0)
+    taken: set[tuple[str, str]] = set()
+    for name, entry in tensors.items():
+        try:
+            itemsize, size = _SIZES[entry["dtype"]], bytes_of(entry["dtype"], entry["shape"])
+            at = 0
+            for part in entry["slices"]:
+                start, stop, file, key = part["start"], part["stop"], part["file"], part["key"]
+                piece = (stop - start) * itemsize
+                if start != at or stop < at or file not in filled or len(part["crc32"]) != -(-piece // BLOCK):
+                    raise Malformed("has slices that do not fit together")
+                if (file, key) in taken:
+                    raise Malformed(f"has {shown(key)} of {file}, which another slice is")
+                taken.add((file, key))
+                filled[file] += piece
+                at = stop
+            if at * itemsize != size:
+                raise Malformed(f"has {at} of its {size // itemsize} elements")
+        except Malformed as error:
+            raise within("tensors", within(name, error)) from None
+    for file, size in filled.items():
+        if size > files[file]["bytes"]:
+            raise Malformed(f"files: {file} has {files[file]['bytes']} bytes and the slices in it {size}")
+
+
+def _check_names(content: Mapping[str, Any], names: Mapping[str, bool]) -> None:
+    """What is named is there, and what several ranks have of one thing is of one kind."""
+    tensors, model, ranks = content["tensors"], content["model"], content["ranks"]
+    if len(content["own"]) != ranks:
+        raise Malformed(f"own: has {len(content['own'])} entries; needs one of each of {ranks} ranks")
+    for name, for_numpy in names.items():
+        if name not in tensors:
+            raise Malformed(f"tensors: lacks {shown(name)}")
+        if for_numpy and tensors[name]["dtype"] in _WITHOUT_NUMPY:
+            raise Malformed(f"tensors: {name} is {tensors[name]['dtype']}, which no array can be")
+    of_ranks: dict[str, list[Any]] = {}
+    for name, entry in tensors.items():
+        found = _OF_RANK.fullmatch(name)
+        if found:
+            if int(found[1]) >= ranks:
+                raise Malformed(f"tensors: {shown(name)} is of a rank beyond {ranks}")
+            of_ranks.setdefault(found[2], []).append((entry["dtype"], entry["shape"]))
+    for name, entries in of_ranks.items():
+        if len(entries) != ranks or any(entry != entries[0] for entry in entries):
+            raise Malformed(f"tensors: {shown(name)} is not there for every rank, with one shape and dtype")
+    own = {*model["parameters"], *model["buffers"]}
+    if len(own) != len(model["parameters"]) + len(model["buffers"]):
+        raise Malformed("model: names a parameter or buffer twice")
+    for name in own:
+        if f"model/{name}" not in tensors and f"model/{name}" not in of_ranks:
+            raise Malformed(f"tensors: lacks model/{name}")
+    if "optimizer" in content:
+        _check_optimizer(content["optimizer"], {*model["parameters"]}, tensors, of_ranks)
+
+
+def _check_optimizer(
+    optimizer: Mapping[str, Any], parameters: set[str], tensors: Mapping[str, Any], of_ranks: Mapping[str, Any]
+) -> None:
+    grouped = [name for group in optimizer["groups"] for name in group["params"]]
+    for name in [*grouped, *optimizer["state"]]:
+        if name not in parameters:
+            raise Malformed(f"optimizer: has {shown(name)}, which is no parameter of the model")
+    if len(grouped) != len({*grouped}):
+        raise Malformed("optimizer.groups: have a parameter twice")
+    for number, group in enumerate(optimizer["groups"]):
+        if "params" in group["settings"]:
+            raise Malformed(f"optimizer.groups.{number}.settings: have params")
+    states = {
+        f"optimizer/{key}/{name}"
+        for name, entry in optimizer["state"].items()
+        for key, value in entry.items()
+        if value == SLICES
+    }
+    for name in states:
+        if name not in tensors and name not in of_ranks:
+            raise Malformed(f"tensors: lacks {name}")
+    for name in tensors:
+        found = _STATE.fullmatch(name)
+        if found and f"optimizer/{found[1]}/{found[2]}" not in states:
+            raise Malformed(f"optimizer.state: lacks {found[1]} of {found[2]}, which is among the tensors")
+
+
+# ---- the header of a file ----------------------------------------------------------------------------------
+
+_PLACE = record({"dtype": dtype_code, "shape": _list, "data_offsets": _list})
+_HEADER = mapping(_PLACE)
+_METADATA = mapping(lambda value: None)
+
+
+def check_header(content: Any) -> None:
+    """Raises Malformed unless a header is one, and no tensor lies in another."""
+    if type(content) is not dict:
+        raise Malformed(f"is {shown(content)}; needs an object")
+    _METADATA(content.get("__metadata__", {}))
+    tensors = {name: entry for name, entry in content.items() if name != "__metadata__"}
+    _HEADER(tensors)
+    ranges = []
+    for name, entry in tensors.items():
+        offsets = entry["data_offsets"]
+        try:
+            if len(offsets) != 2 or any(type(offset) is not int or offset < 0 for offset in offsets):
+                raise Malformed(f"lies at {shown(offsets)}; needs where it begins and ends")
+            if offsets[1] - offsets[0] != bytes_of(entry["dtype"], entry["shape"]):
+                raise Malformed(f"lies at {shown(offsets)}, which its shape does not fill")
+        except Malformed as error:
+            raise within(name, error) from None
+        if offsets[0] < offsets[1]:
+            ranges.append((offsets[0], offsets[1], name))
+    ranges.sort()
+    for (_, end, _), (begin, _, name) in pairwise(ranges):
+        if begin < end:
+            raise Malformed(f"{name} lies in another tensor")
