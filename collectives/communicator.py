@@ -45,6 +45,7 @@ from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
 from .forked import is_forked, refuse_if_forked, why
+from .labels import is_profiled, record_function
 from .leftovers import remove_names
 from .messages import Messages
 from .pages import Pages
@@ -676,7 +677,11 @@ class Communicator:
             work.wait()
             return None
         try:
-            self._run(operation, number, task)
+            if is_profiled():
+                with record_function(f"collectives::{operation}", name):
+                    self._run(operation, number, task)
+            else:
+                self._run(operation, number, task)
         finally:
             self._progress.end_turn()
         return None

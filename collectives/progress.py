@@ -27,6 +27,7 @@ from mpi4py import MPI
 from . import cores
 from .errors import MismatchError, OperationError, WorkTimeout
 from .forked import refuse_if_forked
+from .labels import label
 from .patience import run_beside
 from .watchdog import mark_end
 
@@ -55,7 +56,8 @@ class Work:
         if self._hurry is not None and not self._done.is_set():
             self._hurry(1)
             try:
-                self._done.wait(timeout)
+                with label("collectives::wait", self.name):
+                    self._done.wait(timeout)
             finally:
                 self._hurry(-1)
         if not self._done.wait(0 if self._hurry else timeout):

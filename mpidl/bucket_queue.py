@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from collectives.cuda.place import HOST, Place
+from collectives.labels import label
 
 from .backward import BackwardWatch
 from .buckets import GradientBucket
@@ -123,7 +124,8 @@ class BucketQueue:
         for index, p in enumerate(bucket.parameters):
             if p not in self.arrivals:
                 self._missing(bucket, index)
-        self._launch(bucket)
+        with label("mpidl::bucket"):
+            self._launch(bucket)
 
     def _end(self) -> None:
         """The pass is over: what was not reached is missing, what was not launched is launched."""
@@ -140,7 +142,8 @@ class BucketQueue:
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
         self.unsent = False
-        self._finish()
+        with label("mpidl::finish_backward"):
+            self._finish()
 
     def reset(self) -> None:
         """Ready for the next pass."""

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from collectives import Communicator
+from collectives.labels import label
 
 from .. import lanes
 from ..backward import BackwardWatch, inside_backward
@@ -181,12 +182,15 @@ class DistributedDataParallel(torch.nn.Module):
     @uncompiled(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        self._before_forward()
-        if self.device_ids is not None:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
-        output = self.module(*args, **kwargs)
-        self._after_forward(output)
-        return output
+        with label("DistributedDataParallel.forward"):  # as PyTorch's is called
+            self._before_forward()
+            if self.device_ids is not None:
+                args, kwargs = tree_map_only(
+                    torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
+                )
+            output = self.module(*args, **kwargs)
+            self._after_forward(output)
+            return output
 
     @uncompiled
     def _before_forward(self) -> None:

@@ -24,6 +24,7 @@ import torch
 from collectives import Communicator, Work, WorkTimeout
 from collectives.cuda.place import HOST, Place
 from collectives.deadlock import deadlocked
+from collectives.labels import label
 from collectives.positions import listing
 
 from .. import lanes
@@ -292,7 +293,9 @@ class ShardedParameters:
             self._coming[self._units[number]] = self._rounds.start(number, self._mine() | {number}, Purpose.AHEAD)
 
     def _hold(self, unit: GatheredUnit, watched: bool = False) -> None:
-        if not unit.held:
+        if unit.held:
+            return
+        with label("mpidl::gather", unit.name):
             coming = self._coming.pop(unit, None)
             self.traffic.ahead += coming is not None
             last = coming or self._rounds.start(unit.number, self._mine(), Purpose.NEEDED)

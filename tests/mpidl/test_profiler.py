@@ -1,0 +1,53 @@
+"""torch.profiler shows forward passes, buckets, gatherings and collectives; nothing is recorded where none is on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import mpidl
+from tests.mpidl import zero_reference as zero
+
+pytestmark = pytest.mark.mpi
+
+
+def test_a_step_of_ddp(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(zero.made(zero.Several), process_group=comm, bucket_cap_mb=1e-5)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        wrapped(zero.data(comm.rank)).square().sum().backward()
+        comm.barrier()
+        work = comm.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        work.wait()
+    seen = Counter(event.name for event in profiled.events())
+    assert seen["DistributedDataParallel.forward"] == seen["mpidl::finish_backward"] == 1
+    assert seen["mpidl::bucket"] == len(wrapped._reducer.queue.buckets) > 1
+    assert seen["collectives::barrier"] == 1
+    assert seen["collectives::all_reduce"] >= 1
+
+
+@pytest.mark.parametrize("way", zero.WAYS)
+def test_a_step_of_zero(comm, way: str) -> None:
+    model, optimizer = zero.engine(comm, zero.Several, way)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        zero.plainly(model, comm.rank, 0).backward()
+        optimizer.step()
+    seen = Counter(event.name for event in profiled.events())
+    assert seen["mpidl::bucket"] > 1
+    assert seen["mpidl::finish_backward"] == seen["Optimizer.step#ZeroOptimizer.step"] == 1
+    assert (seen["mpidl::gather"] > 3) == (way == "3-gathered" and comm.size > 1)
+
+
+def test_nothing_is_recorded_without_a_profiler(comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
+    wrapped = mpidl.DistributedDataParallel(zero.made(zero.Several), process_group=comm)
+    wrapped(zero.data(comm.rank)).square().sum().backward()
+    model, _ = zero.engine(comm, zero.Several, "3-gathered")
+    zero.plainly(model, comm.rank, 0).backward()
+    comm.barrier()
