@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from . import arguments, buffers, coalesced, reduction
+from . import arguments, buffers, coalesced, details, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
 from .buffers import Buffer, DeviceBuffer, signature
@@ -52,18 +52,20 @@ from .pages import Pages
 from .partition import Splits
 from .partitioned import PartitionedAllReduce
 from .patience import on_all_ranks
+from .positions import NO_WORDS, words
 from .progress import Progress, Work
 from .reduction import Reduction
 from .selection import Selection, read_tables
 from .symmetric import MeetsInMemory
 from .symmetric.partitioned import PartitionedReduction
 from .symmetric.shared_memory import SharedMemory, is_one_for_all
-from .topology import discover
+from .topology import discover, world_ranks
 from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
 Plain = Callable[[], None]
 Call = Plain | Task
+Prepared = tuple[Call, bytes]  # and its words, from `details`
 Made = TypeVar("Made")
 
 
@@ -94,7 +96,7 @@ class Communicator:
         self._apart = self.mpi.Dup()
         self._progress = Progress()
         self._issued = 0
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls: dict[tuple[Any, ...], Prepared] = {}
         self._unusable, self._failed = "", False
         self._refusal: type[MismatchError | OperationError] = OperationError
         self._closed = self._patient = False
@@ -121,7 +123,7 @@ class Communicator:
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
             seen = list(place.members) if self._positions.shared else [self.rank]
-            self._guard = Guard(self._apart, self._positions, seen, limit)
+            self._guard = Guard(self._apart, self._positions, seen, world_ranks(self.mpi), limit)
             watch(self._guard)
         _alive.add(self)
 
@@ -160,7 +162,7 @@ class Communicator:
             reduced = reduction.check(op, data.dtype)
             chosen = self._chosen("all_reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "all_reduce", chosen, data, reduced)
-        return self._issue("all_reduce", call, async_op, x)
+        return self._issue("all_reduce", *call, async_op, x)
 
     def partitioned_all_reduce(
         self, parts: Sequence[Any], op: str = "sum", *, algorithm: str = "auto"
@@ -185,13 +187,13 @@ class Communicator:
             found = self._dispatch.partitioned([part.unowned() for part in data], reduced)
             made.extend([found] if found is not None else [])
 
-        self._issue("partitioned_all_reduce", task, async_op=False)
+        self._issue("partitioned_all_reduce", task, NO_WORDS, async_op=False)
         return PartitionedAllReduce(
             parts,
             lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
             made[0] if made else None,
             self._next_number,
-            lambda: self._issue("all_reduce", made[0], async_op=False, arrays=parts),
+            lambda: self._issue("all_reduce", made[0], NO_WORDS, async_op=False, arrays=parts),
         )
 
     def reduce_scatter(
@@ -225,7 +227,7 @@ class Communicator:
             arguments.apart("reduce_scatter", target, data, parts, self.rank)
             chosen = self._chosen("reduce_scatter", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
-        return self._issue("reduce_scatter", call, async_op, (out, x))
+        return self._issue("reduce_scatter", *call, async_op, (out, x))
 
     def reduce(
         self, x: Any, root: int = 0, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
@@ -242,7 +244,7 @@ class Communicator:
             reduced = reduction.check(op, data.dtype)
             chosen = self._chosen("reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce", chosen, data, root, reduced)
-        return self._issue("reduce", call, async_op, x)
+        return self._issue("reduce", *call, async_op, x)
 
     # ---- movements --------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class Communicator:
                 algorithm = self._dispatch.composed or "auto"
             chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
             call = self._prepare(key, "all_gather", chosen, target, data, parts)
-        return self._issue("all_gather", call, async_op, (out, x))
+        return self._issue("all_gather", *call, async_op, (out, x))
 
     def all_to_all(
         self,
@@ -318,7 +320,7 @@ class Communicator:
             arguments.even_only("all_to_all", chosen, even=even)
             splits = Splits(leaving, coming, alike=even and data.size % self.size == 0)
             call = self._prepare(key, "all_to_all", chosen, target, data, splits)
-        return self._issue("all_to_all", call, async_op, (out, x))
+        return self._issue("all_to_all", *call, async_op, (out, x))
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Replaces x, or each of a list, on every rank by the root's."""
@@ -331,7 +333,7 @@ class Communicator:
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
             chosen = self._chosen("broadcast", algorithm, data, data.nbytes)
             call = self._prepare(key, "broadcast", chosen, data, root)
-        return self._issue("broadcast", call, async_op, x)
+        return self._issue("broadcast", *call, async_op, x)
 
     def gather(
         self,
@@ -367,7 +369,7 @@ class Communicator:
                 arguments.apart("gather", data, target, parts, self.rank)
             chosen = self._chosen("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
             call = self._prepare(key, "gather", chosen, target, data, root, parts)
-        return self._issue("gather", call, async_op, (out, x))
+        return self._issue("gather", *call, async_op, (out, x))
 
     def scatter(
         self,
@@ -403,7 +405,7 @@ class Communicator:
                 arguments.apart("scatter", target, data, parts, self.rank)
             chosen = self._chosen("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
             call = self._prepare(key, "scatter", chosen, target, data, root, parts)
-        return self._issue("scatter", call, async_op, (out, x))
+        return self._issue("scatter", *call, async_op, (out, x))
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -425,7 +427,7 @@ class Communicator:
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Returns once every rank has called it."""
-        return self._issue("barrier", self._dispatch.barrier, async_op)
+        return self._issue("barrier", self._dispatch.barrier, NO_WORDS, async_op)
 
     def compound(self, name: str, task: Plain, *, async_op: bool = False, device: Any = "cpu") -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
@@ -448,7 +450,7 @@ class Communicator:
                 self._compound_in = None
 
         call = parts if index is None else self._dispatch.compound(name, parts, index)
-        return self._issue("compound", call, async_op, name=name)
+        return self._issue("compound", call, words(name), async_op, name=name)
 
     # ---- groups and memory ------------------------------------------------------------------------------------
 
@@ -460,7 +462,7 @@ class Communicator:
         chosen = MPI.UNDEFINED if color is None else integer("split: color", color, 0, 2**31 - 1)
         key = integer("split: key", key, -(2**31), 2**31 - 1)
         groups: list[MPI.Comm] = []
-        self._issue("split", lambda: groups.append(self._dispatch.split(chosen, key)), async_op=False)
+        self._issue("split", lambda: groups.append(self._dispatch.split(chosen, key)), NO_WORDS, async_op=False)
         group = groups[0]
         if group == MPI.COMM_NULL:
             return None
@@ -532,7 +534,7 @@ class Communicator:
             if memory is not None:
                 made.append(memory)
 
-        self._issue("pages", task, async_op=False)
+        self._issue("pages", task, NO_WORDS, async_op=False)
         return Pages(made[0], made[0].file) if made else Pages.private(size)
 
     def is_shared(self, array: Any) -> bool:
@@ -612,7 +614,9 @@ class Communicator:
             chosen = self._chosen(operation, algorithm, data, nbytes, reduced)
             steps.append((operation, chosen, batch, root, reduced, written))
         call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
-        return self._issue(operation, call, async_op, (wholes, owns))
+        sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
+        detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
+        return self._issue(operation, call, detail, async_op, (wholes, owns))
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -629,14 +633,14 @@ class Communicator:
         seen = signature(array)
         return seen if seen is None or not is_one_for_all(seen[0]) else (*seen, "one for all")
 
-    def _recall(self, key: tuple[Any, ...]) -> Call | None:
+    def _recall(self, key: tuple[Any, ...]) -> Prepared | None:
         """The call that was prepared for the same arrays and arguments, which need no second check."""
         try:
             return self._calls.get(key)
         except TypeError:  # an argument that cannot be a key; the checks will say what is wrong with it
             return None
 
-    def _prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Call:
+    def _prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Prepared:
         """The call for checked arguments, kept for the next time if the arrays can be told by their signatures.
 
         key: the operation, the signatures, and all that the checks and the choice depend on.
@@ -644,10 +648,11 @@ class Communicator:
         It refers to the arrays by their addresses, so as not to keep them alive.
         """
         self._refuse_if_unusable(operation)
+        detail = details.of_arrays(algorithm, checked)
         if None in key[1:3]:
-            return self._dispatch.prepare(operation, algorithm, *checked)
+            return self._dispatch.prepare(operation, algorithm, *checked), detail
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
-        call = self._dispatch.prepare(operation, algorithm, *free)
+        call = self._dispatch.prepare(operation, algorithm, *free), detail
         if len(self._calls) >= _KEPT_CALLS:
             self._calls.clear()
         with contextlib.suppress(TypeError):  # an argument that is right and yet no key
@@ -655,13 +660,16 @@ class Communicator:
         return call
 
     def _issue(
-        self, operation: str, task: Call, async_op: bool, arrays: Any = None, name: str | None = None
+        self, operation: str, task: Call, detail: bytes, async_op: bool, arrays: Any = None, name: str | None = None
     ) -> Work | None:
-        """Runs the operation now if nothing is before it, else queues it, with the arrays that it must keep alive."""
+        """Runs the operation now if nothing is before it, else queues it, with the arrays that it must keep alive.
+
+        detail: from `details`.
+        """
         self._refuse_if_unusable(operation)
         if isinstance(task, Task):
             started = task.start(arrays, hold=async_op)
-            return started.finish(self._issue(operation, started.run, async_op, arrays, name))
+            return started.finish(self._issue(operation, started.run, detail, async_op, arrays, name))
         if self._compound_in == threading.get_ident():
             if async_op:
                 raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
@@ -670,7 +678,7 @@ class Communicator:
         number = self._issued = self._issued + 1
         if async_op or not self._progress.take_turn():
             called = self._name(name or operation, number)
-            run = partial(self._run_queued, operation, number, task, async_op, arrays)
+            run = partial(self._run_queued, operation, number, task, detail, async_op, arrays)
             work = self._progress.submit(called, run)
             if async_op:
                 return work
@@ -679,9 +687,9 @@ class Communicator:
         try:
             if is_profiled():
                 with record_function(f"collectives::{operation}", name):
-                    self._run(operation, number, task)
+                    self._run(operation, number, task, detail)
             else:
-                self._run(operation, number, task)
+                self._run(operation, number, task, detail)
         finally:
             self._progress.end_turn()
         return None
@@ -695,10 +703,10 @@ class Communicator:
         self._refuse_if_unusable("hand_in")
         return self._issued + 1
 
-    def _run(self, operation: str, number: int, task: Plain, queued: bool = False) -> None:
+    def _run(self, operation: str, number: int, task: Plain, detail: bytes, queued: bool = False) -> None:
         if self._failed:  # since this operation was issued
             self._refuse_if_unusable(operation)
-        self._positions.enter(number, operation, queued)
+        self._positions.enter(number, operation, detail, queued)
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
         try:
@@ -706,23 +714,24 @@ class Communicator:
                 self._positions.wait_for_all(number)
             task()
         except MismatchError:  # on all ranks, before anything was sent
+            self._positions.leave()
             raise
         except BaseException as error:  # the other ranks may be anywhere in the operation
+            self._positions.leave(failed=True)
             self._give_up(f"{self._name(operation, number)} failed: {error!r}")
             if isinstance(error, MPI.Exception):
                 raise OperationError(f"{self._name(operation, number)} failed: {error}") from error
             raise
-        finally:
-            self._positions.leave()
+        self._positions.leave()
 
-    def _run_queued(self, operation: str, number: int, task: Plain, async_op: bool, arrays: Any) -> None:
+    def _run_queued(self, operation: str, number: int, task: Plain, detail: bytes, async_op: bool, arrays: Any) -> None:
         """Runs an operation in its turn. arrays: to be kept alive until then.
 
         A MismatchError of an asynchronous operation makes the communicator unusable: each rank must find the same
         before the same operation, and when a rank waits for the error is up to its program.
         """
         try:
-            self._run(operation, number, task, queued=True)
+            self._run(operation, number, task, detail, queued=True)
         except MismatchError as error:
             if async_op:
                 self._refusal = MismatchError
@@ -740,6 +749,7 @@ class Communicator:
         kind = buffers.describe(dtype)
         elements = arguments.elements(f"{operation}: shape", shape)
         index = gpu_index(operation, device)
+        of_dtype = f"of {kind.name}"
         made: list[Any] = []
         self._calls.clear()  # an array that is freed may have had an address that is now of this memory
 
@@ -750,7 +760,7 @@ class Communicator:
                 made.append(self._dispatch.allocate_on_gpu(index, nbytes, kind, shared=shared))
 
         if index is not None:
-            self._issue(operation, on_gpu, async_op=False)
+            self._issue(operation, on_gpu, words(of_dtype), async_op=False)
             if not made:
                 raise OperationError(f"{operation}: a GPU of this group has no room for {elements} of {kind.name}")
             sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -761,7 +771,7 @@ class Communicator:
             if memory is not None:
                 made.append(buffers.over(memory, memory.offset(self.local_rank), shape, dtype))
 
-        self._issue(operation, task, async_op=False)
+        self._issue(operation, task, words(of_dtype), async_op=False)
         return made[0] if made else buffers.empty(shape, dtype)
 
     def _refuse_shared(self, name: str, data: Buffer) -> None:

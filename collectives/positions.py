@@ -5,6 +5,8 @@ It can be read at any time and without any rank's help, also while a rank is stu
     rank 0 | rank 1 | ...       each: number and kind of its collective, whether it is still in it, and in which
                                 thread; the same of its last wait for a message; a beat, which goes on as long as its
                                 process runs
+    rank 0 | rank 1 | ...       each: what its collective works with, in words
+    sleepers                    see Counters
 """
 
 from __future__ import annotations
@@ -44,19 +46,22 @@ OPERATIONS = (
 )
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 END = OPERATIONS[-1]
-_QUEUED = 2  # in place of 1, for a rank that is inside
+_AFTER, _INSIDE, _QUEUED, _FAILED = range(4)  # where a rank is: inside in the program's thread, or in another one
 _COLLECTIVE = struct.Struct("3q")
 _MESSAGE = struct.Struct("4q")
 _BEAT = struct.Struct("q")
 _WIDTH = _COLLECTIVE.size + _MESSAGE.size + _BEAT.size
 assert _WIDTH == STRIDE
+_WORDS = 64  # bytes
+NO_WORDS = bytes(_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
     """Where a rank is: in (or, if not inside, after) the collective of that number, and maybe in a message, too.
 
-    queued: it runs in the progress thread, and the program may go on meanwhile.
+    queued: it runs in the progress thread, and the program may go on meanwhile. failed: it was left by an exception.
+    detail: what it works with, which must fit on all ranks, in words that follow the operation; may be empty.
     waits: the messages that it has waited for. message: "send" or "recv", with `peer`, if it is waiting for one. beat:
     how often its watchdog has looked.
     At the end of its program `peer` is the status with which it exits, as far as is known.
@@ -70,6 +75,8 @@ class Position:
     peer: int = 0
     beat: int = field(default=0, compare=False)
     queued: bool = field(default=False, compare=False)
+    failed: bool = False
+    detail: str = field(default="", compare=False)
 
     @property
     def status(self) -> int:
@@ -85,7 +92,10 @@ class Position:
             return "before its first operation"
         if self.operation == END:
             status = f" with status {self.status}" if self.status else ""
-            return f"at {END}{status}, after {self.number - 1} operations"
+            last = f"an exception in operation {self.number}" if self.failed else f"{self.number - 1} operations"
+            return f"at {END}{status}, after {last}"
+        if self.failed:
+            return f"out of {self.operation} (operation {self.number}), by an exception"
         return f"{'in' if self.inside else 'after'} {self.operation} (operation {self.number})"
 
     def __str__(self) -> str:
@@ -102,8 +112,10 @@ class Positions:
     def __init__(self, memory: SharedMemory | bytearray, rank: int, ranks: int, *, crowded: bool = False) -> None:
         self.rank, self.ranks = rank, ranks
         self._memory = memory
-        self._entered = Counters(memory, 0, ranks * _WIDTH, rank, ranks, crowded=crowded)
+        self._entered = Counters(memory, 0, self.nbytes_seen(ranks), rank, ranks, crowded=crowded)
         place = rank * _WIDTH
+        words = ranks * _WIDTH + rank * _WORDS
+        self._words, self._written = slice(words, words + _WORDS), NO_WORDS
         own = memoryview(memory)[place : place + _WIDTH].cast("q")
         self._collective, self._message, self._beat = own[:3], own[3:7], own[7:]
         self._waits = 0
@@ -111,12 +123,12 @@ class Positions:
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Bytes of memory that it needs."""
-        return ranks * (_WIDTH + ranks)
+        return Positions.nbytes_seen(ranks) + ranks * ranks
 
     @staticmethod
     def nbytes_seen(ranks: int) -> int:
         """Bytes of it, from its begin on, that `decode` needs."""
-        return ranks * _WIDTH
+        return ranks * (_WIDTH + _WORDS)
 
     @property
     def shared(self) -> bool:
@@ -127,17 +139,19 @@ class Positions:
         """This rank's process runs."""
         self._beat[0] += 1
 
-    def enter(self, number: int, operation: str, queued: bool = False) -> None:
-        """This rank begins the operation of that number; queued: in the progress thread."""
+    def enter(self, number: int, operation: str, detail: bytes = NO_WORDS, queued: bool = False) -> None:
+        """This rank begins the operation of that number; queued: in the progress thread. detail: from `words`."""
         collective = self._collective
-        collective[2] = 0
+        collective[2] = _AFTER
         collective[1] = CODES[operation]
+        if detail is not self._written:
+            self._memory[self._words] = self._written = detail
         self._entered.advance(number)
-        collective[2] = _QUEUED if queued else 1
+        collective[2] = _QUEUED if queued else _INSIDE
 
-    def leave(self) -> None:
-        """This rank has ended it."""
-        self._collective[2] = 0
+    def leave(self, *, failed: bool = False) -> None:
+        """This rank has ended it; failed: by an exception."""
+        self._collective[2] = _FAILED if failed else _AFTER
 
     def wait_for_all(self, number: int) -> None:
         """Returns when every rank of the node has come to the operation of that number, or past it; see Counters."""
@@ -148,10 +162,17 @@ class Positions:
         return self._entered.of(rank) >= self._collective[0]
 
     def end(self, status: int = 0) -> None:
-        """This rank's program is over, with that exit status: it comes to no further operation."""
+        """This rank's program is over, with that exit status: it comes to no further operation.
+
+        It has come past the last one, unless that has failed, in which others may still wait for it.
+        """
         self._message[2], self._message[3] = 0, status
-        self._collective[1], self._collective[2] = CODES[END], 0
-        self._entered.advance(self._collective[0] + 1)
+        number, self._collective[1] = self._collective[0], CODES[END]
+        if self._collective[2] == _FAILED:
+            self._entered.advance(number)
+        else:
+            self._collective[2] = _AFTER
+            self._entered.advance(number + 1)
 
     @contextmanager
     def waiting(self, message: str, peer: int) -> Iterator[None]:
@@ -167,11 +188,11 @@ class Positions:
 
     def own(self) -> Position:
         """Where this rank is."""
-        return self._read(self._memory, self.rank)
+        return self._read(self._memory, self.rank, self.ranks)
 
     def all(self) -> list[Position]:
         """Where each rank of the node is."""
-        return [self._read(self._memory, rank) for rank in range(self.ranks)]
+        return [self._read(self._memory, rank, self.ranks) for rank in range(self.ranks)]
 
     def snapshot(self) -> bytes:
         """The page as it is now, to be sent to another node."""
@@ -180,15 +201,34 @@ class Positions:
     @classmethod
     def decode(cls, snapshot: bytes) -> list[Position]:
         """What `snapshot` gave on another node."""
-        return [cls._read(snapshot, rank) for rank in range(len(snapshot) // _WIDTH)]
+        ranks = len(snapshot) // cls.nbytes_seen(1)
+        return [cls._read(snapshot, rank, ranks) for rank in range(ranks)]
 
     @staticmethod
-    def _read(memory: SharedMemory | bytearray | bytes, rank: int) -> Position:
-        number, code, inside = _COLLECTIVE.unpack_from(memory, rank * _WIDTH)
+    def _read(memory: SharedMemory | bytearray | bytes, rank: int, ranks: int) -> Position:
+        number, code, state = _COLLECTIVE.unpack_from(memory, rank * _WIDTH)
         waits, message, waiting, peer = _MESSAGE.unpack_from(memory, rank * _WIDTH + _COLLECTIVE.size)
         (beat,) = _BEAT.unpack_from(memory, (rank + 1) * _WIDTH - _BEAT.size)
         kind = OPERATIONS[message] if waiting else None
-        return Position(number, OPERATIONS[code], bool(inside), waits, kind, peer, beat, inside == _QUEUED)
+        place = ranks * _WIDTH + rank * _WORDS
+        detail = bytes(memory[place : place + _WORDS]).rstrip(b"\0").decode(errors="replace")
+        return Position(
+            number,
+            OPERATIONS[code],
+            state in (_INSIDE, _QUEUED),
+            waits,
+            kind,
+            peer,
+            beat,
+            queued=state == _QUEUED,
+            failed=state == _FAILED,
+            detail=detail,
+        )
+
+
+def words(text: str) -> bytes:
+    """What a rank writes of its operation, cut to the room that there is."""
+    return text.encode()[:_WORDS].ljust(_WORDS, b"\0")
 
 
 def listing(ranks: Sequence[int]) -> str:

@@ -48,3 +48,13 @@ def discover(comm: MPI.Intracomm) -> Topology:
     members, cores = zip(*node.allgather((rank, usable())), strict=True)
     spare = len(set().union(*cores)) - local_size
     return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0)
+
+
+def world_ranks(comm: MPI.Intracomm) -> list[int]:
+    """The number in MPI.COMM_WORLD of each of a group's ranks."""
+    ours, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return list(MPI.Group.Translate_ranks(ours, range(ours.size), world))
+    finally:
+        ours.Free()
+        world.Free()

@@ -5,9 +5,11 @@ this process is in. Nothing is added to an operation but the few bytes that it w
 
     waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
     being waited for        the late rank prints where its program is, so that the report has its cause beside it
-    in another operation    than ranks that have come as far: the report says which ranks are in which
+    in another operation    than ranks that have come as far, or in one with another operator, dtype, size or algorithm:
+                            the report says which ranks are in which
     waiting for a rank      that has come to the end of its program, which is hopeless: reported at once; the job ends
-                            with that rank's exit status, if it is known and not 0
+                            with that rank's exit status, if it is known and not 0. It has not come to an operation that
+                            it left by an exception.
 
 A rank that is stopped in the middle of an operation has arrived like all the others. What tells it apart is its own
 watchdog, whose looks leave a beat on its node's page: the report names the ranks whose beat has ceased. A process that
@@ -23,6 +25,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -91,13 +94,14 @@ class Guard:
     """What the watchdog knows of one group.
 
     messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes. positions: of
-    this node's ranks. ranks: the group's number of each of them. limit: seconds. late: this rank takes part in its
-    operations until after the end of its program.
+    this node's ranks. ranks: the group's number of each of them. world: the number in the world of each rank of the
+    group. limit: seconds. late: this rank takes part in its operations until after the end of its program.
     """
 
     messages: MPI.Intracomm
     positions: Positions
     ranks: list[int]
+    world: list[int]
     limit: float
     late: bool = False
     _seen: list[_Seen] = field(default_factory=list)
@@ -158,7 +162,7 @@ class Guard:
             self._show_lateness(now)
 
     def _hopeless(self, mine: Position, waited: float, inside: bool) -> bool:
-        """Whether a rank of this node that this one waits for has come to its end."""
+        """True if a rank of this node that this one waits for has come to its end."""
         ended = {
             rank: seen.position.number
             for rank, seen in zip(self.ranks, self._seen, strict=True)
@@ -177,7 +181,8 @@ class Guard:
                 self._shown = mine.number + 1
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
                 where = "".join(traceback.format_stack(frame)) if frame else ""
-                own, what = self.ranks[self.positions.rank], f"{there.operation} (operation {there.number})"
+                own = self.world[self.ranks[self.positions.rank]]
+                what = f"{there.operation} (operation {there.number})"
                 _say(f"mpidl: rank {own} is late for {what}; it is at\n{where}")
 
     # ---- the report -------------------------------------------------------------------------------------------
@@ -201,9 +206,15 @@ class Guard:
         first = [found for found in first if found[1] not in silent]
         if first and own != min(first)[1] and now < self._asked + _ANSWER + _GRACE:
             return
-        _say(report(own, self.messages.size, mine, waited, known, silent))
+        named = {self.world[rank]: self._named(there) for rank, there in known.items()}
+        quiet = {self.world[rank]: seconds for rank, seconds in silent.items()}
+        _say(report(self.world[own], self.world, MPI.COMM_WORLD.size, self._named(mine), waited, named, quiet))
         time.sleep(min(_LAST_WORDS, self.limit / 2))  # late ranks print where they are
         _abort(next((there.status for there in known.values() if there.status), 1))
+
+    def _named(self, there: Position) -> Position:
+        """With the peer's number in the world."""
+        return replace(there, peer=self.world[there.peer]) if there.message else there
 
     def _ask(self) -> None:
         others = [rank for rank in range(self.messages.size) if rank not in self.ranks]
@@ -232,24 +243,33 @@ def _comes_first(there: Position, mine: Position) -> bool:
 
 
 def report(
-    rank: int, ranks: int, mine: Position, waited: float, known: dict[int, Position], silent: dict[int, float]
+    rank: int,
+    ranks: Sequence[int],
+    world: int,
+    mine: Position,
+    waited: float,
+    known: dict[int, Position],
+    silent: dict[int, float],
 ) -> str:
     """What the rank that waits says: the operation, who has arrived and who has not and what these are in.
 
-    silent: ranks whose beat has ceased, and for how many seconds.
+    ranks: of the communicator, by their numbers in the world, as all are. world: how many ranks it has. silent: ranks
+    whose beat has ceased, and for how many seconds.
     """
     if mine.inside:
-        operation = f"{mine.operation} (operation {mine.number} of this communicator)"
+        whole = list(ranks) == list(range(world))
+        group = "this communicator" if whole else f"the communicator of {listing(sorted(ranks))}"
+        operation = f"{mine.operation} (operation {mine.number} of {group})"
         arrived = [r for r, there in known.items() if (there.number, there.inside) >= (mine.number, True)]
     else:
         way = "to" if mine.message == "send" else "from"
         operation = f"{mine.message} {way} rank {mine.peer}"
         arrived = [rank]
     arrived += [r for r, there in known.items() if there.number > mine.number and r not in arrived and mine.inside]
-    lines = [f"mpidl: rank {rank} of {ranks} has waited {waited:.0f} s in {operation}"]
+    lines = [f"mpidl: rank {rank} of {world} has waited {waited:.0f} s in {operation}"]
     lines.append(f"  arrived: {listing(sorted(arrived))}")
     missing: dict[str, list[int]] = {}
-    for other in range(ranks):
+    for other in sorted(ranks):
         if other not in arrived and (mine.inside or other == mine.peer):
             where = str(known[other]) if other in known else "has not answered"
             missing.setdefault(where, []).append(other)
@@ -257,7 +277,7 @@ def report(
     kinds: dict[str, list[int]] = {}
     for other, there in sorted(known.items()) if mine.inside else ():
         if there.number == mine.number and there.operation != END:
-            kinds.setdefault(there.operation, []).append(other)
+            kinds.setdefault(f"{there.operation} {there.detail}".rstrip(), []).append(other)
     if len(kinds) > 1:
         listed = ", ".join(f"{kind} on {listing(those)}" for kind, those in kinds.items())
         lines.append(f"  the ranks are in different operations: {listed}; MPIDL_DEBUG=1 compares each before it begins")

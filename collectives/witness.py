@@ -28,6 +28,7 @@ from mpi4py import MPI
 from .inbox import LONGEST, Inbox, Received, has_inboxes, send
 from .positions import Position, Positions
 from .symmetric.shared_memory import JOB, SharedMemory
+from .topology import world_ranks
 
 _PATIENCE = 1.0  # seconds for the other side to take what is queued
 _KEPT = 256  # pages; each is a descriptor and some kilobytes
@@ -46,7 +47,7 @@ def show(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> N
 
     memory: begins with the positions of members, the group's ranks on this node; has its `file`.
     """
-    _send({"members": list(members), "world": _world_ranks(comm)}, memory.file)
+    _send({"members": list(members), "world": world_ranks(comm)}, memory.file)
 
 
 def tell(processes: Sequence[tuple[str, int]]) -> None:
@@ -127,16 +128,6 @@ class Witness:
         for page in self._pages:
             os.close(page.file)
         self._pages.clear()
-
-
-def _world_ranks(comm: MPI.Intracomm) -> list[int]:
-    """The number in MPI.COMM_WORLD of each of a group's ranks."""
-    ours, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    try:
-        return list(MPI.Group.Translate_ranks(ours, range(ours.size), world))
-    finally:
-        ours.Free()
-        world.Free()
 
 
 def _processes(told: Mapping[str, Any]) -> dict[int, tuple[str, int]]:

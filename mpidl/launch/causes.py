@@ -10,6 +10,7 @@ from ..signals import STOPPED
 
 _FAILED = re.compile(r"mpidl: rank (\d+) of \d+(, in [^\n]*?)? ends the job: (.*)")
 _LATE = re.compile(r"\s*not arrived: (.*)")
+_APART = re.compile(r"\s*the ranks are in different operations: (.*); MPIDL_DEBUG")
 _SILENT = re.compile(r"\s*(silent for \d+ s, as if stopped or gone): (.*)")
 _WAITED = re.compile(r"mpidl: rank \d+ of \d+ has waited \d+ s in (.*)")
 _HYDRA_PID = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)")  # Intel MPI's names the rank
@@ -69,8 +70,9 @@ def _said_by_the_watchdog(lines: Sequence[str]) -> str:
     operation = next((found[1] for found in map(_WAITED.match, lines) if found), "")
     late = [found[1] for found in map(_LATE.match, lines) if found]
     silent = [f"{found[2]}, {found[1]}" for found in map(_SILENT.match, lines) if found]
+    apart = [f"ranks in other operations: {found[1]}" for found in map(_APART.match, lines) if found]
     return (
-        f"waited in vain in {operation} for {'; '.join(dict.fromkeys(late or silent)) or 'what hangs in it'}"
+        f"waited in vain in {operation} for {'; '.join(dict.fromkeys(late or silent or apart)) or 'what hangs in it'}"
         if operation
         else ""
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, OperationError, Work, WorkTimeout
+from collectives.positions import NO_WORDS
 from tests.collectives.reference import named
 
 
@@ -174,7 +175,7 @@ def test_after_a_failure_on_the_way_the_communicator_refuses_to_go_on(comm: Comm
         raise FloatingPointError("deliberate")
 
     with pytest.raises(FloatingPointError):
-        group._issue("all_reduce", fail, async_op=False)
+        group._issue("all_reduce", fail, NO_WORDS, async_op=False)
     with pytest.raises(OperationError, match=r"cannot be used any more: all_reduce \(operation 1 .*deliberate"):
         group.all_reduce(np.ones(2))
     group.close()

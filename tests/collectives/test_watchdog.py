@@ -5,12 +5,14 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from collectives import ArgumentError
-from collectives.watchdog import limit_of
+from collectives.positions import Position
+from collectives.watchdog import limit_of, report
 
 HEAD = """
 import os, signal, sys, time
@@ -60,10 +62,73 @@ def test_ranks_in_different_operations_are_told_apart(job: Callable) -> None:
     assert text.count("has waited") == 1, text
     assert "arrived: ranks 0, 1, 2\n" in text
     assert (
-        "the ranks are in different operations: reduce_scatter on ranks 0, 2, all_reduce on rank 1; MPIDL_DEBUG=1"
-        in text
+        "the ranks are in different operations: reduce_scatter sum of 3 float64 by mpi on ranks 0, 2, all_reduce sum "
+        "of 1000 float64 by mpi on rank 1; MPIDL_DEBUG=1" in text
     )
     assert "one of them hangs" not in text
+
+
+def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_told_apart(job: Callable) -> None:
+    status, text, _ = job(
+        """
+        if rank:
+            comm.all_reduce(np.ones(15_912, np.float32), "avg", algorithm="symmetric")
+        else:
+            comm.all_reduce(np.ones(2, np.int64), "max", algorithm="mpi")
+        """,
+        2,
+        MPIDL_TIMEOUT="1.5",
+    )
+    assert status != 0
+    assert (
+        "different operations: all_reduce max of 2 int64 by mpi on rank 0, all_reduce avg of 15912 float32 by "
+        "symmetric on rank 1;" in text
+    ), text
+
+
+def test_a_rank_that_has_left_an_operation_by_an_exception_is_told_at_its_end(job: Callable) -> None:
+    """Long before the limit, and not as one that has come like the others."""
+    status, text, seconds = job(
+        """
+        def task():
+            if rank == 1:
+                raise ValueError("the reason")
+            comm.barrier()
+        comm.compound("step", task)
+        """
+    )
+    assert status != 0
+    assert seconds < LONG / 2
+    assert "ValueError: the reason" in text
+    assert "rank 0 of 3 has waited" in text
+    assert "arrived: ranks 0, 2\n" in text
+    assert "not arrived: rank 1, which is at the end of its program, after an exception in operation 2\n" in text
+
+
+IN_FOURTH = Position(4, "all_reduce", inside=True, detail="sum of 5 float32 by ring")
+
+
+def test_a_report_names_what_differs_between_operations_of_one_kind() -> None:
+    known = {0: IN_FOURTH, 1: replace(IN_FOURTH, detail="sum of 6 float32 by mpi"), 2: replace(IN_FOURTH, inside=False)}
+    text = report(0, [0, 1, 2], 3, IN_FOURTH, 9, known, {})
+    assert (
+        "in different operations: all_reduce sum of 5 float32 by ring on ranks 0, 2, all_reduce sum of 6 float32 by "
+        "mpi on rank 1;" in text
+    )
+
+
+def test_a_report_says_which_rank_has_left_by_an_exception() -> None:
+    known = {0: IN_FOURTH, 1: replace(IN_FOURTH, inside=False, failed=True)}
+    text = report(0, [0, 1], 2, IN_FOURTH, 9, known, {})
+    assert "not arrived: rank 1, which is out of all_reduce (operation 4), by an exception\n" in text
+    assert "one of them hangs" not in text
+
+
+def test_a_report_of_a_group_has_the_world_s_ranks() -> None:
+    known = {6: IN_FOURTH, 2: replace(IN_FOURTH, number=3, inside=False)}
+    text = report(6, [6, 2], 8, IN_FOURTH, 9, known, {})
+    assert "rank 6 of 8 has waited 9 s in all_reduce (operation 4 of the communicator of ranks 2, 6)\n" in text
+    assert "not arrived: rank 2, which is after all_reduce (operation 3)\n" in text
 
 
 @pytest.mark.thorough
@@ -78,7 +143,7 @@ def test_different_operations_are_told_of_beside_a_late_rank_and_not_of_one_at_i
     )
     assert status != 0
     assert "not arrived: rank 2, which is after barrier (operation 1)\n" in text
-    assert "in different operations: barrier on rank 0, all_reduce on rank 1; " in text
+    assert "in different operations: barrier on rank 0, all_reduce sum of 1000 float64 by mpi on rank 1; " in text
     status, text, _ = job("if rank:\n    comm.all_reduce(x)", 2)
     assert status != 0
     assert "not arrived: rank 0, which is at the end of its program" in text
@@ -98,8 +163,8 @@ def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> No
     )
     assert status != 0
     assert "rank 1 of 3 has waited" in text
-    assert "in barrier (operation 2 of this communicator)" in text
-    assert "not arrived: rank 0, which is after barrier (operation 1)" in text
+    assert "in barrier (operation 2 of the communicator of ranks 0, 1, 2)" in text
+    assert "not arrived: rank 2, which is after barrier (operation 1)" in text
 
 
 def test_a_message_that_nobody_sends(job: Callable) -> None:

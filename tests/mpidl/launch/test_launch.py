@@ -337,6 +337,13 @@ LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this comm
             "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, silent for 2 s, as if "
             "stopped or gone",
         ),
+        (
+            1,
+            LATE.splitlines()[0]
+            + "\n  the ranks are in different operations: barrier on rank 0, split on rank 1; MPIDL_DEBUG=1",
+            "status 1: waited in vain in barrier (operation 3 of this communicator) for ranks in other operations: "
+            "barrier on rank 0, split on rank 1",
+        ),
         (9, HYDRA.replace("PID", "RANK 5 PID"), "status 9: rank 5 on vm was ended by SIGKILL"),
         (9, "took signal 3\n" + HYDRA + "signal 11", "status 9: rank 1 on vm was ended by SIGKILL"),
         (

@@ -1,0 +1,40 @@
+"""The words by which a rank tells the others, on its page, what its operation works with.
+
+They follow the operation's name: "sum of 5 float32 by ring". They must be the same on all ranks of an operation, so
+that a report of the watchdog shows what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .buffers import Buffer
+from .partition import Splits
+from .positions import words
+from .reduction import Reduction
+
+
+def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
+    """Of an operation's checked arguments: arrays, operator, root, counts or splits."""
+    arrays = [given for given in checked if isinstance(given, Buffer)]
+    size: int | None = max(data.size for data in arrays)
+    operator, root = "", ""
+    for given in checked:
+        if isinstance(given, Reduction):
+            operator = f"{given.name} "
+        elif isinstance(given, list):
+            size = sum(given)
+        elif isinstance(given, Splits):
+            size = size if given.alike else None  # each rank's own
+        elif isinstance(given, int):
+            root = f" root {given}"
+    elements = "" if size is None else f"{size} "
+    return words(f"{operator}of {elements}{arrays[0].dtype.name}{root} by {algorithm}")
+
+
+def of_list(operator: Any, sizes: Sequence[int], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
+    """Of a list of arrays. sizes: of each. algorithms: of each batch."""
+    name = f"{operator} " if isinstance(operator, str) else ""
+    end = f" root {root}" if rooted else ""
+    return words(f"{name}of {len(sizes)} arrays of {sum(sizes)}{end} by {', '.join(dict.fromkeys(algorithms))}")
