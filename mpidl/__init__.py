@@ -23,6 +23,7 @@ from .errors import (
     TrainingError,
     UsageError,
 )
+from .joining import Join, Joinable, JoinHook
 from .loss import global_mean
 from .mesh import Mesh
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
@@ -44,6 +45,9 @@ __all__ = [
     "ConfigurationTypeError",
     "DistributedDataParallel",
     "GradScaler",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "Mesh",
     "ModelMismatch",
     "MpidlError",

@@ -131,16 +131,20 @@ class BucketQueue:
         """The pass is over: what was not reached is missing, what was not launched is launched."""
         try:
             if self.synchronise:
-                self.complete()
+                self.launch_rest()
+                self.finish()
             else:
                 self.unsent = True
         finally:
             self.reset()
 
-    def complete(self) -> None:
-        """Launches what is left and finishes the pass, without any more gradients."""
+    def launch_rest(self) -> None:
+        """Launches what is left, without any more gradients."""
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
+
+    def finish(self) -> None:
+        """Ends a pass whose buckets have all been launched."""
         self.unsent = False
         with label("mpidl::finish_backward"):
             self._finish()

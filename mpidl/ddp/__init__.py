@@ -5,6 +5,7 @@ reducer        gradients -> buckets -> their means; the buckets' order; what a p
 comm_hooks     what may stand in for the all-reduce of a bucket
 sparse         gradients of sparse embeddings
 joining        ranks with fewer batches than others
+first_pass     where a copy of a wrapper begins
 """
 
 from .wrapper import DistributedDataParallel

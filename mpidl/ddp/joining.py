@@ -1,66 +1,58 @@
-"""Uneven inputs: a rank whose batches have run out stands in for its part of the others' collectives.
+"""A DistributedDataParallel in a `Join`: what a rank does that has no batches left.
 
-    rank 0:  batch  batch  batch  batch |
-    rank 1:  batch  batch | stands in   |  all take over the states of one that ended last
-    rank 2:  batch  batch  batch | st.in|
+    the others      begin of backward   buckets ...          end of backward
+    this rank       zeros for all buckets at once            takes part in what the ranks agree on at the end
 
-Every backward pass begins with a round in which each rank tells if it has batches. A forward pass does too where the
-first rank without any is to be an error, as other ranks may wait in it, in a SyncBatchNorm.
+Between the two it listens to further rounds, as passes through several wrappers may be one inside the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 
-import numpy as np
-
-from collectives import Communicator
-
-from ..errors import TrainingError
+from ..errors import ConfigurationError
+from ..joining import JoinHook, Rounds
+from .reducer import Reducer
 
 
-class Stage(IntEnum):
-    """What a rank is about to do."""
+class WrapperJoinHook(JoinHook):
+    """Stands in for backward passes. take_over(root): brings all ranks a rank's states.
 
-    ENDED, FORWARD, BACKWARD = range(3)
-
-
-class JoinRounds:
-    """The rounds of one `with wrapped.join():`.
-
-    backward(): what a rank that has ended does when the others go backward. throw: the first rank that ends is an
-    error. divide_by_active: the mean is over the ranks that still have batches; `share` is then ranks / active ranks,
-    else 1. root: the lowest rank that has batches.
+    synchronised_norms: whether the module has any, which wait for all ranks in a forward pass. divide_by_active: the
+    mean is over the ranks that have batches.
     """
 
     def __init__(
-        self, comm: Communicator, backward: Callable[[], None], *, divide_by_active: bool, throw: bool
+        self, reducer: Reducer, take_over: Callable[[int], None], *, synchronised_norms: bool, divide_by_active: bool
     ) -> None:
-        self._comm, self._backward = comm, backward
-        self._divide_by_active, self.throw = divide_by_active, throw
-        self.share = 1.0
-        self.root = 0
+        self._reducer, self._take_over = reducer, take_over
+        self._synchronised_norms, self._divide_by_active = synchronised_norms, divide_by_active
 
-    def begin(self, stage: Stage) -> Stage:
-        """A round: what the ranks with batches do; ENDED when there are none left. Collective."""
-        stages = np.empty(self._comm.size, np.int8)
-        self._comm.all_gather(stages, np.array([stage], np.int8))
-        active = np.flatnonzero(stages != Stage.ENDED)
-        if len(active) == 0:
-            return Stage.ENDED
-        self.root = int(active[0])
-        if self._divide_by_active:
-            self.share = self._comm.size / len(active)
-        if self.throw and len(active) < self._comm.size:
-            ended = ", ".join(map(str, np.flatnonzero(stages == Stage.ENDED)))
-            raise TrainingError(f"join: no batches left on rank {ended}, and throw_on_early_termination is set")
-        if len(set(stages[active].tolist())) > 1:
-            told = ", ".join(f"rank {rank} {Stage(stages[rank]).name.lower()}" for rank in active)
-            raise TrainingError(f"join: the ranks with batches are not in step: {told}")
-        return Stage(stages[self.root])
+    @property
+    def share(self) -> float:
+        """What the mean over all ranks is multiplied by."""
+        return self.rounds.share if self._divide_by_active else 1.0
 
-    def stand_in(self) -> None:
-        """Takes part in the others' passes until the last one has ended; `root` is then a rank that ended last."""
-        while self.begin(Stage.ENDED) is not Stage.ENDED:
-            self._backward()
+    def begin(self, rounds: Rounds, number: int) -> None:
+        """The block begins."""
+        super().begin(rounds, number)
+        if self._synchronised_norms and not rounds.throw:
+            raise ConfigurationError(
+                "join: SyncBatchNorm needs all ranks in every forward pass; set throw_on_early_termination=True"
+            )
+        self._reducer.joining = self
+
+    def main_hook(self) -> None:
+        """The begin of a backward pass, and its end, in turn."""
+        if self._reducer.stands_in:
+            self._reducer.end_standing_in()
+        else:
+            self._reducer.stand_in()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All take over the states of one that ended last."""
+        self._take_over(self.rounds.root)
+
+    def end(self) -> None:
+        """The block is left."""
+        self._reducer.leave_join()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,16 +31,20 @@ from ..buckets import MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree, check_settings_agree
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
+from ..joining import Stage
 from ..objects import broadcast_object
 from ..replicate import broadcast_states
 from . import comm_hooks
 from .arena import Arena
 from .incomplete import IncompletePass
-from .joining import JoinRounds, Stage
 from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
 
 FIRST_BUCKET_MB = 1.0
+
+
+if TYPE_CHECKING:
+    from .joining import WrapperJoinHook
 
 
 class Reducer:
@@ -79,8 +83,9 @@ class Reducer:
         self.pending_order: list[torch.nn.Parameter] | None = None
         self.rebuilt = False
         self.order_root = 0  # whose order of arrival counts
-        self.rounds: JoinRounds | None = None
-        self.shadowing = False  # this rank has no batches left and stands in for its part of the others' passes
+        self.joining: WrapperJoinHook | None = None
+        self.stands_in = False  # this rank has no batches left, and a backward pass of the others is under way
+        self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank meanwhile
         self.share = 1.0  # what the mean over all ranks is multiplied by
         self._place = place
         self._arena = Arena(comm, place.device)
@@ -128,8 +133,8 @@ class Reducer:
 
         Collective only in training mode in a `join` that ends with the first rank. training: the module's mode.
         """
-        if training and self.rounds is not None and self.rounds.throw:
-            self.rounds.begin(Stage.FORWARD)
+        if training and self.joining is not None and self.joining.rounds.throw:
+            self.joining.tell(Stage.FORWARD)
         self._wanted = self._what_trains()
         if self._wanted != self._trains:
             self.queue.listen(self._trained_by(self._wanted))
@@ -256,24 +261,39 @@ class Reducer:
             self.queue.mark_missing(p)
 
     def _begin_round(self) -> None:
-        if self.rounds is not None and self.queue.synchronise:
-            self.rounds.begin(Stage.BACKWARD)
-            self.share, self.order_root = self.rounds.share, self.rounds.root
+        if self.joining is not None and self.queue.synchronise:
+            self.joining.tell(Stage.BACKWARD)
+            self.share, self.order_root = self.joining.share, self.joining.rounds.root
 
-    def stand_in(self, rounds: JoinRounds) -> None:
-        """A backward pass of the other ranks, to which this one contributes zeros."""
-        self.share, self.order_root, self.shadowing = rounds.share, rounds.root, True
+    def stand_in(self) -> None:
+        """A backward pass of the other ranks begins, to which this one contributes zeros."""
+        assert self.joining is not None
+        self.share, self.order_root, self.stands_in = self.joining.share, self.joining.rounds.root, True
         self._agree_on_buckets()
-        kept = {p: p.grad for p in self._trained}
+        self._own = {p: p.grad for p in self._trained}
+        for p in self._own:
+            p.grad = None
+        self.queue.launch_rest()
+
+    def end_standing_in(self) -> None:
+        """It ends; this rank's gradients are what they were."""
         try:
-            for p in kept:
-                p.grad = None
-            self.queue.complete()
+            self.queue.finish()
         finally:
-            self.shadowing = False
+            self.stands_in = False
             self.queue.reset()
-            for p, gradient in kept.items():
+            for p, gradient in self._own.items():
                 p.grad = gradient
+            self._own = {}
+
+    def leave_join(self) -> None:
+        """Passes are those of all ranks again."""
+        if self.stands_in:  # an exception ends it
+            self._own, own = {}, self._own
+            self.queue.reset()
+            for p, gradient in own.items():
+                p.grad = gradient
+        self.joining, self.stands_in, self.share, self.order_root = None, False, 1.0, 0
 
     # ---- within a pass ----------------------------------------------------------------------------------------
 
@@ -354,6 +374,8 @@ class Reducer:
         self._results.append((bucket, handle))
 
     def _finish(self) -> None:
+        if self.joining is not None and not self.stands_in:
+            self.joining.tell(Stage.END_OF_BACKWARD)
         results, self._results, self._opaque = self._results, [], False
         for bucket, handle in results:
             assert bucket.flat is not None
@@ -420,7 +442,7 @@ class Reducer:
                 fine = arrivals.get(p, 0) == self.queue.expected[p]
             else:
                 fine = p in arrivals or p in before or self._find_unused or self._static_graph
-            if not fine and not self.shadowing:
+            if not fine and not self.stands_in:
                 missed_by[number] = self.comm.rank
         if not self._static_graph and (missed_by >= 0).any():
             forwards = self._watch.forwards if self._incomplete is None else self._incomplete.forwards
@@ -459,7 +481,7 @@ class Reducer:
 
     def _learn(self) -> None:
         """After the first synchronised pass: in what order gradients arrive, and for a static graph how often."""
-        if self._static_graph and not self._counts_known and not self.shadowing:
+        if self._static_graph and not self._counts_known and not self.stands_in:
             self.queue.expected = {p: self.queue.arrivals.get(p, 0) for p in self._trained}
             self.queue.hold, self._counts_known = False, True
         if self.rebuilt:

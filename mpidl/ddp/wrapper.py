@@ -28,13 +28,14 @@ from ..checksums import checksum, difference
 from ..compiling import uncompiled
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
+from ..joining import Join
 from ..place import place_of
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
 from ..sync_batch_norm import SyncBatchNorm
 from . import arguments, comm_hooks
 from .first_pass import FirstPass
-from .joining import JoinRounds
+from .joining import WrapperJoinHook
 from .reducer import Reducer
 
 
@@ -303,54 +304,48 @@ class DistributedDataParallel(torch.nn.Module):
         if self._reducer is not None:
             self._reducer.hook = self._hook
 
-    @contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
+    ) -> Join:
         """For ranks with different numbers of batches: `with wrapped.join(): for batch in mine: ...`. Collective.
 
         A rank that leaves the block takes part with zeros until the last one has ended; then all take over the
-        parameters and buffers of a rank that ended last. What else is collective, such as `global_mean` or
-        SyncBatchNorm, cannot be in the block, as the ranks do not come to it equally often, unless the first rank that
-        ends is an error.
+        parameters and buffers of a rank that ended last. Several wrappers go together into a `mpidl.Join`. What else is
+        collective, such as `global_mean` or SyncBatchNorm, cannot be in the block, as the ranks do not come to it
+        equally often, unless the first rank that ends is an error.
 
         divide_by_initial_world_size: the sum of gradients is divided by the number of all ranks, else by that of the
             ranks that still have batches.
         throw_on_early_termination: as soon as one rank has ended, TrainingError on every rank, in the next forward pass
             in training mode with gradients, which is collective then, or in the next backward pass.
         """
-        if not enable:
-            yield
-            return
-        if not throw_on_early_termination and any(isinstance(m, SyncBatchNorm) for m in self.module.modules()):
-            raise ConfigurationError(
-                "join: SyncBatchNorm needs all ranks in every forward pass; set throw_on_early_termination=True"
-            )
-        if DistributedDataParallel._joined:
-            raise ConfigurationError("join: another wrapper's join is under way, and a rank can stand in for one alone")
+        given = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **given)
+
+    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+        """What a `Join` calls on a rank whose batches have run out. Collective where a copy begins."""
         if self._reducer is None:
             self._set_up()
-        reducer = self._reducer
-        assert reducer is not None
-        rounds = JoinRounds(
-            reducer.comm,
-            lambda: reducer.stand_in(rounds),
-            divide_by_active=not divide_by_initial_world_size,
-            throw=throw_on_early_termination,
+        assert self._reducer is not None
+        return WrapperJoinHook(
+            self._reducer,
+            lambda root: self._broadcast(root, self.forward_sync_buffers),
+            synchronised_norms=any(isinstance(m, SyncBatchNorm) for m in self.module.modules()),
+            divide_by_active=not kwargs.get("divide_by_initial_world_size", True),
         )
-        reducer.rounds, DistributedDataParallel._joined = rounds, True
-        try:
-            yield
-            rounds.stand_in()
-            self._broadcast(rounds.root, self.forward_sync_buffers)
-        finally:
-            reducer.rounds, reducer.share, reducer.order_root = None, 1.0, 0
-            DistributedDataParallel._joined = False
 
-    _joined = False  # whether some wrapper of this process is in a `join` block
+    @property
+    def join_process_group(self) -> Communicator:
+        """The ranks of a `Join`."""
+        return self.process_group
+
+    @property
+    def join_device(self) -> torch.device:
+        """As of PyTorch's: `device`."""
+        return self.device
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The memory of the buckets, in which the gradients lie; of which there is none before the first pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_switched_off_it_does_nothing(comm) -> None:
     wrapped: Any = mpidl.DistributedDataParallel(Net(), process_group=comm)
     with wrapped.join(enable=False):
         wrapped(torch.ones(1, 3)).backward()
-    assert wrapped._reducer.rounds is None
+    assert wrapped._reducer.joining is None
 
 
 def test_a_static_graph_of_which_one_rank_sees_nothing_at_first(comm) -> None:
@@ -134,9 +135,128 @@ def test_a_static_graph_of_which_one_rank_sees_nothing_at_first(comm) -> None:
 
 def test_what_cannot_be_in_a_join_is_refused(comm) -> None:
     first, second = (mpidl.DistributedDataParallel(Net(), process_group=comm) for _ in range(2))
-    with first.join(), pytest.raises(mpidl.ConfigurationError, match="another wrapper's join"), second.join():
+    with first.join(), pytest.raises(mpidl.ConfigurationError, match="another join is under way"), second.join():
         pass
     normed = mpidl.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), comm)
     wrapped = mpidl.DistributedDataParallel(normed, process_group=comm)
     with pytest.raises(mpidl.ConfigurationError, match="SyncBatchNorm"), wrapped.join():
         pass
+
+
+class Pair(nn.Module):
+    """Two modules that are wrapped by themselves; the passes through the second are inside those through both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def losses(self, x: torch.Tensor, number: int) -> Iterator[torch.Tensor]:
+        """Of one batch: a pass through both, and for every second one a pass through the second alone."""
+        yield self.second(torch.tanh(self.first(x))).square().sum()
+        if number % 2 == 0:
+            yield self.second(torch.ones(1, 4)).square().sum()
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_two_wrappers(comm, initial: bool) -> None:
+    expected, pair = Pair(), Pair()
+    sgd = {"lr": 0.05, "momentum": 0.9}
+    optimizer = torch.optim.SGD(expected.parameters(), **sgd)
+    everyone = [batches(rank) for rank in range(comm.size)]
+    for step in range(max(map(len, everyone))):
+        active = [b[step] for b in everyone if step < len(b)]
+        for loss in zip(*(expected.losses(x, step) for x in active), strict=True):
+            optimizer.zero_grad()
+            (sum(loss) / (comm.size if initial else len(active))).backward()
+            optimizer.step()
+    first, second = pair.first, pair.second
+    pair.first = mpidl.DistributedDataParallel(first, process_group=comm, bucket_cap_mb=1e-5)  # type: ignore[assignment]
+    pair.second = mpidl.DistributedDataParallel(second, process_group=comm, bucket_cap_mb=1e-5)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(pair.parameters(), **sgd)
+    with mpidl.Join([pair.first, pair.second], divide_by_initial_world_size=initial):
+        for step, x in enumerate(batches(comm.rank)):
+            for loss in pair.losses(x, step):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    for p, wanted in zip(pair.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-5, atol=1e-6)
+    with pair.first.join():  # type: ignore[operator]
+        pass
+
+
+class Counter(mpidl.Joinable):
+    """How many batches all ranks have had, counted by all of them after each batch."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.total, self.last = comm, 0, False
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.comm
+
+    def count(self, batches: int) -> None:
+        found = torch.tensor([batches])
+        self.comm.all_reduce(found)
+        self.total += int(found)
+
+    def __call__(self) -> None:
+        mpidl.Join.notify_join_context(self)
+        self.count(1)
+
+    def join_hook(self, **kwargs: Any) -> mpidl.JoinHook:
+        assert kwargs == {"divide_by_initial_world_size": False}
+        counter = self
+
+        class Hook(mpidl.JoinHook):
+            def main_hook(self) -> None:
+                counter.count(0)
+
+            def post_hook(self, is_last_joiner: bool) -> None:
+                counter.last = is_last_joiner
+
+        return Hook()
+
+
+def test_an_object_of_ones_own(comm) -> None:
+    counter = Counter(comm)
+    wrapped = mpidl.DistributedDataParallel(Net(), process_group=comm)
+    with mpidl.Join([wrapped, counter], divide_by_initial_world_size=False):
+        for x in batches(comm.rank):
+            wrapped(x).backward()
+            counter()
+    assert counter.total == comm.size * (comm.size - 1)
+    if comm.size > 1:
+        assert counter.last == (comm.rank == comm.size - 1)
+    counter()  # outside of a join
+    assert counter.total == comm.size**2
+
+
+def test_ranks_that_are_not_in_step(comm) -> None:
+    first, second = Counter(comm), Counter(comm)
+    one = second if comm.rank == 1 else first
+
+    def run() -> None:
+        with mpidl.Join([first, second], divide_by_initial_world_size=False):
+            one()
+
+    if comm.size > 1:
+        with pytest.raises(mpidl.TrainingError, match="not in step: rank 0: notified of joinable 0, rank 1"):
+            run()
+    one = first
+    run()
+    assert first.total == comm.size
+
+
+def test_what_a_join_refuses(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(Net(), process_group=comm)
+    optimizer = mpidl.ZeroOptimizer(Net(), torch.optim.SGD, stage=1, lr=0.1, process_group=comm)
+    with pytest.raises(mpidl.ConfigurationError, match="joinable 1 is a ZeroOptimizer; needs a Distributed"):
+        mpidl.Join([wrapped, optimizer])
+    other = comm.duplicate()
+    with pytest.raises(mpidl.ConfigurationError, match="of 2 process groups"):
+        mpidl.Join([wrapped, Counter(other)])
+    other.close()
+    with pytest.raises(mpidl.ConfigurationError, match="of 0 process groups"):
+        mpidl.Join([])
