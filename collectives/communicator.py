@@ -47,6 +47,7 @@ from .errors import ArgumentError, MismatchError, OperationError
 from .forked import is_forked, refuse_if_forked, why
 from .labels import is_profiled, record_function
 from .leftovers import remove_names
+from .lifetime import keep_for_ever
 from .messages import Messages
 from .pages import Pages
 from .partition import Splits
@@ -420,7 +421,7 @@ class Communicator:
     def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Fills x with the next message of the same tag from rank `source`.
 
-        Raises OperationError if the message is longer or shorter than x.
+        Raises OperationError if the message is longer or shorter than x, or of another dtype; x may then hold anything.
         """
         self._refuse_if_unusable("recv")
         return self._messages.recv(x, source, tag, async_op=async_op)
@@ -563,7 +564,11 @@ class Communicator:
             self._guard.late = task is not None
 
     def close(self) -> None:
-        """Finishes what is queued and frees the duplicated communicators. Collective; the object is unusable after."""
+        """Finishes what is queued and frees the duplicated communicators. Collective; the object is unusable after.
+
+        Messages that were sent are delivered, or dropped if their receiver has not asked for them. Receives that
+        nothing was sent for end with an OperationError.
+        """
         if self._closed:
             return
         if self._progress.at_end is not None:
@@ -573,6 +578,10 @@ class Communicator:
         for made in self._duplicates:
             made.close()
         self._progress.close()
+        if not self._failed:  # else the other ranks may never come here
+            self._positions.enter(self._issued + 1, "close")
+            self._messages.close()
+            self._positions.leave()
         if self._guard is not None:
             self._guard.close()
         self._dispatch.close()
@@ -687,9 +696,9 @@ class Communicator:
         try:
             if is_profiled():
                 with record_function(f"collectives::{operation}", name):
-                    self._run(operation, number, task, detail)
+                    self._run(operation, number, task, detail, arrays)
             else:
-                self._run(operation, number, task, detail)
+                self._run(operation, number, task, detail, arrays)
         finally:
             self._progress.end_turn()
         return None
@@ -703,7 +712,7 @@ class Communicator:
         self._refuse_if_unusable("hand_in")
         return self._issued + 1
 
-    def _run(self, operation: str, number: int, task: Plain, detail: bytes, queued: bool = False) -> None:
+    def _run(self, operation: str, number: int, task: Plain, detail: bytes, arrays: Any, queued: bool = False) -> None:
         if self._failed:  # since this operation was issued
             self._refuse_if_unusable(operation)
         self._positions.enter(number, operation, detail, queued)
@@ -716,7 +725,8 @@ class Communicator:
         except MismatchError:  # on all ranks, before anything was sent
             self._positions.leave()
             raise
-        except BaseException as error:  # the other ranks may be anywhere in the operation
+        except BaseException as error:  # the other ranks may be anywhere in the operation, and write to its memory
+            keep_for_ever((arrays, self._dispatch))
             self._positions.leave(failed=True)
             self._give_up(f"{self._name(operation, number)} failed: {error!r}")
             if isinstance(error, MPI.Exception):
@@ -731,7 +741,7 @@ class Communicator:
         before the same operation, and when a rank waits for the error is up to its program.
         """
         try:
-            self._run(operation, number, task, detail, queued=True)
+            self._run(operation, number, task, detail, arrays, queued=True)
         except MismatchError as error:
             if async_op:
                 self._refusal = MismatchError

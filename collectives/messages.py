@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from . import buffers
 from .arguments import integer, peer
 from .buffers import Buffer, DeviceBuffer
 from .cuda.messages import HostSide
-from .errors import ArgumentError
+from .message_work import INLINE_BYTES, Channel, Message, Receiving, Sending, under_way
 from .positions import Positions
-from .progress import RequestWork, Work
+from .progress import Work
 from .watchdog import TAGS
 
-_LARGEST_MESSAGE = 1 << 30  # bytes; longer ones are cut, as not every MPI counts past 2^31
 _LARGEST_TAG = min(TAGS) - 1
 
 
@@ -37,7 +37,8 @@ class Messages:
         self._positions = positions
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._host_sides: dict[int, HostSide] = {}
-        self._under_way: list[RequestWork] = []  # also those whose handle was dropped: MPI still uses their memory
+        self._outgoing: dict[tuple[int, int], Channel] = {}  # by peer and tag
+        self._incoming: dict[tuple[int, int], Channel] = {}
 
     def send(self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Sends x to rank `dest`, which must receive as many elements of the same dtype with the same tag.
@@ -48,69 +49,80 @@ class Messages:
         dest, tag = peer("send: dest", dest, self.rank, self.size), integer("send: tag", tag, 0, _LARGEST_TAG)
         done: Callable[[], None] = _nothing
         if isinstance(data, DeviceBuffer):
-            if self._takes_addresses(dest):
+            if self._goes_directly(data, dest):
                 data = self._host_side(data).direct(x, data)
             else:
                 data, done = self._host_side(data).outgoing(x, data)
-        requests = [self._messages.Isend([s, MPI.BYTE], dest, tag) for s in _cut(data)]
-        return self._message("send", dest, requests, data, done, async_op)
+        channel = self._channel(self._outgoing, dest, tag)
+        return _ended(self._begin(Sending, data, channel, done), async_op)
 
     def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Fills x with the next message of the same tag from rank `source`.
 
-        Raises OperationError if the message is longer or shorter than x.
+        Raises OperationError if the message is longer or shorter than x, or of another dtype.
         """
         data = buffers.inspect(x, "recv: x", writable=True)
         source, tag = peer("recv: source", source, self.rank, self.size), integer("recv: tag", tag, 0, _LARGEST_TAG)
         done: Callable[[], None] = _nothing
         if isinstance(data, DeviceBuffer):
-            if self._takes_addresses(source):
+            if self._goes_directly(data, source):
                 data = self._host_side(data).direct(x, data)
             else:
                 data, done = self._host_side(data).incoming(x, data)
-        pieces = _cut(data)
-        statuses = [MPI.Status() for _ in pieces]
-        requests = [self._messages.Irecv([s, MPI.BYTE], source, tag) for s in pieces]
+        channel = self._channel(self._incoming, source, tag)
+        return _ended(self._begin(Receiving, data, channel, done), async_op)
 
-        def check() -> None:
-            came = sum(status.Get_count(MPI.BYTE) for status in statuses)
-            if came != data.nbytes:
-                raise ArgumentError(f"recv: x has {data.nbytes} bytes, and a message of {came} bytes came")
-            done()
+    def close(self) -> None:
+        """Ends every message of the group: what was sent is delivered, a receive that nothing was sent for cancelled.
 
-        return self._message("recv", source, requests, data, check, async_op, statuses)
+        Collective. A message that its receiver has not asked for is dropped. All ranks say how many they have sent,
+        then each knows which of its receives are still to be filled, and takes the messages that are left over.
+        """
+        numbers: list[dict[int, int]] = [{} for _ in range(self.size)]
+        for (dest, tag), channel in self._outgoing.items():
+            numbers[dest][tag] = channel.messages
+        sent = self._messages.alltoall(numbers)
+        ending = [message for message in list(under_way) if message.channel.comm is self._messages]
+        for message in ending:
+            channel = message.channel
+            if isinstance(message, Receiving) and message.number > sent[channel.peer].get(channel.tag, 0):
+                message.cancel()
+        for source, counts in enumerate(sent):
+            for tag, count in counts.items():
+                channel = self._channel(self._incoming, source, tag)
+                left_over = count - channel.messages
+                ending += [Receiving("close", channel, None, nullcontext, _nothing) for _ in range(left_over)]
+        while ending := [message for message in ending if not message.is_completed()]:
+            time.sleep(1e-4)
+
+    def _begin(self, kind: type[Message], data: Buffer, channel: Channel, done: Callable[[], None]) -> Message:
+        word, way = ("send", "to") if kind is Sending else ("recv", "from")
+        name = f"{word} {way} rank {channel.peer} (rank {self.rank} of {self.size})"
+        return kind(name, channel, data, partial(self._positions.waiting, word, channel.peer), done)
+
+    def _channel(self, channels: dict[tuple[int, int], Channel], other: int, tag: int) -> Channel:
+        if (other, tag) not in channels:
+            channels[other, tag] = Channel(self._messages, other, tag)
+        return channels[other, tag]
+
+    def _goes_directly(self, data: DeviceBuffer, other: int) -> bool:
+        return data.nbytes > INLINE_BYTES and self._takes_addresses(other)
 
     def _host_side(self, data: DeviceBuffer) -> HostSide:
         if data.device not in self._host_sides:
             self._host_sides[data.device] = HostSide(data.device)
         return self._host_sides[data.device]
 
-    def _message(
-        self,
-        kind: str,
-        other: int,
-        requests: list[MPI.Request],
-        data: Buffer,
-        check: Callable[[], None],
-        async_op: bool,
-        statuses: list[MPI.Status] | None = None,
-    ) -> Work | None:
-        name = f"{kind} {'to' if kind == 'send' else 'from'} rank {other} (rank {self.rank} of {self.size})"
-        waiting = partial(self._positions.waiting, kind, other)
-        work = RequestWork(name, requests, data, check, waiting, statuses)
-        if async_op:
-            self._under_way = [other for other in self._under_way if not other.is_completed()]
-            self._under_way.append(work)
-            return work
-        work.wait()
-        return None
+
+def _ended(message: Message, async_op: bool) -> Work | None:
+    """The handle of a message that has begun, or None when it has ended."""
+    if async_op:
+        for other in list(under_way):
+            other.is_completed()  # and what it kept is freed
+        return message
+    message.wait()
+    return None
 
 
 def _nothing() -> None:
     pass
-
-
-def _cut(data: Buffer) -> list[np.ndarray[Any, Any]]:
-    """The bytes of a message in pieces that every MPI can count; one empty piece for an empty message."""
-    flat = data.flat.view(np.uint8)
-    return [flat[i : i + _LARGEST_MESSAGE] for i in range(0, max(1, flat.size), _LARGEST_MESSAGE)]

@@ -19,8 +19,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 from mpi4py import MPI
 
@@ -60,7 +58,13 @@ class Work:
                     self._done.wait(timeout)
             finally:
                 self._hurry(-1)
-        if not self._done.wait(0 if self._hurry else timeout):
+        else:
+            self._done.wait(timeout)
+        self._raise(timeout)
+
+    def _raise(self, timeout: float | None) -> None:
+        """Raises unless the operation has ended well; timeout: seconds that were waited for it."""
+        if not self._done.is_set():
             raise WorkTimeout(f"{self.name} is not complete after {timeout} s")
         if isinstance(self._error, (OperationError, MismatchError)):
             raise self._error
@@ -70,62 +74,6 @@ class Work:
     def _end(self, error: BaseException | None = None) -> None:
         self._error = error
         self._done.set()
-
-
-class RequestWork(Work):
-    """A Work that is MPI requests, for point-to-point messages, which must not wait for each other's turn.
-
-    keep: what must live as long. finish: runs when all are complete. waiting: a context for blocking in them.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        requests: list[MPI.Request],
-        keep: Any,
-        finish: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[None]],
-        statuses: list[MPI.Status] | None = None,
-    ) -> None:
-        super().__init__(name)
-        self._requests, self._keep, self._finish, self._statuses = requests, keep, finish, statuses
-        self._waiting = waiting
-        self._lock = threading.Lock()
-
-    def is_completed(self) -> bool:
-        """Whether the message has been sent or has arrived; never blocks."""
-        if not self._done.is_set():
-            refuse_if_forked(self.name)
-        with self._lock:
-            if not self._done.is_set():
-                self._attempt(MPI.Request.Testall)
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Blocks until the message has been sent or has arrived; see Work.wait."""
-        if not self._done.is_set():
-            refuse_if_forked(self.name)
-        if timeout is None:
-            with self._lock, self._waiting():
-                if not self._done.is_set():
-                    self._attempt(MPI.Request.Waitall)
-        else:
-            pause, limit = threading.Event(), MPI.Wtime() + timeout
-            while not self.is_completed() and MPI.Wtime() < limit:
-                pause.wait(1e-4)
-        super().wait(0 if timeout is not None else None)
-
-    def _attempt(self, complete: Callable[..., Any]) -> None:
-        """Testall or Waitall; an error is kept for whoever waits."""
-        try:
-            if not complete(self._requests, self._statuses):
-                return
-            self._finish()
-        except Exception as error:
-            self._end(error)
-        else:
-            self._end()
-        self._keep = None
 
 
 class Progress:

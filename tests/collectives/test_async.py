@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,8 +176,13 @@ def test_after_a_failure_on_the_way_the_communicator_refuses_to_go_on(comm: Comm
     def fail() -> None:
         raise FloatingPointError("deliberate")
 
+    x = np.ones(2)
+    lives = weakref.ref(x)
     with pytest.raises(FloatingPointError):
-        group._issue("all_reduce", fail, NO_WORDS, async_op=False)
+        group._issue("all_reduce", fail, NO_WORDS, async_op=False, arrays=x)
+    del x
+    gc.collect()
+    assert lives() is not None, "another rank may still write to it"
     with pytest.raises(OperationError, match=r"cannot be used any more: all_reduce \(operation 1 .*deliberate"):
         group.all_reduce(np.ones(2))
     group.close()
