@@ -3,6 +3,9 @@
 Read `communicator` first, then `executor`, `schedule` and `algorithms`.
 """
 
+from . import find_mpi as find_mpi  # before anything else imports mpi4py
+
+# isort: split
 from .communicator import Communicator
 from .errors import (
     ArgumentError,

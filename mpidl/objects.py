@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from collectives import Communicator
 
+from .errors import ConfigurationError
 
-def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank. Collective."""
+_WORLD: Any = object()  # in place of a value, where the first argument is the value and none a Communicator
+
+
+@overload
+def all_gather_object(value: Any, /) -> list[Any]: ...
+@overload
+def all_gather_object(comm: Communicator, value: Any) -> list[Any]: ...
+
+
+def all_gather_object(comm: Any, value: Any = _WORLD) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank. Collective.
+
+    comm: may be left out, `all_gather_object(value)`; it is the world then.
+    """
+    comm, value = _given(comm, value)
     mine = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = np.empty(comm.size, np.int64)
     comm.all_gather(sizes, np.array([mine.size], np.int64))
@@ -21,8 +35,18 @@ def all_gather_object(comm: Communicator, value: Any) -> list[Any]:
     return [pickle.loads(everything[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
 
-def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """The root's `value` on every rank; what the others give is ignored. Collective."""
+@overload
+def broadcast_object(value: Any, /, *, root: int = 0) -> Any: ...
+@overload
+def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any: ...
+
+
+def broadcast_object(comm: Any, value: Any = _WORLD, root: int = 0) -> Any:
+    """The root's `value` on every rank; what the others give is ignored. Collective.
+
+    comm: may be left out, `broadcast_object(value)`; it is the world then.
+    """
+    comm, value = _given(comm, value)
     data = np.frombuffer(pickle.dumps(value), np.uint8) if comm.rank == root else np.empty(0, np.uint8)
     size = np.array([data.size], np.int64)
     comm.broadcast(size, root)
@@ -30,3 +54,17 @@ def broadcast_object(comm: Communicator, value: Any, root: int = 0) -> Any:
         data = np.empty(int(size[0]), np.uint8)
     comm.broadcast(data, root)
     return value if comm.rank == root else pickle.loads(data.tobytes())
+
+
+def _given(comm: Any, value: Any) -> tuple[Communicator, Any]:
+    """The Communicator and the value of a call with one or two arguments."""
+    if value is not _WORLD and isinstance(comm, Communicator):
+        return comm, value
+    if value is not _WORLD or isinstance(comm, Communicator):
+        raise ConfigurationError(
+            f"objects: got {type(comm).__name__}{'' if value is _WORLD else ' first'}; "
+            "needs a value, or a Communicator and a value"
+        )
+    from .runtime import init  # which gathers objects itself
+
+    return init(), comm

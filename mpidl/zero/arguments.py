@@ -26,12 +26,14 @@ def plain(model: Any) -> Any:
     return getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
 
 
-def check(
-    model: torch.nn.Module, optimizer_class: type[torch.optim.Optimizer], stage: int, bucket_cap_mb: float
-) -> None:
+def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> None:
     """Refuses what cannot work whatever the model holds."""
     if not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(f"model: got {type(model).__name__}; needs a torch.nn.Module")
+        optimizer = optimizer_class.__name__ if isinstance(optimizer_class, type) else "AdamW"
+        raise ConfigurationError(
+            f"model: got {type(model).__name__}; needs a torch.nn.Module: "
+            f"ZeroOptimizer(model, torch.optim.{optimizer}, stage=3, ...), with params= for groups of its parameters"
+        )
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ConfigurationError(
@@ -41,9 +43,19 @@ def check(
     refuse_trained("model", model)
     refuse_lazy("model", model)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        if optimizer_class is None:
+            raise ConfigurationError(
+                "optimizer_class: got none; needs a torch.optim class: "
+                "ZeroOptimizer(model, torch.optim.AdamW, stage=3, ...)"
+            )
         given = _instance_of(optimizer_class, torch.optim.Optimizer)
         raise ConfigurationError(f"optimizer_class: got {given}; needs a torch.optim class, not an instance of one")
     refuse_class(optimizer_class)
+    if stage is None:
+        raise ConfigurationError(
+            "stage: got none; needs 1 to cut the optimizer's state over the ranks, 2 to cut gradients too, or 3 to cut "
+            f"parameters too: ZeroOptimizer(model, {optimizer_class.__name__}, stage=3, ...)"
+        )
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (1, 2, 3):
         raise ConfigurationError(f"stage: got {stage!r}; needs 1, 2 or 3")
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:

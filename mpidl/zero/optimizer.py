@@ -56,6 +56,7 @@ from .unwrapping import make_whole
 from .whole import WholeParameters
 from .whole_steps import WholeSteps
 
+_REQUIRED: Any = None  # the error for an argument that is not given says what to write
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 _ENGINE = (
     *("_parameters", "_gradients", "_guard", "_whole", "_slices", "_shards", "_inner", "_offloaded", "_watch"),
@@ -71,7 +72,7 @@ class ZeroOptimizer(StatefulOptimizer):
         Classes that update every element by itself (AdamW, SGD, ...) step on slices. For others (Muon, Adafactor)
         each parameter has one rank that gets it whole for the step and keeps its state (`whole_steps`). Refused are
         those whose step depends on several parameters at once (LBFGS), or on sparse gradients.
-    stage: 1, 2 or 3.
+    stage: 1, 2 or 3. To be given, as a program that reads or changes weights must know whether they are cut.
     params: as torch has it, parameters, or pairs with their names (which are not kept), or dictionaries of them with
         settings of their own; by default one group of all that require gradients. What trains must be in some group.
     process_group: the Communicator; by default the world.
@@ -103,8 +104,8 @@ class ZeroOptimizer(StatefulOptimizer):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer_class: type[torch.optim.Optimizer],
-        stage: int,
+        optimizer_class: type[torch.optim.Optimizer] = _REQUIRED,
+        stage: int = _REQUIRED,
         params: arguments.Params = None,
         process_group: Communicator | None = None,
         units: UnitRule = None,

@@ -74,6 +74,7 @@ def failing(_: object) -> bool:
 
 # What is given besides stage=3 and lr=1.0, and the message. "params" may be a function of the model.
 WRONG = {
+    "no stage": ({"stage": None}, r"stage: got none; needs 1 to cut .*: ZeroOptimizer\(model, SGD, stage=3, ...\)"),
     "a stage of 4": ({"stage": 4}, "stage: got 4; needs 1, 2 or 3"),
     "a stage that is no int": ({"stage": 2.0}, "stage: got 2.0; needs 1, 2 or 3"),
     "a stage that is a list": ({"stage": [3]}, r"stage: got \[3\]; needs 1, 2 or 3"),
@@ -93,6 +94,10 @@ WRONG = {
     "one that counts in its groups, offloaded": (
         {"optimizer_class": Counting, "offload": "cpu"},
         "offload: Counting changes k of its groups in a step",
+    ),
+    "no optimizer at all": (
+        {"optimizer_class": None},
+        r"optimizer_class: got none; .*\(model, torch.optim.AdamW, stage",
     ),
     "no optimizer": ({"optimizer_class": nn.Linear}, "optimizer_class: got .*; needs a torch.optim class"),
     "foreign parameters": ({"params": [{"params": [nn.Parameter(torch.ones(2))]}]}, "no parameter of the model"),
@@ -150,6 +155,16 @@ def build(model: nn.Module, comm, **given) -> mpidl.ZeroOptimizer:
     if callable(settings.get("params")):
         settings["params"] = settings["params"](model)
     return mpidl.ZeroOptimizer(model, process_group=comm, **settings)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("given", [{}, {"stage": 3}, {"optimizer_class": SGD}])
+def test_parameters_in_place_of_the_model_are_told_what_to_write(comm, given: dict) -> None:
+    """As torch's optimizers take them, with and without the other arguments."""
+    model = nn.Linear(2, 2)
+    message = r"model: got generator; needs a torch.nn.Module: ZeroOptimizer\(model, torch.optim.\w+, stage=3, ...\)"
+    with pytest.raises(mpidl.ConfigurationError, match=message):
+        mpidl.ZeroOptimizer(model.parameters(), lr=1.0, process_group=comm, **given)  # type: ignore[arg-type]
 
 
 def picture(model: nn.Module) -> dict:
