@@ -6,8 +6,10 @@ on a GPU are recognised in `cuda.arrays`; here is only the Buffer that they beco
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -61,6 +63,7 @@ DTYPES: dict[str, DType] = {d.name: d for d in [*_FLOATS, *_INTEGERS, *_OTHERS]}
 _BY_TORCH = {d.torch: d for d in DTYPES.values() if d.torch is not None}
 _BY_NUMPY = {d.storage: d for d in DTYPES.values() if d.name != "bfloat16"}
 _NAMES = ", ".join(DTYPES)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +174,7 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
     """The Buffer of a numpy or cupy array or a torch tensor; a DeviceBuffer if it is on a GPU.
 
     name: the argument's name in errors. writable: refuse memory that must not be written.
+    Of subclasses of numpy's array the elements count, and of masked arrays, which are refused, the mask too.
     Raises ArgumentTypeError for what is no array or has no numeric elements, ArgumentError for an array whose
     elements do not lie in one piece, or that is read-only and must be written.
     """
@@ -180,11 +184,13 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
         return _inspect_torch(array, name)
     if _gpu_arrays().is_one(array):
         return _gpu_arrays().inspect(array, name, writable=writable)
-    kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    raise ArgumentTypeError(f"{name}: got {kind}; needs a numpy or cupy array or a torch tensor")
+    raise ArgumentTypeError(f"{name}: got {_kind(array)}; needs a numpy or cupy array or a torch tensor")
 
 
 def _inspect_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentTypeError(f"{name}: got a masked array, whose mask would stay behind; needs `.filled(...)` of it")
+    array = array.view(np.ndarray)  # a matrix is never flat
     dtype = _BY_NUMPY.get(array.dtype)
     if dtype is None:
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype!r}; needs one of {_NAMES}, in native byte order")
@@ -224,7 +230,21 @@ def check_tensor(tensor: torch.Tensor, name: str) -> DType:
     needed = (tensor.storage_offset() + tensor.numel()) * dtype.itemsize
     if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
         raise ArgumentError(f"{name}: got a tensor whose storage was freed or made smaller; needs one with its memory")
+    if type(tensor) not in _PLAIN_TENSORS and tensor.numel() and not _has_memory(tensor):
+        raise ArgumentTypeError(f"{name}: got {_kind(tensor)}, which has no memory of its own; needs a plain tensor")
     return dtype
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for subclasses that wrap other tensors, such as masked, fake and cut ones."""
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fake tensors
+        return bool(tensor.data_ptr())
+    return False
+
+
+def _kind(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
 def _gpu_arrays() -> Any:

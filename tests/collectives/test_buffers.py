@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collectives import ArgumentError, even_counts
+from collectives import ArgumentError, ArgumentTypeError, even_counts
 from collectives.buffers import DTYPES, empty, inspect, signature
 
 
@@ -62,3 +65,37 @@ def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
     with pytest.raises(ArgumentError, match="x: got a tensor whose storage was freed or made smaller"):
         inspect(tensor, "x", writable=True)
     assert signature(tensor) is None
+
+
+def test_a_matrix_is_a_flat_array_too() -> None:
+    matrix = np.matrix([[1.0, 2.0], [3.0, 4.0]])
+    data = inspect(matrix, "x", writable=True)
+    assert (type(data.flat), data.flat.shape) == (np.ndarray, (4,))
+    data.flat[:] = 5
+    assert (matrix == 5).all()
+
+
+def test_a_masked_array_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^x: .*mask"):
+        inspect(np.ma.masked_array([1.0, 2.0], [False, True]), "x", writable=False)
+
+
+class Wrapper(torch.Tensor):
+    """A subclass with nothing in its own storage, as of tensors that hold others."""
+
+    @staticmethod
+    def __new__(cls) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, (4,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} was asked for")
+
+
+def test_tensors_without_memory_of_their_own_are_refused() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    for tensor in (Wrapper(), fake):
+        signature(tensor)
+        with pytest.raises(ArgumentTypeError, match=rf"^x: got .*{type(tensor).__qualname__}"):
+            inspect(tensor, "x", writable=False)
