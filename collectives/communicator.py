@@ -44,6 +44,7 @@ from .cuda.pages import DevicePages
 from .cuda.task import Task
 from .dispatch import Dispatch
 from .errors import ArgumentError, MismatchError, OperationError
+from .float_errors import silent
 from .forked import is_forked, refuse_if_forked, why
 from .labels import is_profiled, record_function
 from .leftovers import remove_names
@@ -64,6 +65,7 @@ from .topology import discover, world_ranks
 from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
+_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 Plain = Callable[[], None]
 Call = Plain | Task
 Prepared = tuple[Call, bytes]  # and its words, from `details`
@@ -96,6 +98,7 @@ class Communicator:
         self._collective = self.mpi.Dup()
         self._apart = self.mpi.Dup()
         self._progress = Progress()
+        self._silently = silent()
         self._issued = 0
         self._calls: dict[tuple[Any, ...], Prepared] = {}
         self._unusable, self._failed = "", False
@@ -682,7 +685,10 @@ class Communicator:
         if self._compound_in == threading.get_ident():
             if async_op:
                 raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
-            task()
+            if operation in _REDUCTIONS:
+                self._silently(task)
+            else:
+                task()
             return None
         number = self._issued = self._issued + 1
         if async_op or not self._progress.take_turn():
@@ -721,7 +727,10 @@ class Communicator:
         try:
             if (queued or self._dispatch.topology.crowded) and not isinstance(task, MeetsInMemory):
                 self._positions.wait_for_all(number)
-            task()
+            if operation in _REDUCTIONS:
+                self._silently(task)
+            else:
+                task()
         except MismatchError:  # on all ranks, before anything was sent
             self._positions.leave()
             raise

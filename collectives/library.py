@@ -8,6 +8,7 @@ bf16 have none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from .buffers import Buffer, DType
 from .partition import Splits
 from .patience import collective
-from .reduction import Reduction
+from .reduction import KERNELS, Reduction
 
 Call = Callable[[], None]
 
@@ -29,9 +30,13 @@ def reduces(dtype: DType, op: Reduction | None) -> bool:
     return not dtype.widened and (op is None or not op.premultiplied)
 
 
-def keeps_nan(dtype: DType, op: Reduction | None) -> bool:
-    """Whether a NaN in any contribution comes out; libraries compare in min and max, and drop one or the other."""
-    return dtype.kind != "f" or op is None or op.name not in ("min", "max")
+def is_float_extremum(dtype: DType, op: Reduction | None) -> bool:
+    """True for min and max of floating-point numbers, whose operators are this module's own.
+
+    Libraries compare, so that of a NaN and a number, or of two zeros, one or the other comes out, and not the same on
+    every rank.
+    """
+    return dtype.kind == "f" and op is not None and op.name in ("min", "max")
 
 
 def all_reduce(comm: MPI.Comm, x: Buffer, op: Reduction) -> Call:
@@ -108,7 +113,22 @@ def datatype(dtype: DType) -> MPI.Datatype:
 
 
 def _operator(op: Reduction, dtype: DType) -> MPI.Op:
+    if is_float_extremum(dtype, op):
+        return _extremum(op.name)
     return (_LOGICAL if dtype.kind == "b" else _OPERATORS)[op.name]
+
+
+@lru_cache
+def _extremum(name: str) -> MPI.Op:
+    """An operator that gives NaN where there is one, and the same bits on every rank: not commutative for MPI, so that
+    contributions are combined in the order of ranks everywhere."""
+    kernel = KERNELS[name]
+
+    def combine(lower: Any, upper: Any, datatype: MPI.Datatype) -> None:
+        storage = f"f{datatype.Get_size()}"
+        kernel(np.frombuffer(lower, storage), into := np.frombuffer(upper, storage), out=into)
+
+    return MPI.Op.Create(combine, commute=False)
 
 
 def _elements(data: Buffer) -> list[Any]:

@@ -111,7 +111,8 @@ class Selection:
         names = self.names(operation)
         reduces = library.reduces(dtype, op) or op is None
         if requested == "auto":
-            usable = reduces and library.keeps_nan(dtype, op) and (not even or nbytes // dtype.itemsize <= _MPI_COUNTS)
+            usable = reduces and not library.is_float_extremum(dtype, op)
+            usable = usable and (not even or nbytes // dtype.itemsize <= _MPI_COUNTS)
             for limit, name in self._tables.get(operation, ((_ALWAYS, "mpi"),)):
                 if not even and (limit < _ALWAYS or (operation, name) in EVEN_ONLY):
                     continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,53 @@ def test_numpy_arrays_of_any_shape_and_slices_of_larger_ones(comm: Communicator)
     np.testing.assert_array_equal(whole, [comm.rank] * 3 + [comm.size - 1] * 4 + [comm.rank] * 3)
 
 
+@pytest.mark.parametrize("in_another_thread", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALL_REDUCE, "mpi"])
+def test_overflow_and_invalid_values_are_results(comm: Communicator, algorithm: str, in_another_thread: bool) -> None:
+    """On one rank alone numpy may be told to raise, and warnings to be errors."""
+    extremes = np.array([3e38, -3e38, 1e-30, np.inf, 0.0, np.nan], np.float32)
+    mine = extremes.copy()
+    mine[3] *= 1 if comm.rank % 2 else -1
+    stern = {"all": "raise"} if comm.rank == 0 else {}
+    with np.errstate(**stern), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for op in (*OPERATORS, PremulSum(1e30)):
+            if algorithm == "mpi" and op not in OPERATORS:
+                continue
+            x = mine.copy()
+            work = comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm), async_op=in_another_thread)
+            if work is not None:
+                work.wait()
+            assert np.isnan(x[5])
+            if op == "sum":
+                expected = [np.inf, -np.inf, 1e-30 * comm.size, -np.inf if comm.size == 1 else np.nan, 0]
+                expected[:2] = extremes[:2] if comm.size == 1 else expected[:2]
+                np.testing.assert_allclose(x[:5], np.array(expected, np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", *ALL_REDUCE, "mpi"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_signed_zeros_and_nans_are_the_same_bits_on_all_ranks(comm: Communicator, op: str, algorithm: str) -> None:
+    """Which zero or which NaN comes out is open, but it is one for all ranks, and NaN where any rank has one."""
+    for name in dtypes(algorithm):
+        if "float" not in name or not serves(op, name, algorithm):
+            continue
+        dtype = getattr(torch, name)
+        generator = torch.Generator().manual_seed(comm.rank)
+        special = torch.tensor([0.0, -0.0, float("nan"), -float("nan"), 1.0]).to(dtype)
+        x = special[torch.randint(len(special), (317,), generator=generator)]
+        bits = x.view(torch.uint8)
+        bits[:: dtype.itemsize] ^= torch.where(x.isnan(), comm.rank % 8, 0).to(torch.uint8)  # payloads of their own
+        everyone = torch.empty(comm.size * x.numel() * dtype.itemsize, dtype=torch.uint8)
+        comm.all_gather(everyone, bits)
+        expected = torch.stack(list(everyone.view(dtype).view(comm.size, -1))).double()
+        expected = expected.amin(0) if op == "min" else expected.amax(0)
+        comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm))
+        assert_equal(x.double().nan_to_num(7.0), expected.nan_to_num(7.0), f"{op} {algorithm} {dtype}")
+        comm.all_gather(everyone, x.view(torch.uint8))
+        assert (everyone.view(comm.size, -1) == everyone.view(comm.size, -1)[0]).all(), f"{op} {algorithm} {dtype}"
+
+
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_numbers_add_up(comm: Communicator, dtype: str) -> None:
     for algorithm in (*ALL_REDUCE, "mpi"):
@@ -141,7 +190,7 @@ def test_premultiplied_parts_leave_the_input_alone(comm: Communicator, algorithm
 
 def test_a_nan_anywhere_is_seen_everywhere(comm: Communicator) -> None:
     for op in OPERATORS:
-        for algorithm in ALL_REDUCE:
+        for algorithm in (*ALL_REDUCE, "mpi"):
             x = np.array([np.nan if comm.rank == comm.size - 1 else 1.0, 1.0])
             comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm))
             assert np.isnan(x[0])
