@@ -11,7 +11,8 @@ is noticed by the gradient that is gone, if it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class ForeignSteps:
     def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
         self._names = names
         self._parameters: Sequence[torch.nn.Parameter] = ()
-        self._versions: list[int] = []
+        self._versions: dict[torch.nn.Parameter, int] = {}
         self._stepped: set[torch.Tensor] = set()
         self._handle: torch.utils.hooks.RemovableHandle | None = None
 
@@ -37,7 +38,7 @@ class ForeignSteps:
         """A pass begins that gives gradients to these."""
         self.end()
         self._parameters = parameters
-        self._versions = _versions(parameters)
+        self._versions = dict(zip(parameters, _versions(parameters), strict=True))
         where = weakref.ref(self)
 
         def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -50,10 +51,19 @@ class ForeignSteps:
 
     def end(self) -> None:
         """The pass is over, or will come to no end."""
-        self._parameters, self._versions, self._stepped = (), [], set()
+        self._parameters, self._versions, self._stepped = (), {}, set()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    @contextmanager
+    def own(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, the engine itself writes to these, and steps with no other optimizer."""
+        before = _versions(parameters)
+        stepped = self._stepped | {p for p, v in zip(parameters, before, strict=True) if self._versions.get(p, v) != v}
+        yield
+        self._stepped = stepped
+        self._versions.update(zip(parameters, _versions(parameters), strict=True))
 
     def found(self, comm: Communicator, lost: Collection[torch.nn.Parameter] = ()) -> int:
         """Ends the pass. A number, -1 where nothing was noticed, of which the maximum over the ranks is for `refuse`.
@@ -61,10 +71,8 @@ class ForeignSteps:
         lost: parameters that have no longer the gradient that the pass gave them.
         """
         found = -1
-        for number, (p, before, now) in enumerate(
-            zip(self._parameters, self._versions, _versions(self._parameters), strict=True)
-        ):
-            changed = now != before or p in self._stepped
+        for number, (p, now) in enumerate(zip(self._parameters, _versions(self._parameters), strict=True)):
+            changed = now != self._versions[p] or p in self._stepped
             if changed or p in lost:
                 found = 2 * (number * comm.size + comm.rank) + changed
                 break
@@ -80,7 +88,7 @@ class ForeignSteps:
         raise TrainingError(
             f"{self._names[parameters[number]]}: {what} during the backward pass on rank {rank}, as by an optimizer "
             "that a hook steps there, with the gradient of that rank alone; the ranks' weights differ from here on: "
-            "make the step after the pass, and load the weights anew"
+            "make the step after the pass, or by step_in_backward=True of ZeroOptimizer, and load the weights anew"
         )
 
 

@@ -83,6 +83,11 @@ class NonfiniteGuard:
         self._zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigurationError(f"scaler: got {type(scaler).__name__}; needs a GradScaler, or None")
+        if on_nan == "skip" and self._zero is not None and self._zero.step_in_backward:
+            raise ConfigurationError(
+                "on_nan: got 'skip', but with step_in_backward the backward pass has made the step when the guard is "
+                "asked; needs 'stop', or a ZeroOptimizer without it"
+            )
         self._scaler = scaler
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         if self._zero is None and trainer_of_model(plain) is not None:

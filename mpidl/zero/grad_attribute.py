@@ -77,8 +77,9 @@ class GradAttributes:
 
     def _reached(self) -> Iterator[tuple[torch.nn.Parameter, GradientPlace]]:
         for number, bucket in enumerate(self._gradients.queue.buckets):
-            for index, (p, reached) in enumerate(zip(bucket.parameters, self._gradients.reached(number), strict=True)):
-                if reached:
+            flags = zip(self._gradients.reached(number), self._gradients.used(number), strict=True)
+            for index, (p, (reached, used)) in enumerate(zip(bucket.parameters, flags, strict=True)):
+                if reached or used:
                     if p not in self._made:
                         piece = bucket.layout.pieces(self._comm.rank)[index]
                         place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self))
@@ -155,6 +156,11 @@ class GradAttributes:
         """This rank's part of a gradient, flat."""
         if self._pass_is_open:
             raise TrainingError(f"{place.name}: {self._of_open_pass()}")
+        if self._gradients.used(place.number)[place.index]:
+            raise TrainingError(
+                f"{place.name}: with step_in_backward the backward pass has made the step, and the gradient that this "
+                ".grad was is gone; to clip or to look at gradients make the ZeroOptimizer without it"
+            )
         if not self._gradients.reached(place.number)[place.index]:
             raise TrainingError(f"{place.name}: the gradient that this .grad was has been forgotten; read .grad anew")
         return self._part(place)

@@ -9,6 +9,7 @@ Models", sections 5 and 7.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ from ..place import place_of
 from ..replicate import broadcast_states
 from ..runtime import default_communicator
 from . import arguments, state
+from .backward_steps import BackwardSteps
 from .clearing import clears_alone, clears_with
 from .construction.construct import Construction, Weights
 from .construction.modules import InitFn
@@ -91,6 +93,11 @@ class ZeroOptimizer(StatefulOptimizer):
         has parameters or buffers of its own. By default the modules' `reset_parameters`. After an error in either the
         model must be built anew.
     weights: a safetensors file or directory, or `zero.Safetensors`, from which a rank reads its slices.
+    step_in_backward: the backward pass makes the step: a bucket's, or a unit's, shard is updated when its gradient has
+        been reduced, which is then forgotten, so that no rank holds more gradients than those of a few of them.
+        `step()` has to follow as always, and only closes the books. What needs all gradients at once is refused:
+        clipping, loss scaling, several reduced passes a step; so are offload, and classes whose step needs more than a
+        slice, or counts steps by itself.
     device: where a model on the meta device gets its values, the host's memory by default. Any other one trains where
         it lies: in the host's memory or on one GPU.
 
@@ -119,13 +126,14 @@ class ZeroOptimizer(StatefulOptimizer):
         init_fn: InitFn | None = None,
         weights: Weights = None,
         device: torch.device | str | None = None,
+        step_in_backward: bool = False,
         **kwargs: Any,
     ) -> None:
         self._comm = default_communicator(communicator(process_group))
         model = arguments.plain(model)
         check_everywhere(self._comm, lambda: arguments.check(model, optimizer_class, stage, bucket_cap_mb))
         flags = {"share_in_node": share_in_node, "reshard_after_forward": reshard_after_forward}
-        flags["broadcast_buffers"] = broadcast_buffers
+        flags |= {"broadcast_buffers": broadcast_buffers, "step_in_backward": step_in_backward}
         check_everywhere(self._comm, lambda: [flag(name, value) for name, value in flags.items()])
         self._group = ShardGroup.of(self._comm, shard_group)
         self._model = model
@@ -145,7 +153,9 @@ class ZeroOptimizer(StatefulOptimizer):
         check_settings_agree(self._comm, "params", arguments.outline(model, groups))
         self._prototype = check_everywhere(self._comm, lambda: prototype(optimizer_class, groups, kwargs))
         away = elsewhere is not None
-        self._needs = partial(needs, optimizer_class, settings=kwargs, offloaded=away)
+        self._needs = partial(
+            needs, optimizer_class, settings=kwargs, offloaded=away, step_in_backward=step_in_backward
+        )
         found = check_everywhere(self._comm, lambda: self._needs(groups))
         halves = conversion.precision.param_dtype is not None
         self._offloaded = None
@@ -182,7 +192,7 @@ class ZeroOptimizer(StatefulOptimizer):
             buckets,
             self._group,
             self._watch,
-            stage == 1,
+            stage == 1 and not step_in_backward,
             names,
             reduce_dtype,
             wait=self._parameters.wait,
@@ -190,7 +200,7 @@ class ZeroOptimizer(StatefulOptimizer):
             rotating=rotating,
             lasting=lasting,
             place=self._place,
-            keeps_shards=elsewhere is None,  # offload is to save memory
+            keeps_shards=elsewhere is None and not step_in_backward,  # both are to save memory
         )
         self._grads = GradAttributes(self._gradients, self._group.shards, self._watch, names, self._parameters.settle)
         self._shards, self._slices = [], {}
@@ -223,6 +233,18 @@ class ZeroOptimizer(StatefulOptimizer):
         self._guard = WeightGuard(self, model, names, self._parameters)
         self._guard.watch(self._slices)
         self._whole = WholeParameters(self._comm, model, self._parameters, self._slices)
+        self._backward_steps: BackwardSteps | None = None
+        if step_in_backward:
+            self._backward_steps = BackwardSteps(
+                self._inner,
+                self._parameters,
+                self._shards,
+                self._slices,
+                self._guard,
+                agree=self._agreement(),
+                reached=self._gradients.reached,
+            )
+            self._gradients.stepper = self._backward_steps
         if stage == 3 and units is None and self._comm.rank == 0 and self._group.shards.size > 1:
             warn_of_rest(chosen, stacklevel=2)
 
@@ -353,9 +375,15 @@ class ZeroOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._backward_steps is not None:
+            self._gradients.refuse_unsent()
+            self._backward_steps.close()
+            self._grads.take_changes()
+            if self._broadcasts_buffers:
+                broadcast_states(self._comm, self._model.buffers())
+            return loss
         self._parameters.settle()
-        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in mine.items() if key != "params"})
+        self._hand_settings_on()
         reached = self._attach_gradients(problem or self._grads.problem())
         if self._broadcasts_buffers:
             broadcast_states(self._comm, self._model.buffers())
@@ -368,6 +396,41 @@ class ZeroOptimizer(StatefulOptimizer):
         self._guard.stepped(reached)
         return loss
 
+    def _hand_settings_on(self) -> None:
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in mine.items() if key != "params"})
+
+    def _agreement(self) -> Callable[[], None]:
+        """Calls `_before_backward_steps`, and does not keep this optimizer, as the model's hooks lead to it."""
+        method = weakref.WeakMethod(self._before_backward_steps)
+
+        def agree() -> None:
+            before = method()
+            if before is None:
+                raise TrainingError("step_in_backward: the ZeroOptimizer whose step the backward pass makes is gone")
+            before()
+
+        return agree
+
+    @torch.no_grad()
+    def _before_backward_steps(self) -> None:
+        """What a step sees to before it changes anything."""
+        problem = self._guard.problem(self._slices)
+        if isinstance(self._parameters, ReplicatedParameters):
+            self._parameters.settle()
+        elif isinstance(self._parameters, ShardedParameters):
+            problem = problem or self._parameters.pinned()
+        self._hand_settings_on()
+        self._agreed(problem, [], arguments.settings_of(self.param_groups, self.defaults))
+
+    def _refuse_gone(self, what: str) -> None:
+        """TrainingError where the backward pass has used the gradients up."""
+        if self._backward_steps is not None:
+            raise TrainingError(
+                f"{what}: with step_in_backward the backward pass has made the step, and no gradient is left that "
+                f"{what} could see; make the ZeroOptimizer without it"
+            )
+
     def _attach_gradients(self, problem: str | None) -> list[torch.nn.Parameter]:
         """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.
 
@@ -375,18 +438,12 @@ class ZeroOptimizer(StatefulOptimizer):
         """
         self._grads.update()
         counts = range(len(self._shards))
-        flags = [problem is not None, *(r for number in counts for r in self._gradients.reached(number))]
+        flags = [r for number in counts for r in self._gradients.reached(number)]
         settings = arguments.settings_of(self.param_groups, self.defaults)  # not what somebody notes in them
         changes = self._grads.take_changes()
         if changes:
             settings["clipping since the last step"] = changes
-        agreed = np.array([*flags, *arguments.fingerprint(settings)], np.uint8)
-        self._comm.all_reduce(agreed, "max")
-        if agreed[0]:
-            raise_everywhere(self._comm, problem)
-        if not arguments.same_fingerprints(agreed):
-            check_settings_agree(self._comm, "step", settings)
-        flag = iter(agreed[1:])
+        flag = iter(self._agreed(problem, flags, settings))
         reached = []
         for number, shard in enumerate(self._shards):
             gradient = self._gradients.shard(number)
@@ -397,6 +454,18 @@ class ZeroOptimizer(StatefulOptimizer):
                 else:
                     self._slices[p].attach(None)
         return reached
+
+    def _agreed(self, problem: str | None, flags: list[bool], settings: dict[str, Any]) -> list[bool]:
+        """Which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
+        agreed = np.array([problem is not None, *flags, *arguments.fingerprint(settings)], np.uint8)
+        work = self._comm.all_reduce(agreed, "max", async_op=inside_backward())
+        if work is not None:
+            self._parameters.wait(work)  # others may still gather units
+        if agreed[0]:
+            raise_everywhere(self._comm, problem)
+        if not arguments.same_fingerprints(agreed):
+            check_settings_agree(self._comm, "step", settings)
+        return [bool(flag) for flag in agreed[1 : 1 + len(flags)]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""
@@ -420,6 +489,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
         The arguments are those of mpidl.clip_grad_norm_; a step refuses what was not clipped alike on all ranks.
         """
+        self._refuse_gone("clip_grad_norm_")
         self._parameters.settle()
         self._gradients.widen()
         shards = self._reduced()
@@ -430,6 +500,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Brings every element of the gradients into -clip_value .. clip_value."""
+        self._refuse_gone("clip_grad_value_")
         self._gradients.widen()
         clamp_(self._reduced(), clip_value)
         self._grads.note(f"clip_grad_value_({float(clip_value)})")
@@ -439,6 +510,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
         For GradScaler, which lets all ranks agree on it. Not collective.
         """
+        self._refuse_gone("unscale_")
         self._parameters.settle()
         self._gradients.widen()
         shards = self._reduced()
@@ -457,12 +529,13 @@ class ZeroOptimizer(StatefulOptimizer):
         """The parameters whose gradients since zero_grad are infinite or no number; None if there are none. Collective.
 
         With the rank from whose backward pass it came: each rank's first such gradient first. The rank is None where
-        `watch_nonfinite` was off, as means over the ranks do not tell, or where it arose in the reduction.
+        `watch_nonfinite` was off, as means over the ranks do not tell, or where it arose in the reduction. With
+        `step_in_backward` only what that watches is found.
         """
         self._parameters.settle()
         watched = None if self._nonfinite is None else self._nonfinite.find(self._comm)
-        if watched is not None:
-            return [*watched]
+        if watched is not None or self._backward_steps is not None:
+            return None if watched is None else [*watched]
         reduced = self._reduced()
         fine = are_finite(part.of(reduced[part.number]) for part in self._slices.values())
         flags = np.array([not each for each in fine], np.uint8)
@@ -489,6 +562,11 @@ class ZeroOptimizer(StatefulOptimizer):
     def traffic(self) -> Traffic:
         """What this rank's collectives have moved so far for parameters and gradients."""
         return replace(self._parameters.traffic, **self._gradients.counted)
+
+    @property
+    def step_in_backward(self) -> bool:
+        """Whether the backward pass makes the step."""
+        return self._backward_steps is not None
 
     @property
     def inner_class(self) -> type[torch.optim.Optimizer]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError
+from ..optim.trust import TrustRatioOptimizer
+from ..partial_steps import PartialSteps
 
 _REFUSED = {
     "LBFGS": "it works on the whole model's gradient at once",
@@ -67,23 +69,43 @@ def needs(
     groups: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     offloaded: bool,
+    step_in_backward: bool = False,
 ) -> Needs:
     """No wholes, if a step on a parameter is one on its parts.
 
     Raises ConfigurationError if it depends on other parameters too. offloaded: refuses what needs whole parameters, and
-    what notes anything in its groups, as there are several of it then.
+    what notes anything in its groups, as there are several of it then. step_in_backward: refuses these too, and what
+    else does not step on one parameter after another.
     """
     name = optimizer_class.__name__
+    if step_in_backward:
+        if offloaded:
+            raise ConfigurationError(
+                "step_in_backward: what is offloaded is stepped in an order of its own, after the pass"
+            )
+        if issubclass(optimizer_class, TrustRatioOptimizer):
+            raise ConfigurationError(
+                f"step_in_backward: {name} needs norms over all ranks' slices, for which a backward pass cannot wait"
+            )
     if any(base.__name__ in _ON_WHOLES for base in optimizer_class.__mro__):
         found, noted = Needs(wholes=True), set[str]()
     elif optimizer_class.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
         return Needs(wholes=False)
     else:
-        on_wholes, noted = _tried(optimizer_class, groups, settings)
+        on_wholes, noted = _tried(optimizer_class, groups, settings, step_in_backward)
         found = Needs(on_wholes, together=True)  # it may note more than a state of each parameter
     if found.wholes and offloaded:
         raise ConfigurationError(
             f"offload: a step of {name} needs whole parameters, and what is offloaded are shards: needs offload=None"
+        )
+    if found.wholes and step_in_backward:
+        raise ConfigurationError(
+            f"step_in_backward: a step of {name} needs whole parameters, which are brought together after the pass"
+        )
+    if noted and step_in_backward:
+        raise ConfigurationError(
+            f"step_in_backward: {name} changes {', '.join(sorted(noted))} of its groups in a step, and a backward pass "
+            "makes one for each bucket"
         )
     if noted and offloaded:
         raise ConfigurationError(
@@ -94,16 +116,20 @@ def needs(
 
 
 def _tried(
-    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    one_by_one: bool,
 ) -> tuple[bool, set[str]]:
     """Whether a step of a class of which nothing is known needs wholes, and which settings it changes in its groups.
 
-    In double precision, as a rate may be small. What fails, or changes nothing, is taken to need wholes.
+    In double precision, as a rate may be small. What fails, or changes nothing, is taken to need wholes. one_by_one:
+    refuse what does not do the same on one parameter after another as on all at once.
     """
     noted: set[str] = set()
     on_wholes = failed = False
 
-    def run(group: Mapping[str, Any], *starts: torch.Tensor) -> torch.Tensor:
+    def run(group: Mapping[str, Any], *starts: torch.Tensor, one_by_one: bool = False) -> torch.Tensor:
         """What some steps change in parameters that begin with these."""
         nonlocal failed, on_wholes
         torch.manual_seed(0)
@@ -114,7 +140,11 @@ def _tried(
             for step in range(_TRIED_STEPS):
                 for p, start in zip(parameters, starts, strict=True):
                     p.grad = torch.sin((step + 1.0) * start + step)
-                made.step()
+                if one_by_one:
+                    for p in parameters:
+                        PartialSteps(made).step([p])
+                else:
+                    made.step()
             noted.update(n for n, value in comparable(made.param_groups[0]).items() if before.get(n) != value)
             states = [(p, value) for p in parameters for value in made.state.get(p, {}).values()]
             on_wholes |= any(torch.is_tensor(v) and v.dim() > 0 and v.shape != p.shape for p, v in states)
@@ -137,6 +167,11 @@ def _tried(
                     raise ConfigurationError(
                         f"optimizer_class: {optimizer_class.__name__} cannot be sharded: a step on a parameter depends "
                         "on the others beside it, or on random numbers"
+                    )
+                if one_by_one and not _alike(run(group, first, second), run(group, first, second, one_by_one=True)):
+                    raise ConfigurationError(
+                        f"step_in_backward: {optimizer_class.__name__} makes other steps on one parameter after "
+                        "another than on all at once, as what counts its steps does"
                     )
     return on_wholes or failed, noted
 

@@ -349,10 +349,15 @@ class ShardedParameters:
 
         Raises TrainingError where others are in a pass that needs this rank, which is through with its own.
         """
-        pinned = [unit.name or "the model" for unit in self._units if unit.pins]
-        if pinned:
-            raise TrainingError(f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used")
+        problem = self.pinned()
+        if problem is not None:
+            raise TrainingError(problem)
         self.rest()
+
+    def pinned(self) -> str | None:
+        """Why no gradient can be used now."""
+        pinned = [unit.name or "the model" for unit in self._units if unit.pins]
+        return f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used" if pinned else None
 
     def rest(self) -> None:
         """As `settle`, also inside `gathered`, whose parameters stay whole."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from collectives.cuda.place import HOST, Place
 from ..backward import BackwardWatch
 from ..bucket_queue import BucketQueue
 from ..buckets import GradientBucket, Layout, aligned, by_rank
-from ..errors import TrainingError
+from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from .groups import ShardGroup
 from .sharded_gradient import ShardedGradient
@@ -50,8 +50,11 @@ class _Gradients:
     apart: whether it is reduced straight into `memory`, which stays, instead of in the bucket. filled: per parameter,
     whether its place in bucket.flat holds a gradient of passes not yet reduced. reached: per parameter, whether any
     pass since zero_grad gave it a gradient. shard: the reduced part. coming: what the reduction under way writes.
+    everywhere: `reached` of all ranks, once it is there, for a `Stepper`. used: per parameter, whether that has used up
+    the last pass's gradient.
     """
 
+    number: int
     bucket: GradientBucket
     apart: bool
     filled: list[bool]
@@ -59,6 +62,24 @@ class _Gradients:
     shard: torch.Tensor | None = None
     memory: torch.Tensor | None = None
     coming: torch.Tensor | None = None
+    everywhere: tuple[np.ndarray, Work] | None = None
+    used: list[bool] = field(default_factory=list)
+
+
+class Stepper(Protocol):
+    """Steps on each bucket's shard as soon as it is reduced, so that no gradient is kept. Alike on all ranks."""
+
+    def begin(self) -> None:
+        """A pass that communicates begins."""
+
+    def launched(self, number: int) -> None:
+        """All gradients of a bucket are there on this rank."""
+
+    def step(self, number: int, gradient: torch.Tensor, reached: Sequence[bool]) -> None:
+        """A bucket has been reduced, to this rank's shard of the gradient; its parameters that any rank has reached."""
+
+    def end(self) -> None:
+        """All buckets have been."""
 
 
 class _Storage:
@@ -127,6 +148,8 @@ class GradientShards:
     reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting: how
     many groups, the last ones, have buffers of their own, as they fill all through a pass.
 
+    stepper: if there is one, gradients are given to it, and forgotten, as they are reduced; may be set.
+
     counted: as of `Traffic`. place: of the parameters. keeps_shards: on the host, memory of fp32 shards stays from step
     to step, which spares new pages and a copy in each.
 
@@ -155,6 +178,7 @@ class GradientShards:
         self._over, self._comm = over, over.shards
         self._names = names
         self._keep_whole = keep_whole
+        self.stepper: Stepper | None = None
         self._reduce_dtype = reduce_dtype
         self._wait, self._end_pass = wait, end_pass
         self._rotating = rotating
@@ -192,7 +216,7 @@ class GradientShards:
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
             apart = self._keeps_shards and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
-            self._of[bucket] = _Gradients(bucket, apart, [False] * count, [False] * count)
+            self._of[bucket] = _Gradients(len(self._of), bucket, apart, [False] * count, [False] * count)
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
@@ -202,11 +226,7 @@ class GradientShards:
 
         TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
         """
-        if self.queue.unsent:
-            raise TrainingError(
-                "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step "
-                "outside of it, or call zero_grad()"
-            )
+        self.refuse_unsent()
         self._finish()  # of a pass that an exception has cut short
         gradients = self._of[self.queue.buckets[number]]
         if gradients.shard is None:
@@ -214,6 +234,14 @@ class GradientShards:
             gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype, device=self._place.device)
         self._place.keep(gradients.shard)
         return gradients.shard
+
+    def refuse_unsent(self) -> None:
+        """Raises TrainingError if there were passes that did not communicate."""
+        if self.queue.unsent:
+            raise TrainingError(
+                "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step "
+                "outside of it, or call zero_grad()"
+            )
 
     def widen(self) -> None:
         """Keeps reduced 16-bit gradients in fp32 until `clear`.
@@ -231,6 +259,15 @@ class GradientShards:
         """
         return self._of[self.queue.buckets[number]].reached
 
+    def used(self, number: int) -> list[bool]:
+        """Per parameter of bucket `number`, whether a step in the last backward pass has used its gradient up."""
+        gradients = self._of[self.queue.buckets[number]]
+        return gradients.used or [False] * len(gradients.reached)
+
+    def _forget_used(self) -> None:
+        for gradients in self._of.values():
+            gradients.used = []
+
     def restore(self, number: int, reached: Sequence[bool], wide: bool) -> torch.Tensor:
         """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
 
@@ -245,6 +282,7 @@ class GradientShards:
     def clear(self) -> None:
         """Forgets all gradients, also those of a pass that an exception has cut short."""
         self._finish()
+        self._forget_used()
         self.queue.unsent = False
         for gradients in self._of.values():
             self._clear(gradients)
@@ -286,7 +324,11 @@ class GradientShards:
         return [p for bucket in self.queue.buckets for p in bucket.parameters]
 
     def _begin_pass(self) -> None:
+        if self.stepper is not None:
+            self._forget_used()
         if self.queue.synchronise:
+            if self.stepper is not None:
+                self.stepper.begin()
             self._foreign.begin(self._parameters)
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
@@ -339,6 +381,12 @@ class GradientShards:
         foreign, *flags = agreed.tolist()
         self._foreign.refuse(foreign, world, self._parameters)
         late, rest = flags[: len(buckets)], iter(flags[len(buckets) :])
+        if self.stepper is not None and any(late):
+            again = [self._names[p] for p in buckets[late.index(1)].parameters]
+            raise TrainingError(
+                f"step_in_backward: a gradient of {listed(again)} came after the step on it, as of several re-entrant "
+                "checkpoints that share a parameter; use torch.utils.checkpoint with use_reentrant=False"
+            )
         for bucket in buckets:
             self._of[bucket].reached = [bool(next(rest)) for _ in bucket.parameters]
         for bucket in (bucket for bucket, found in zip(buckets, late, strict=True) if found):
@@ -355,7 +403,7 @@ class GradientShards:
         bucket = gradients.bucket
         if bucket.flat is None:
             while (flat := self._storage.take(bucket)) is None and self._flying:
-                self._land()
+                self._land(steps=True)
             if flat is None:  # more are open than usual, as under no_sync
                 flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
             self._place.follow(self._landed)
@@ -382,9 +430,19 @@ class GradientShards:
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
         self._flying.append(gradients)
+        if self.stepper is not None:
+            reached = np.array(gradients.reached, np.uint8)
+            work = self._over.world.all_reduce(reached, "max", async_op=True)
+            assert work is not None
+            gradients.everywhere = reached, work
+            with self._foreign.own(bucket.parameters):
+                self.stepper.launched(gradients.number)
 
-    def _land(self) -> None:
-        """Waits for the reduction that has been under way longest."""
+    def _land(self, steps: bool) -> None:
+        """Waits for the reduction that has been under way longest.
+
+        steps: give it to the stepper, if there is one; False where an exception has cut the pass short.
+        """
         gradients = self._flying.popleft()
         bucket = gradients.bucket
         assert bucket.work is not None
@@ -394,7 +452,8 @@ class GradientShards:
         coming, before, gradients.coming = gradients.coming, gradients.shard, None
         assert coming is not None
         if before is None:
-            gradients.shard = coming if self._keep_whole or coming is gradients.memory else coming.clone()
+            stays = self._keep_whole or coming is gradients.memory or self.stepper is not None
+            gradients.shard = coming if stays else coming.clone()
         elif coming.dtype.itemsize == 2:
             gradients.shard = before.float().add_(coming)  # many small ones would be lost in a 16-bit sum
         elif self._keep_whole:
@@ -402,8 +461,22 @@ class GradientShards:
         else:
             before.add_(coming)
         gradients.filled = [False] * len(gradients.filled)
+        if self.stepper is not None:
+            self._step(self.stepper, gradients, steps)
         if not self._keep_whole:
             self._give_back(bucket)
+
+    def _step(self, stepper: Stepper, gradients: _Gradients, steps: bool) -> None:
+        """Gives the reduced gradient to the stepper, and forgets it."""
+        assert gradients.everywhere is not None
+        assert gradients.shard is not None
+        reached, work = gradients.everywhere
+        self._wait(work)
+        gradients.everywhere = None
+        if steps:
+            gradients.used = reached.astype(bool).tolist()
+            stepper.step(gradients.number, gradients.shard, gradients.used)
+        gradients.shard, gradients.reached = None, [False] * len(gradients.reached)
 
     def _give_back(self, bucket: GradientBucket) -> None:
         assert bucket.flat is not None
@@ -412,14 +485,16 @@ class GradientShards:
         bucket.release()
 
     def _finish_pass(self) -> None:
-        self._finish()
+        self._finish(steps=True)
         self._reduce_late()
         self._landed.clear()  # the next pass comes after this one
+        if self.stepper is not None:
+            self.stepper.end()
         self._end_pass()
 
-    def _finish(self) -> None:
+    def _finish(self, steps: bool = False) -> None:
         while self._flying:
-            self._land()
+            self._land(steps)
 
 
 def _refuse_double_backward() -> None:

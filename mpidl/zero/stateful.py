@@ -48,6 +48,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _offloaded: OffloadedOptimizer | None
     _guard: WeightGuard
     _whole: WholeParameters
+    _refuse_gone: Callable[[str], None]
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -147,6 +148,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         What a plain model's `.grad` would be: the mean over the ranks, scaled and clipped as they are now. Those that
         no rank's passes reached since zero_grad are left out.
         """
+        self._refuse_gone("gradients")
         self._parameters.settle()
         return state.gather_gradients(self._group, self._names, self._owned().gradients(), self._slices)
 

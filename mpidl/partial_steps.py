@@ -1,0 +1,42 @@
+"""Steps of a torch optimizer on some of its parameters at a time, as its step on all of them would change these."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class PartialSteps:
+    """optimizer: whose state and groups' settings are used, as they are at each step. It must step on each parameter by
+    itself, and note nothing beside a state of each.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: dict[torch.Tensor, int] = {}
+
+    def step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Steps on these, of those that have a gradient. Hooks of the optimizer's own `step` are not called."""
+        groups = self._optimizer.param_groups
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for p in parameters:
+            if p not in self._groups:
+                self._groups = {p: number for number, group in enumerate(groups) for p in group["params"]}
+            chosen.setdefault(self._groups[p], []).append(p)
+        if chosen:
+            narrowed = [{**groups[number], "params": some} for number, some in sorted(chosen.items())]
+            _of_groups(self._optimizer, narrowed).step()
+
+
+def _of_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The same optimizer with other groups, and without hooks, such as those of learning-rate schedulers."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.pop("step", None)
+    made.__dict__.update({name: OrderedDict() for name in _HOOKS}, param_groups=groups)
+    return made
