@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=31, help="of which the medians are taken")
     parser.add_argument("--calls", type=at_least(1), default=1000, help="of a barrier in a round")
     options = parser.parse_on_all_ranks(lambda _: None)
-    place = discover(comm.mpi)
+    place = discover(comm.mpi, [])
     memory = Allocator(place.node).allocate(Barrier.nbytes(place.local_size), shared=True)
     if memory is None:
         raise SystemExit("the node has no room for shared memory")

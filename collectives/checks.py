@@ -46,8 +46,8 @@ class Signature(NamedTuple):
 class CheckedDispatch(Dispatch):
     """A Dispatch whose ranks compare signatures first."""
 
-    def __init__(self, comm: MPI.Intracomm, place: Topology) -> None:
-        super().__init__(comm, place)
+    def __init__(self, comm: MPI.Intracomm, place: Topology, made: list[MPI.Intracomm]) -> None:
+        super().__init__(comm, place, made)
         self._number = 0
 
     def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Callable[[], None] | Task:

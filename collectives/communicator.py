@@ -22,6 +22,7 @@ and raises ArgumentTypeError or ArgumentError for what it cannot work with.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import os
 import threading
@@ -43,6 +44,7 @@ from .cuda.arrays import gpu_index
 from .cuda.pages import DevicePages
 from .cuda.task import Task
 from .dispatch import Dispatch
+from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
 from .float_errors import silent
 from .forked import is_forked, refuse_if_forked, why
@@ -95,8 +97,12 @@ class Communicator:
             raise arguments.wrong_type("mpi", mpi, "an mpi4py intracommunicator")
         self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
         limit = self._agreed(lambda: limit_of(timeout))
-        self._collective = self.mpi.Dup()
-        self._apart = self.mpi.Dup()
+        free_dropped(self.mpi)
+        self._made: list[MPI.Intracomm] = []  # by this object, to be freed
+        with freed_if_mpi_fails("Communicator", self._made):
+            self._collective = self._duplicated(self.mpi)
+            self._apart = self._duplicated(self.mpi)
+            place = discover(self._collective, self._made)
         self._progress = Progress()
         self._silently = silent()
         self._issued = 0
@@ -110,26 +116,35 @@ class Communicator:
         self._timeout = timeout
         self.rank: int = self.mpi.Get_rank()
         self.size: int = self.mpi.Get_size()
-        place = discover(self._collective)
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
         self.node_ranks: tuple[int, ...] = place.members
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._progress.naps = place.nodes > 1 or place.full
         self._progress.follows = place.full and not place.crowded and place.nodes == 1
-        self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place)
+        self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place, self._made)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
-        tables = self._collective.bcast(tables)
+        tables, number = self._collective.bcast((tables, next(_numbers)))
         self._selection = Selection(self._dispatch.composed, tables)
         self._choose = self._dispatch.choose = self._selection.choose
+        world = world_ranks(self.mpi)
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
             seen = list(place.members) if self._positions.shared else [self.rank]
-            self._guard = Guard(self._apart, self._positions, seen, world_ranks(self.mpi), limit)
+            named = world if min(world) >= 0 else list(range(self.size))
+            self._guard = Guard(self._apart, self._positions, seen, named, limit)
             watch(self._guard)
+        guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
+        left = Left(world, self._made, self._messages.channels, guard)
+        self._when_dropped = when_dropped(self, (world[0], number), left)
         _alive.add(self)
+
+    def _duplicated(self, mpi: MPI.Intracomm) -> MPI.Intracomm:
+        made = mpi.Dup()
+        self._made.append(made)
+        return made
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
         """What `make()` gives; if it raises on some rank, the first such rank's error is raised on all. Collective."""
@@ -466,16 +481,30 @@ class Communicator:
         chosen = MPI.UNDEFINED if color is None else integer("split: color", color, 0, 2**31 - 1)
         key = integer("split: key", key, -(2**31), 2**31 - 1)
         groups: list[MPI.Comm] = []
-        self._issue("split", lambda: groups.append(self._dispatch.split(chosen, key)), NO_WORDS, async_op=False)
+        failures: list[OperationError] = []  # on all ranks: this communicator goes on
+
+        def task() -> None:
+            free_dropped(self._collective)
+            try:
+                with freed_if_mpi_fails("split", []):
+                    groups.append(self._dispatch.split(chosen, key))
+            except OperationError as error:
+                failures.append(error)
+
+        self._issue("split", task, NO_WORDS, async_op=False)
+        if failures:
+            raise failures[0]
         group = groups[0]
         if group == MPI.COMM_NULL:
             return None
         assert isinstance(group, MPI.Intracomm)
-        made = Communicator(group, timeout=self._timeout)
-        made._owned = group
+        try:
+            made = Communicator(group, timeout=self._timeout)
+        except OperationError:
+            group.Free()
+            raise
+        made._made.append(group)
         return made
-
-    _owned: MPI.Intracomm | None = None
 
     def split_by_node(self) -> tuple[Communicator, Communicator]:
         """Two Communicators: of this rank's node, and of the ranks with its local rank on every node. Collective.
@@ -574,6 +603,7 @@ class Communicator:
         """
         if self._closed:
             return
+        self._when_dropped.detach()
         if self._progress.at_end is not None:
             self._progress.at_end()
             self.before_end(None)
@@ -583,14 +613,13 @@ class Communicator:
         self._progress.close()
         if not self._failed:  # else the other ranks may never come here
             self._positions.enter(self._issued + 1, "close")
-            self._messages.close()
+            self._messages.channels.close()
             self._positions.leave()
         if self._guard is not None:
             self._guard.close()
         self._dispatch.close()
-        for comm in (self._collective, self._apart, self._owned):
-            if comm is not None and comm != MPI.COMM_NULL:
-                comm.Free()
+        for comm in self._made:
+            comm.Free()
 
     def abort(self, status: int = 1) -> None:
         """Ends all processes of the job at once with an exit status. Does not return. From any thread."""
@@ -760,6 +789,7 @@ class Communicator:
     def _give_up(self, why: str) -> None:
         """Refuses every operation from here on, also those that are queued."""
         self._unusable, self._failed = why, True
+        self._when_dropped.detach()  # nobody knows what MPI still does in it
 
     def _name(self, operation: str, number: int) -> str:
         return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"
@@ -810,6 +840,7 @@ class Communicator:
 
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 def _close_in_child() -> None:

@@ -51,13 +51,14 @@ Array = np.ndarray[Any, Any]
 class Dispatch:
     """The algorithms of one group, with the memory and the communicators that they need.
 
-    comm: of the group's ranks, for nothing else. place: from `topology.discover`. Collective.
+    comm: of the group's ranks, for nothing else. place: from `topology.discover`. made: gets the communicators that are
+    made. Collective.
 
     choose: of a `Selection`, for the parts of an operation on GPU memory.
     """
 
-    def __init__(self, comm: MPI.Intracomm, place: Topology) -> None:
-        self.comm = comm
+    def __init__(self, comm: MPI.Intracomm, place: Topology, made: list[MPI.Intracomm]) -> None:
+        self.comm, self._made = comm, made
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.topology = place
         self.allocator = Allocator(place.node)
@@ -202,13 +203,11 @@ class Dispatch:
         """Before an operation on GPU memory."""
 
     def close(self) -> None:
-        """Gives back what the GPUs' drivers have given, and the node's communicators. Collective."""
+        """Gives back what the GPUs' drivers have given. Collective."""
         if self._gpus is not None:
             self._gpus.close()
         for part in self._parts:
             part.close()
-            part.comm.Free()
-        self.topology.free()
 
     # ---- reductions -------------------------------------------------------------------------------------------
 
@@ -393,7 +392,8 @@ class Dispatch:
         """One of the ranks that give the same colour, for what this one leaves to it. Collective."""
         comm = self.comm.Split(color, self.rank)
         assert isinstance(comm, MPI.Intracomm)
-        self._parts.append(Dispatch(comm, discover(comm)))
+        self._made.append(comm)
+        self._parts.append(Dispatch(comm, discover(comm, self._made), self._made))
         return self._parts[-1]
 
     def split(self, color: int, key: int) -> MPI.Comm:

@@ -17,8 +17,9 @@ import atexit
 import contextlib
 import struct
 import threading
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,51 @@ class Channel:
     def pieces_tag(self, number: int) -> int:
         """The MPI tag of that message's pieces; it comes again when the message has long ended."""
         return (1 + number % self._slots) * _TAGS + self.tag
+
+
+class Channels:
+    """The channels of one rank in one group. comm: for messages alone."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self._outgoing: dict[tuple[int, int], Channel] = {}  # by peer and tag
+        self._incoming: dict[tuple[int, int], Channel] = {}
+
+    def outgoing(self, dest: int, tag: int) -> Channel:
+        """The channel to a rank."""
+        return self._channel(self._outgoing, dest, tag)
+
+    def incoming(self, source: int, tag: int) -> Channel:
+        """The channel from a rank."""
+        return self._channel(self._incoming, source, tag)
+
+    def close(self) -> None:
+        """Ends every message of the group: what was sent is delivered, a receive that nothing was sent for cancelled.
+
+        Collective. A message that its receiver has not asked for is dropped. All ranks say how many they have sent,
+        then each knows which of its receives are still to be filled, and takes the messages that are left over.
+        """
+        numbers: list[dict[int, int]] = [{} for _ in range(self.comm.Get_size())]
+        for (dest, tag), channel in self._outgoing.items():
+            numbers[dest][tag] = channel.messages
+        sent = self.comm.alltoall(numbers)
+        ending = [message for message in list(under_way) if message.channel.comm is self.comm]
+        for message in ending:
+            channel = message.channel
+            if isinstance(message, Receiving) and message.number > sent[channel.peer].get(channel.tag, 0):
+                message.cancel()
+        for source, counts in enumerate(sent):
+            for tag, count in counts.items():
+                channel = self.incoming(source, tag)
+                left_over = count - channel.messages
+                ending += [Receiving("close", channel, None, nullcontext, _nothing) for _ in range(left_over)]
+        while ending := [message for message in ending if not message.is_completed()]:
+            time.sleep(1e-4)
+
+    def _channel(self, channels: dict[tuple[int, int], Channel], other: int, tag: int) -> Channel:
+        if (other, tag) not in channels:
+            channels[other, tag] = Channel(self.comm, other, tag)
+        return channels[other, tag]
 
 
 class Message(Work):
@@ -209,6 +255,10 @@ class Receiving(Message):
             memory = np.empty(min(rest, PIECE_BYTES), np.uint8)
             self.channel.comm.Recv([memory, MPI.BYTE], self.channel.peer, self.channel.pieces_tag(self.number))
             rest -= memory.size
+
+
+def _nothing() -> None:
+    pass
 
 
 def _cut(data: Buffer) -> list[np.ndarray[Any, Any]]:

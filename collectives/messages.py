@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,7 @@ from . import buffers
 from .arguments import integer, peer
 from .buffers import Buffer, DeviceBuffer
 from .cuda.messages import HostSide
-from .message_work import INLINE_BYTES, Channel, Message, Receiving, Sending, under_way
+from .message_work import INLINE_BYTES, Channel, Channels, Message, Receiving, Sending, under_way
 from .positions import Positions
 from .progress import Work
 from .watchdog import TAGS
@@ -33,12 +31,10 @@ class Messages:
         self, comm: MPI.Intracomm, positions: Positions, takes_addresses: Callable[[int], bool] = lambda other: False
     ) -> None:
         self._takes_addresses = takes_addresses
-        self._messages = comm
         self._positions = positions
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._host_sides: dict[int, HostSide] = {}
-        self._outgoing: dict[tuple[int, int], Channel] = {}  # by peer and tag
-        self._incoming: dict[tuple[int, int], Channel] = {}
+        self.channels = Channels(comm)
 
     def send(self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Sends x to rank `dest`, which must receive as many elements of the same dtype with the same tag.
@@ -53,7 +49,7 @@ class Messages:
                 data = self._host_side(data).direct(x, data)
             else:
                 data, done = self._host_side(data).outgoing(x, data)
-        channel = self._channel(self._outgoing, dest, tag)
+        channel = self.channels.outgoing(dest, tag)
         return _ended(self._begin(Sending, data, channel, done), async_op)
 
     def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -69,41 +65,13 @@ class Messages:
                 data = self._host_side(data).direct(x, data)
             else:
                 data, done = self._host_side(data).incoming(x, data)
-        channel = self._channel(self._incoming, source, tag)
+        channel = self.channels.incoming(source, tag)
         return _ended(self._begin(Receiving, data, channel, done), async_op)
-
-    def close(self) -> None:
-        """Ends every message of the group: what was sent is delivered, a receive that nothing was sent for cancelled.
-
-        Collective. A message that its receiver has not asked for is dropped. All ranks say how many they have sent,
-        then each knows which of its receives are still to be filled, and takes the messages that are left over.
-        """
-        numbers: list[dict[int, int]] = [{} for _ in range(self.size)]
-        for (dest, tag), channel in self._outgoing.items():
-            numbers[dest][tag] = channel.messages
-        sent = self._messages.alltoall(numbers)
-        ending = [message for message in list(under_way) if message.channel.comm is self._messages]
-        for message in ending:
-            channel = message.channel
-            if isinstance(message, Receiving) and message.number > sent[channel.peer].get(channel.tag, 0):
-                message.cancel()
-        for source, counts in enumerate(sent):
-            for tag, count in counts.items():
-                channel = self._channel(self._incoming, source, tag)
-                left_over = count - channel.messages
-                ending += [Receiving("close", channel, None, nullcontext, _nothing) for _ in range(left_over)]
-        while ending := [message for message in ending if not message.is_completed()]:
-            time.sleep(1e-4)
 
     def _begin(self, kind: type[Message], data: Buffer, channel: Channel, done: Callable[[], None]) -> Message:
         word, way = ("send", "to") if kind is Sending else ("recv", "from")
         name = f"{word} {way} rank {channel.peer} (rank {self.rank} of {self.size})"
         return kind(name, channel, data, partial(self._positions.waiting, word, channel.peer), done)
-
-    def _channel(self, channels: dict[tuple[int, int], Channel], other: int, tag: int) -> Channel:
-        if (other, tag) not in channels:
-            channels[other, tag] = Channel(self._messages, other, tag)
-        return channels[other, tag]
 
     def _goes_directly(self, data: DeviceBuffer, other: int) -> bool:
         return data.nbytes > INLINE_BYTES and self._takes_addresses(other)

@@ -28,23 +28,20 @@ class Topology:
     crowded: bool
     full: bool
 
-    def free(self) -> None:
-        """Frees the two communicators. Collective."""
-        self.node.Free()
-        self.across.Free()
 
-
-def discover(comm: MPI.Intracomm) -> Topology:
-    """Collective over `comm`: ranks that can share memory are on one node."""
+def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
+    """Collective over `comm`: ranks that can share memory are on one node. made: gets the two communicators."""
     rank = comm.Get_rank()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    assert isinstance(node, MPI.Intracomm)
+    made.append(node)
     local_rank, local_size = node.Get_rank(), node.Get_size()
     nodes = comm.allreduce(int(local_rank == 0))
     across = comm.Split(local_rank, rank)
+    assert isinstance(across, MPI.Intracomm)
+    made.append(across)
     in_place = across.Get_size() == nodes and rank == across.Get_rank() * local_size + local_rank
     regular = bool(comm.allreduce(int(in_place), MPI.MIN))
-    assert isinstance(node, MPI.Intracomm)
-    assert isinstance(across, MPI.Intracomm)
     members, cores = zip(*node.allgather((rank, usable())), strict=True)
     spare = len(set().union(*cores)) - local_size
     return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from collectives import Communicator, OperationError
+from collectives import Communicator, OperationError, dropped
 
 pytestmark = pytest.mark.mpi
 
@@ -54,6 +57,87 @@ def test_communicators_can_be_made_and_closed_again_and_again(comm: Communicator
     x = np.ones(1)
     comm.all_reduce(x)
     assert x[0] == comm.size
+
+
+@pytest.fixture
+def count_dropped(comm: Communicator) -> Callable[[], int]:
+    """How many Communicators this test has dropped that are not freed; collective."""
+    gc.collect()
+    comm.split(None)
+    known = set(dropped._dropped)
+
+    def count() -> int:
+        comm.split(None)
+        return len(set(dropped._dropped) - known)
+
+    return count
+
+
+def test_dropped_communicators_are_freed_as_others_are_made(
+    comm: Communicator, count_dropped: Callable[[], int]
+) -> None:
+    """Without that, MPICH would run out of them after 291."""
+    for _ in range(320):
+        comm.split(comm.rank % 2)
+    assert count_dropped() == 0
+
+
+def test_a_communicator_that_one_rank_has_not_dropped_is_freed_on_none(
+    comm: Communicator, count_dropped: Callable[[], int]
+) -> None:
+    group, x = comm.split(0), np.ones(1)
+    assert group is not None
+    kept = comm.split(0) if comm.rank == 0 else bool(comm.split(0))
+    assert count_dropped() == (comm.rank > 0)
+    del kept
+    assert count_dropped() == 0
+    group.all_reduce(x)
+    assert x[0] == comm.size
+    group.close()
+    assert count_dropped() == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_a_dropped_communicator_reach_none_that_is_made_later(
+    comm: Communicator, count_dropped: Callable[[], int]
+) -> None:
+    """MPI uses the same context again."""
+    for number in range(3):
+        group, x = comm.split(0), np.zeros(1)
+        assert group is not None
+        if comm.rank == 0:
+            group.send(np.full(1, number + 1.0), 1, async_op=True)
+            group.send(np.full(100_000, -1.0), 1, async_op=True)  # which nothing receives
+        elif comm.rank == 1:
+            group.recv(x, 0)
+            assert x[0] == number + 1
+        del group
+    assert count_dropped() == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="only MPICH has so few communicators")
+def test_more_communicators_than_mpi_has_are_an_error_that_says_what_to_do(comm: Communicator) -> None:
+    kept: list[Communicator] = []
+
+    def make() -> None:
+        while (made := comm.split(0)) is not None:
+            kept.append(made)
+
+    with pytest.raises(OperationError, match=r"(split|Communicator): MPI could make no .*close\(\) those that are not"):
+        make()
+    assert len(kept) > 100
+    for group in kept[1:]:
+        group.close()
+    again = comm.split(0)
+    assert again is not None
+    x = np.ones(1)
+    for group in (comm, kept[0], again):
+        group.all_reduce(x)
+        if group is not comm:
+            group.close()
+    assert x[0] == comm.size**3
 
 
 def test_topology_counts_this_node(comm: Communicator) -> None:

@@ -1,0 +1,90 @@
+"""The MPI communicators of Communicators that were dropped without `close`.
+
+To free them is collective, and ranks drop a Communicator at different times, as the garbage collector comes by. So a
+dropped one leaves its MPI communicators here, and whenever ranks make new ones, which they do together, they tell each
+other what they have dropped: what all its ranks have dropped is freed, in the same order on each of them.
+
+    rank 0   drops A, B | makes a group of 0, 1, 2:   A B   --- all have dropped A: frees A
+    rank 1   drops A    | makes a group of 0, 1, 2:   A         frees A
+    rank 2   drops A, B | makes a group of 0, 1, 2:   A B       frees A; B stays until rank 1 drops it
+
+Nothing here waits for a rank that does not come: all ranks of what is freed are in the call, and have dropped it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from .errors import OperationError
+from .message_work import Channels
+from .topology import world_ranks
+from .watchdog import Guard
+
+Key = tuple[int, int]  # of a Communicator, the same on all its ranks: of its first rank and that rank's count
+
+
+@dataclass
+class Left:
+    """What a Communicator leaves behind when it is dropped.
+
+    members: its ranks, by their numbers in the world, or MPI.UNDEFINED, with which it stays. comms: to be freed; more
+    may be added as long as it lives.
+    """
+
+    members: Sequence[int]
+    comms: list[MPI.Intracomm]
+    channels: Channels
+    guard: Callable[[], Guard | None]
+
+    def free(self) -> None:
+        """Frees the communicators. Collective over the members."""
+        guard = self.guard()
+        if guard is not None:
+            guard.close()
+        self.channels.close()
+        for comm in self.comms:
+            comm.Free()
+
+
+_dropped: dict[Key, Left] = {}
+
+
+def when_dropped(owner: Any, key: Key, left: Left) -> weakref.finalize[..., Any]:
+    """Takes what `owner` leaves when it is garbage, unless the result is detached before."""
+    finalizer = weakref.finalize(owner, _dropped.__setitem__, key, left)
+    finalizer.atexit = False
+    return finalizer
+
+
+def free_dropped(comm: MPI.Intracomm) -> None:
+    """Frees what all its ranks have dropped, if they are all in `comm`. Collective over it."""
+    own = sorted(_dropped.copy())  # a copy at once, as the garbage collector may add to it
+    offers = dict(zip(world_ranks(comm), map(frozenset, comm.allgather(own)), strict=True))
+    for key in own:
+        left = _dropped.get(key)
+        if left is not None and all(member >= 0 and key in offers.get(member, ()) for member in left.members):
+            del _dropped[key]
+            left.free()
+
+
+@contextmanager
+def freed_if_mpi_fails(what: str, made: list[MPI.Intracomm]) -> Iterator[None]:
+    """Inside, MPI communicators are made; if MPI makes no more, frees those in `made` and raises OperationError.
+
+    MPI libraries agree on a new communicator, so that all ranks come to the same end.
+    """
+    try:
+        yield
+    except MPI.Exception as error:
+        for comm in made:
+            comm.Free()
+        why = error.Get_error_string().strip().splitlines()[-1]
+        raise OperationError(
+            f"{what}: MPI could make no more communicators: {why}; close() those that are not used any more"
+        ) from error
