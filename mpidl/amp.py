@@ -21,6 +21,8 @@ import torch
 from collectives import Communicator
 
 from .errors import ConfigurationError, TrainingError
+from .mesh import Mesh
+from .mesh.groups import checked
 from .nonfinite import NonfiniteWatch
 from .runtime import default_communicator
 from .zero import ZeroOptimizer
@@ -30,6 +32,7 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler, with the same methods and state, for plain torch optimizers and ZeroOptimizer.
 
     process_group: the Communicator of all ranks that train the model; by default the world, joined when first needed.
+    mesh: a `Mesh`, in place of process_group: one decision of all its ranks, those of pp and tp too.
     device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's, alike on every rank.
 
     explain_after: a scale that falls this many times in a row is explained by a warning on rank 0, and once it is
@@ -53,7 +56,10 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         process_group: Communicator | None = None,
         explain_after: int = 5,
+        *,
+        mesh: Mesh | None = None,
     ) -> None:
+        mesh = checked("GradScaler", process_group, mesh)
         if explain_after < 1:
             raise ConfigurationError(f"explain_after: got {explain_after}; needs 1 or more")
         if not isinstance(device, str):
@@ -61,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
         if not init_scale > 0:
             raise ConfigurationError(f"init_scale: got {init_scale}; needs a number above 0")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.process_group = process_group
+        self.process_group = process_group if mesh is None else mesh.comm
         self.skipped_steps = 0
         self._explain_after, self._falls = explain_after, 0
         self._used: list[weakref.ref[torch.optim.Optimizer]] = []

@@ -16,6 +16,9 @@ import torch
 from collectives import Communicator
 
 from .errors import ConfigurationError, TrainingError
+from .mesh import Mesh
+from .mesh.groups import checked, refuse_world
+from .mesh.norm import norm_over_mesh
 from .scalars import values_of
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -26,15 +29,27 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    mesh: Mesh | None = None,
 ) -> float:
     """Scales gradients in place so that their norm is at most `max_norm`; returns their norm.
 
     parameters: a module's, one or many; those without a gradient are left out. norm_type: above 0, also infinity.
     error_if_nonfinite: TrainingError, with the gradients as they were, where the norm is infinite or no number;
     otherwise an infinite norm makes finite gradients 0, and one that is no number makes all so.
+    mesh: needed while a mesh is open whose ranks hold different parameters: the norm is that of the whole model
+    (`mesh.norm`), and the call collective over the mesh.
     """
-    gradients = _gradients(parameters, "clip_grad_norm_")
-    norm = norm_over_shards(gradients, norm_type, None)
+    mesh = checked("clip_grad_norm_", None, mesh)
+    if mesh is None:
+        refuse_world("clip_grad_norm_", "mesh=")
+    with_gradients = _with_gradients(parameters, "clip_grad_norm_")
+    gradients = [p.grad for p in with_gradients if p.grad is not None]
+    if mesh is None or not mesh.layout.model_axes:
+        norm = norm_over_shards(gradients, norm_type, None)
+    else:
+        norms = local_norms(gradients, check_norm_type(norm_type))
+        norm = norm_over_mesh(norms, with_gradients, check_norm_type(norm_type), mesh, shards=False)
     scale_(gradients, max_norm, norm, error_if_nonfinite)
     return norm
 
@@ -45,10 +60,11 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
 
     parameters: a module's, one or many; those without a gradient are left out.
     """
-    clamp_(_gradients(parameters, "clip_grad_value_"), clip_value)
+    found = _with_gradients(parameters, "clip_grad_value_")
+    clamp_([p.grad for p in found if p.grad is not None], clip_value)
 
 
-def _gradients(parameters: Parameters, function: str) -> list[torch.Tensor]:
+def _with_gradients(parameters: Parameters, function: str) -> list[torch.Tensor]:
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -57,15 +73,13 @@ def _gradients(parameters: Parameters, function: str) -> list[torch.Tensor]:
             raise ConfigurationError(
                 f"{function}: got {type(p).__name__} among the parameters; needs tensors, or a module"
             )
-    return [p.grad for p in listed if p.grad is not None]
+    return [p for p in listed if p.grad is not None]
 
 
 @torch.no_grad()
 def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Communicator | None) -> float:
     """The norm of all elements of all tensors; with a Communicator, of all ranks' tensors. Collective then."""
-    given, norm_type = norm_type, _number(norm_type)
-    if not norm_type > 0:
-        raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
+    norm_type = check_norm_type(norm_type)
     norms = local_norms(shards, norm_type)
     infinite = math.isinf(norm_type)
     with np.errstate(over="ignore"):
@@ -106,6 +120,14 @@ def clamp_(gradients: Sequence[torch.Tensor], clip_value: float) -> None:
     bound = _bound("clip_value", clip_value)
     for gradient in gradients:
         gradient.clamp_(-bound, bound)
+
+
+def check_norm_type(given: float) -> float:
+    """A number above 0."""
+    norm_type = _number(given)
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
+    return norm_type
 
 
 def _bound(name: str, given: float) -> float:

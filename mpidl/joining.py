@@ -21,7 +21,7 @@ from collectives import Communicator
 
 from . import lanes
 from .errors import ConfigurationError, TrainingError
-from .runtime import default_communicator
+from .mesh.groups import data_group
 
 _ENDED = -1
 
@@ -102,7 +102,7 @@ class Joinable:
     @property
     def join_process_group(self) -> Communicator:
         """The ranks that take part; by default the world."""
-        return default_communicator(None)
+        return data_group("Joinable", None, needed="a join_process_group of its own")
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank that has ended does. kwargs: those of the `Join`."""
@@ -137,7 +137,7 @@ class Join:
         groups = {getattr(joinable, "join_process_group", None) for joinable in self._joinables}
         if len(groups) != 1:
             raise ConfigurationError(f"Join: got joinables of {len(groups)} process groups; needs those of one")
-        self._group: Communicator = groups.pop() or default_communicator(None)
+        self._group: Communicator = groups.pop() or data_group("Join", None, needed="joinables with a process group")
 
     def __enter__(self) -> Join:
         if not self._enable:

@@ -8,11 +8,16 @@ import torch
 from collectives import Communicator
 
 from .errors import TrainingError
-from .runtime import default_communicator
+from .mesh import Mesh
+from .mesh.groups import data_group
 
 
 def global_mean(
-    loss_sum: torch.Tensor, count: int | float | torch.Tensor, process_group: Communicator | None = None
+    loss_sum: torch.Tensor,
+    count: int | float | torch.Tensor,
+    process_group: Communicator | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> torch.Tensor:
     """A loss whose gradient, averaged over the ranks, is that of the mean over all samples of all ranks. Collective.
 
@@ -23,7 +28,7 @@ def global_mean(
 
     Raises TrainingError on every rank when no rank has a sample.
     """
-    comm = default_communicator(process_group)
+    comm = data_group("global_mean", process_group, mesh)
     total = np.array([float(count)])
     comm.all_reduce(total)
     if not total[0] > 0:

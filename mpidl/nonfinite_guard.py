@@ -41,6 +41,8 @@ from collectives import Communicator
 from .ddp import DistributedDataParallel
 from .errors import ConfigurationError, TrainingError
 from .kept_buffers import KeptBuffers
+from .mesh import Mesh
+from .mesh.groups import checked, refuse_part
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .objects import all_gather_object
 from .runtime import default_communicator
@@ -59,6 +61,7 @@ class NonfiniteGuard:
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
         It reads all gradients once more. Without it, only what the reduction has left can be named.
     process_group: of a plain model; DDP and ZeRO have their own.
+    mesh: a `Mesh`: one decision of all its ranks, those of pp and tp too.
     scaler: torch's or mpidl's GradScaler; while it is enabled gradients are its business, and only the loss is looked
         at. `scaler.unscale_(optimizer)` comes before `allows`, and `scaler.update()` after it whatever it says.
 
@@ -74,7 +77,9 @@ class NonfiniteGuard:
         watch: bool = True,
         process_group: Communicator | None = None,
         scaler: Any = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        mesh = checked("NonfiniteGuard", process_group, mesh)
         if on_nan not in ("stop", "skip"):
             raise ConfigurationError(f"on_nan: got {on_nan!r}; needs 'stop' or 'skip'")
         if not isinstance(give_up_after, int) or give_up_after < 1:
@@ -92,12 +97,15 @@ class NonfiniteGuard:
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         if self._zero is None and trainer_of_model(plain) is not None:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
-        if self._zero is not None:
+        if mesh is not None:
+            self._comm = mesh.comm
+        elif self._zero is not None:
             self._comm = self._zero.process_group
         elif isinstance(model, DistributedDataParallel):
             self._comm = model.process_group
         else:
             self._comm = default_communicator(process_group)
+        refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")
         self._on_nan, self._give_up_after = on_nan, give_up_after
         self._in_a_row = self.skipped = 0
         self._watch = NonfiniteWatch(plain) if watch else None

@@ -22,7 +22,7 @@ from collectives import Communicator
 from .checksums import checksum, difference
 from .ddp import DistributedDataParallel
 from .errors import ConfigurationError, ModelMismatch
-from .runtime import default_communicator
+from .mesh.groups import data_group
 from .trained_by import trainer_of_model
 from .zero import ZeroOptimizer
 
@@ -76,7 +76,7 @@ def _group_of(what: tuple[What, ...]) -> Communicator:
             return thing.process_group
         if isinstance(thing, ZeroOptimizer):
             return thing.process_group
-    return default_communicator(None)
+    return data_group("check_replicas", None, needed="process_group=, as mesh.along('dp', 'cp')")
 
 
 def _zero_of(model: torch.nn.Module, what: tuple[What, ...]) -> ZeroOptimizer | None:

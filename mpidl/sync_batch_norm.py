@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from collectives import Communicator
 
 from .errors import ConfigurationError
-from .runtime import default_communicator
+from .mesh import Mesh
+from .mesh.groups import DATA, checked, data_group
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HEADER = 4  # count, channels, dtype, whether a gradient flows back
@@ -41,6 +42,7 @@ class SyncBatchNorm(_BatchNorm):
 
     input: (samples, num_features, ...), on every rank any number of samples, also none, and any extent of the rest.
     process_group: the Communicator; by default the world, joined at the first training forward pass.
+    mesh: a `Mesh`, in place of process_group: samples of its dp x cp.
 
     The other arguments, the parameters, the running statistics and what they hold are as in torch. Output and the
     input's gradient are those of the whole batch for this rank's samples; the gradients of weight and bias are sums
@@ -64,21 +66,22 @@ class SyncBatchNorm(_BatchNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        self.process_group = process_group
+        self.process_group = _group_of(process_group, mesh)
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: torch.nn.Module, process_group: Communicator | None = None
+        cls, module: torch.nn.Module, process_group: Communicator | None = None, *, mesh: Mesh | None = None
     ) -> torch.nn.Module:
         """Replaces every batch normalization in `module`, in place; returns it, or what replaces it. Nothing is sent.
 
         A layer's parameters, buffers, settings and hooks are kept: the new layer shares them with the old one.
         """
-        return cls._convert(module, process_group, {})
+        return cls._convert(module, _group_of(process_group, mesh), {})
 
     @classmethod
     def _convert(
@@ -107,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
         mixed = self.affine and self.running_mean is not None and self.weight.dtype != self.running_mean.dtype
         if not self.training:
             return self._by_running_statistics(input) if mixed else super().forward(input)
-        group = default_communicator(self.process_group)
+        group = data_group("SyncBatchNorm", self.process_group)
         if group.size == 1 and not mixed:
             return super().forward(input)
         comm = _duplicate(group)
@@ -156,6 +159,12 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # no file can hold one: the world, when unpickled
+
+
+def _group_of(process_group: Communicator | None, mesh: Mesh | None) -> Communicator | None:
+    """The group that is given; the world is joined later."""
+    mesh = checked("SyncBatchNorm", process_group, mesh)
+    return process_group if mesh is None else mesh.along(*DATA)
 
 
 def _duplicate(group: Communicator) -> Communicator:

@@ -23,12 +23,13 @@ from collectives import Communicator
 from ..checksums import checksum, difference
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
+from ..mesh.groups import data_group, refuse_part
 from ..optim.post_local import PostLocalSGDOptimizer
-from ..runtime import default_communicator
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
 from .agree import together
 
+_ONE_PART = "a mesh with pp, tp and ep of 1: checkpoints hold no parts of tensors over other axes than dp and cp yet"
 _CUT = 1 << 16  # elements from which on a tensor that all ranks hold is written by all of them
 _LINE = 1 << 10  # elements to which such cuts are rounded
 
@@ -84,7 +85,8 @@ class Engine:
         elif self.ddp is not None:
             self.comm = self.ddp.process_group
         else:
-            self.comm = default_communicator(process_group)
+            self.comm = data_group("checkpoint", process_group, needed=_ONE_PART)
+        refuse_part("checkpoint", self.comm, _ONE_PART)
         self.kind = "plain" if self.ddp is None else "ddp"
         if self.zero is not None:
             self.kind = f"zero{self.zero.stage}"

@@ -27,7 +27,8 @@ import torch.utils.data
 from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
-from ..runtime import default_communicator
+from ..mesh import Mesh
+from ..mesh.groups import data_group
 from .sampler import DistributedSampler
 from .workers import WorkerStart, context, environment_without_rank, outlive_ranks
 
@@ -38,7 +39,7 @@ _AHEAD = 2
 class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's DataLoader for one rank of many: the same arguments, and these that differ.
 
-    batch_size: samples a rank a batch. shuffle, seed, process_group: of the DistributedSampler that is made where
+    batch_size: samples a rank a batch. shuffle, seed, process_group, mesh: of the DistributedSampler that is made where
         neither sampler nor batch_sampler is given. An IterableDataset has no sampler and must give each rank its part
         itself.
     generator: gives the workers' seeds, as torch's does; by default they come from the sampler's seed, epoch and
@@ -73,6 +74,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         multiprocessing_context: str | BaseContext | None = None,
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], Any] | None = None,
+        mesh: Mesh | None = None,
         **settings: Any,
     ) -> None:
         workers = _at_least("num_workers", num_workers, 0)
@@ -91,7 +93,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             settings["generator"] = torch.Generator()
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not iterable:
-            sampler = DistributedSampler(dataset, process_group, bool(shuffle), seed, drop_last)
+            sampler = DistributedSampler(dataset, process_group, bool(shuffle), seed, drop_last, mesh=mesh)
             shuffle = None
         try:
             super().__init__(
@@ -105,7 +107,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._seed, self._epoch = seed, 0
         self._rank = self._counted.rank if self._counted is not None else 0
         if workers and self._counted is None:
-            self._rank = default_communicator(process_group).rank
+            self._rank = data_group("DataLoader", process_group, mesh, ("dp",)).rank
         if isinstance(dataset, torch.utils.data.IterDataPipe):
             self._rank = 0  # torch shuffles a pipe by the same generator, and the ranks share out one order
         self._began: tuple[int, ...] = ()  # where the latest pass began

@@ -21,7 +21,8 @@ from torch.utils.data import Sampler
 from collectives import Communicator
 
 from ..errors import ConfigurationError
-from ..runtime import default_communicator
+from ..mesh import Mesh
+from ..mesh.groups import data_group
 
 
 class DistributedSampler(Sampler[int]):
@@ -31,6 +32,7 @@ class DistributedSampler(Sampler[int]):
     process_group: the Communicator; by default the world.
     shuffle: another random order each epoch, of seed + epoch; else the dataset's own order.
     drop_last: where the ranks do not divide the samples, the last few are left out; else the first few come twice.
+    mesh: a `Mesh`, in place of process_group: ranks along dp get different samples, others the same.
     num_replicas, rank: instead of those of the process group, as for torch's.
 
     Call `set_epoch` before each epoch, or every epoch has the order of the first one.
@@ -54,19 +56,19 @@ class DistributedSampler(Sampler[int]):
         *,
         num_replicas: int | None = None,
         rank: int | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if process_group is not None and not hasattr(process_group, "rank"):
             raise ConfigurationError(
                 f"process_group: got {process_group!r}; needs a Communicator (the number of ranks is num_replicas=)"
             )
         if num_replicas is None or rank is None:
-            comm = default_communicator(process_group)
+            comm = data_group("DistributedSampler", process_group, mesh, ("dp",))
             num_replicas = comm.size if num_replicas is None else num_replicas
             rank = comm.rank if rank is None else rank
-        elif process_group is not None:
-            raise ConfigurationError(
-                "DistributedSampler: got process_group, num_replicas and rank; needs one or the others"
-            )
+        elif process_group is not None or mesh is not None:
+            given = "mesh" if process_group is None else "process_group"
+            raise ConfigurationError(f"DistributedSampler: got {given}, num_replicas and rank; needs one or the others")
         if num_replicas < 1 or not 0 <= rank < num_replicas:
             raise ConfigurationError(f"rank: got {rank} of {num_replicas}; needs 0 <= rank < num_replicas")
         for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):

@@ -17,7 +17,7 @@ import torch
 from collectives import Communicator, Work
 
 from ..buckets import by_rank
-from ..runtime import default_communicator
+from ..mesh.groups import data_group
 
 
 class Handle(Protocol):
@@ -67,7 +67,7 @@ class GradBucket:
 
         process_group: by default the world. Another one than the wrapper's is returned as it is.
         """
-        group = default_communicator(process_group)
+        group = data_group("communication hook", process_group, needed="the wrapper's process_group as its state")
         return self._lanes.get(group, group)
 
     def gradients(self) -> list[torch.Tensor]:

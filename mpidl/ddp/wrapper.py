@@ -29,9 +29,11 @@ from ..compiling import uncompiled
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..joining import Join
+from ..mesh import Mesh
+from ..mesh.groups import data_group
+from ..mesh.placement import refuse_experts
 from ..place import place_of
 from ..replicate import broadcast_states
-from ..runtime import default_communicator
 from ..sync_batch_norm import SyncBatchNorm
 from . import arguments, comm_hooks
 from .first_pass import FirstPass
@@ -60,6 +62,7 @@ class DistributedDataParallel(torch.nn.Module):
     static_graph: every pass reaches the same parameters equally often as the first. Allows unused parameters and
         re-entrant checkpoints that share parameters, at full overlap; a graph that does change is an error.
     parameters_to_ignore: names of parameters and buffers of the module to leave alone on every rank.
+    mesh: a `Mesh`, in place of process_group: gradients are averaged over its dp x cp.
 
     Every rank must run the same number of backward passes; see `join` where they cannot. A forward pass communicates
     nothing: one that no backward pass follows may be on any ranks. Buckets are reduced in the same order on all ranks,
@@ -89,9 +92,10 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         forward_sync_buffers: bool | None = None,
         parameters_to_ignore: Iterable[str] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
-        self.process_group = default_communicator(arguments.communicator(process_group))
+        self.process_group = data_group("DistributedDataParallel", arguments.communicator(process_group), mesh)
 
         def check() -> None:
             arguments.module(module, DistributedDataParallel)
@@ -110,6 +114,8 @@ class DistributedDataParallel(torch.nn.Module):
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of("module", module, self.parameters_to_ignore)
             self.module = module
+            if mesh is not None:
+                refuse_experts((name, p) for p, name in self._named_parameters().items())
             if not self._named_parameters():
                 raise ConfigurationConflict("module: it has no parameter that requires a gradient")
 
@@ -381,7 +387,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._place = place_of("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
         if "process_group" not in self.__dict__:
-            self.process_group = default_communicator(None)
+            self.process_group = data_group("DistributedDataParallel", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         made = self.__class__.__new__(self.__class__)

@@ -2,9 +2,14 @@
 
 layout     which rank has which coordinates: sizes and nodes in, groups of ranks out, without MPI
 mesh       a Communicator for each axis of it
+groups     the group that an engine takes from it, or the world where that is right
+placement  the axes over which a parameter is cut
+norm       the norm of all gradients, each element of the model once
 """
 
-from .layout import AXES, EXPERT_AXES, Layout
+from .groups import data_group
+from .layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from .mesh import Mesh
+from .placement import Placement, place, placement
 
-__all__ = ["AXES", "EXPERT_AXES", "Layout", "Mesh"]
+__all__ = ["AXES", "EXPERT_AXES", "MODEL_AXES", "Layout", "Mesh", "Placement", "data_group", "place", "placement"]

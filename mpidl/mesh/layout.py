@@ -35,6 +35,7 @@ from ..errors import UsageError
 
 AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
+MODEL_AXES = ("pp", "tp", "ep")  # along which ranks may hold different parameters
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The size of every axis, those of experts at the end."""
         return {axis: getattr(self, axis) for axis in (*AXES, "edp", "ep")}
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Those of MODEL_AXES that are longer than 1."""
+        return tuple(axis for axis in MODEL_AXES if getattr(self, axis) > 1)
 
     def size(self, *axes: str) -> int:
         """Ranks of a group along these axes."""

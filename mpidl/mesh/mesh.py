@@ -27,6 +27,7 @@ from ..objects import all_gather_object
 from ..runtime import default_communicator
 from .layout import AXES, Layout
 
+_open: list[Mesh] = []  # strong references: a garbage collector would forget them at other times on each rank
 _EAGER = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("ep",), ("edp",))
 
 
@@ -38,8 +39,9 @@ class Mesh:
         which stands for what the others leave of the ranks. The same on every rank.
     comm: the Communicator whose ranks it orders; by default the world, joined by `mpidl.init`.
 
-    Collective. Raises one UsageError on every rank for sizes that do not fit or differ between ranks. Rank 0 warns
-    where tp groups cross nodes.
+    Collective. It is open until `close` or the end of a `with` block; `groups` says what that means for the default
+    group of engines. Raises one UsageError on every rank for sizes that do not fit or differ between ranks. Rank 0
+    warns where tp groups cross nodes.
 
     layout: the coordinates of all ranks. comm: all of them. coordinates: this rank's, by axis. axes: sizes by axis.
     Iterating gives the names of the axes.
@@ -65,6 +67,7 @@ class Mesh:
         self._closed = False
         for axes in _EAGER:
             self.along(*axes)
+        _open.append(self)
         slow = self.layout.slow_tp()
         if slow is not None and self.comm.rank == 0:
             warnings.warn(f"Mesh: {': '.join(slow)}", RuntimeWarning, stacklevel=2)
@@ -136,11 +139,15 @@ class Mesh:
         """Closes the Communicators that the mesh has made, not the one that it was given. Collective."""
         if self._closed:
             return
-        self._closed = True
+        self._leave()
         for made in dict.fromkeys(self._by_axes.values()):
             made.close()
         if self._of_self is not None:
             self._of_self.close()
+
+    def _leave(self) -> None:
+        self._closed = True
+        _open.remove(self)
 
     def __enter__(self) -> Mesh:
         return self
@@ -148,8 +155,15 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # else other ranks may never come to it
+        if error is None:
             self.close()
+        elif not self._closed:  # other ranks may never come to `close`
+            self._leave()
+
+
+def open_meshes() -> list[Mesh]:
+    """The meshes that are not closed."""
+    return list(_open)
 
 
 def agreed_layout(comm: Communicator, sizes: dict[str, Any]) -> Layout:

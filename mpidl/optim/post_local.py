@@ -24,10 +24,11 @@ from collectives import Communicator
 
 from ..ddp.comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
-from ..runtime import default_communicator
+from ..mesh.groups import data_group
 from .trust import integer, require
 
 _AVERAGER = "averager"
+_GROUP = "process_group=, as mesh.along('dp', 'cp')"
 
 
 class PeriodicAverager:
@@ -54,7 +55,7 @@ class PeriodicAverager:
             require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
         self.period = integer("period", period, 1)
         self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
-        self.process_group = default_communicator(process_group)
+        self.process_group = data_group("PeriodicAverager", process_group, needed=_GROUP)
         self.steps = 0
 
     @torch.no_grad()
@@ -152,7 +153,7 @@ class PostLocalSGDState:
         self, process_group: Communicator | None, start_step: int, local_group: Communicator | None = None
     ) -> None:
         self.start_step = integer("start_step", start_step, 0)
-        self.process_group = default_communicator(process_group)
+        self.process_group = data_group("PostLocalSGDState", process_group, needed=_GROUP)
         self.local_group = local_group
         self.steps = 0
 

@@ -13,6 +13,9 @@ from ..ddp.arguments import refuse_lazy
 from ..ddp.sparse import sparse_parameters
 from ..ddp.wrapper import DistributedDataParallel
 from ..errors import ConfigurationError
+from ..mesh import Mesh
+from ..mesh.placement import refuse_cut, refuse_experts
+from ..optim.trust import TrustRatioOptimizer
 from ..trained_by import refuse_trained
 from .optimizer_class import comparable, refuse_class
 
@@ -60,6 +63,15 @@ def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> N
         raise ConfigurationError(f"stage: got {stage!r}; needs 1, 2 or 3")
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
         raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
+
+
+def refuse_placements(model: torch.nn.Module, optimizer_class: type, mesh: Mesh | None, wholes: bool) -> None:
+    """Refuses parameters that are cut over a mesh where that cannot be trained. wholes: a step needs whole ones."""
+    if mesh is not None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        refuse_experts(named)
+        if wholes or issubclass(optimizer_class, TrustRatioOptimizer):
+            refuse_cut(optimizer_class.__name__, named)
 
 
 def _instance_of(given: Any, base: type) -> str:

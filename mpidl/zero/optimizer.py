@@ -24,15 +24,17 @@ from collectives import Communicator
 
 from ..backward import BackwardWatch, goes_to, inside_backward, replacement_test
 from ..buckets import MIB, assign
-from ..clip import clamp_, norm_over_shards, scale_
+from ..clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..ddp.arguments import communicator, flag
 from ..errors import ConfigurationError, TrainingError
+from ..mesh import Mesh
+from ..mesh.groups import data_group
+from ..mesh.norm import norm_over_mesh
 from ..nonfinite import NonfiniteWatch, are_finite
 from ..optim.trust import TrustRatioOptimizer, squared_norms_over
 from ..place import place_of
 from ..replicate import broadcast_states
-from ..runtime import default_communicator
 from . import arguments, state
 from .backward_steps import BackwardSteps
 from .clearing import clears_alone, clears_with
@@ -78,6 +80,8 @@ class ZeroOptimizer(StatefulOptimizer):
     params: as torch has it, parameters, or pairs with their names (which are not kept), or dictionaries of them with
         settings of their own; by default one group of all that require gradients. What trains must be in some group.
     process_group: the Communicator; by default the world.
+    mesh: a `Mesh`, in place of process_group: state is cut over its dp x cp, and clip_grad_norm_ takes the norm of the
+        whole model over pp and tp too.
     units: what stage 3 gathers at a time (`zero.units.cut`).
     precision: the dtypes of parameters and of the reduction, in place of the model's own (`zero.Precision`).
     bucket_cap_mb: size of the gradient buckets of stages 1 and 2, in MiB.
@@ -127,9 +131,11 @@ class ZeroOptimizer(StatefulOptimizer):
         weights: Weights = None,
         device: torch.device | str | None = None,
         step_in_backward: bool = False,
+        mesh: Mesh | None = None,
         **kwargs: Any,
     ) -> None:
-        self._comm = default_communicator(communicator(process_group))
+        self._comm = data_group("ZeroOptimizer", communicator(process_group), mesh)
+        self._mesh = mesh
         model = arguments.plain(model)
         check_everywhere(self._comm, lambda: arguments.check(model, optimizer_class, stage, bucket_cap_mb))
         flags = {"share_in_node": share_in_node, "reshard_after_forward": reshard_after_forward}
@@ -157,6 +163,8 @@ class ZeroOptimizer(StatefulOptimizer):
             needs, optimizer_class, settings=kwargs, offloaded=away, step_in_backward=step_in_backward
         )
         found = check_everywhere(self._comm, lambda: self._needs(groups))
+        wholes = bool(found.wholes)
+        check_everywhere(self._comm, lambda: arguments.refuse_placements(model, optimizer_class, mesh, wholes))
         halves = conversion.precision.param_dtype is not None
         self._offloaded = None
         if elsewhere is not None:
@@ -493,7 +501,12 @@ class ZeroOptimizer(StatefulOptimizer):
         self._parameters.settle()
         self._gradients.widen()
         shards = self._reduced()
-        norm = norm_over_shards(shards, norm_type, self._group.shards)
+        if self._mesh is None or not self._mesh.layout.model_axes:
+            norm = norm_over_shards(shards, norm_type, self._group.shards)
+        else:
+            power = check_norm_type(norm_type)
+            norms = local_norms([part.of(shards[part.number]) for part in self._slices.values()], power)
+            norm = norm_over_mesh(norms, self._slices, power, self._mesh, shards=True, counted=self._group.is_first)
         scale_(shards, max_norm, norm, error_if_nonfinite)
         self._grads.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
         return norm

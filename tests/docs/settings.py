@@ -95,6 +95,7 @@ class Model(MyModel):
 model = Model()
 optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3)
 """,
+    "mesh-2": "x = torch.randn(4, 8)\n",
     "zero-1": ZERO,
     "zero-2": BATCH + TINY_GPT2,
     "zero-3": BATCH + "model, precision = MyModel(), mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)\n",

@@ -1,0 +1,97 @@
+"""The norm of a whole model's gradients over a mesh: every element of the plain model counts once.
+
+Each rank sums the powers of its gradients, by placement; one all-gather gives every rank the table
+
+    rank (pp, dp x cp, tp)    none  tp  pp  pp+tp
+    0    (0, 0, 0)             a    b
+    1    (0, 0, 1)             a    c                from which all compute the same norm: a + b + c
+
+Along an axis of their placement the ranks' sums are added; along the others they must be equal, and one of them counts.
+Where they are not, a gradient was not summed over tp, or a placement was not declared: an error, as the ranks' weights
+would diverge silently. The table is ranks x placements, 8 bytes each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import chain, combinations
+
+import numpy as np
+import torch
+
+from ..errors import TrainingError
+from .mesh import Mesh
+from .placement import placement
+
+_TOLERANCE = 1e-3  # of sums of powers that should be equal; a shard's norm is in fp32
+
+
+def norm_over_mesh(
+    local_norms: Iterable[float],
+    parameters: Iterable[torch.Tensor],
+    norm_type: float,
+    mesh: Mesh,
+    *,
+    shards: bool,
+    counted: bool = True,
+) -> float:
+    """The norm of all gradients of the model. Collective over the mesh, also for ranks without gradients.
+
+    local_norms: of each parameter's gradient on this rank. shards: these are of parts, cut over dp x cp; else every
+    rank of dp x cp (of edp, for experts) has the whole gradient. counted: False for shards that other ranks hold too.
+    """
+    axes = mesh.layout.model_axes
+    placements = [frozenset(some) for some in chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))]
+    infinite = math.isinf(norm_type)
+    row = np.zeros(len(placements))
+    with np.errstate(over="ignore"):
+        for norm, p in zip(local_norms, parameters, strict=True):
+            declared = placement(p)
+            if declared.counted and counted:
+                place = placements.index(declared.axes & set(axes))
+                row[place] = max_or_nan(row[place], norm) if infinite else row[place] + norm**norm_type
+        table = np.empty((mesh.comm.size, len(placements)))
+        mesh.comm.all_gather(table, row)
+        total = _total(table, placements, mesh, shards=shards, infinite=infinite)
+        return total if infinite else float(total ** (1.0 / norm_type))
+
+
+def max_or_nan(a: float, b: float) -> float:
+    """The larger one; NaN if either is."""
+    return float(np.maximum(a, b))
+
+
+def _total(table: np.ndarray, placements: list[frozenset[str]], mesh: Mesh, *, shards: bool, infinite: bool) -> float:
+    layout = mesh.layout
+    join = np.max if infinite else np.sum
+    grid = table[list(layout.ranks)].reshape(layout.pp, layout.edp, layout.ep, layout.tp, len(placements))
+    total = 0.0
+    for number, axes in enumerate(placements):
+        column = grid[..., number]
+        if shards:
+            points = join(column, axis=(1, 2))
+        elif "ep" in axes:
+            points = join(column[:, 0], axis=1)
+        else:
+            points = column[:, 0, 0]
+        for index, axis in enumerate(("pp", "tp")):
+            if axis in axes:
+                points = join(points, axis=index, keepdims=True)
+            else:
+                _check_equal(points, points.take([0], index), axis, mesh)
+                points = np.max(points, axis=index, keepdims=True)  # infinite, or NaN, if one is
+        total = max_or_nan(total, points.item()) if infinite else total + points.item()
+    return float(total)
+
+
+def _check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh) -> None:
+    both = np.isfinite(points) & np.isfinite(first)
+    with np.errstate(invalid="ignore"):
+        differ = both & ~np.isclose(points, first, rtol=_TOLERANCE, atol=0.0)
+    if differ.any():
+        raise TrainingError(
+            f"clip_grad_norm_: gradients of parameters that are placed on no part of {axis} differ over its "
+            f"{mesh.size(axis)} ranks; sum them over {axis}, or declare where the parameters are cut "
+            f"(mpidl.mesh.place(p, {axis!r}))"
+        )

@@ -1,0 +1,68 @@
+"""Placement of a parameter: the axes of a mesh along which the ranks hold different elements of it.
+
+    none      the same on all ranks of pp, tp and ep (the default): a norm over tp
+    ("tp",)   each tp rank holds a part: a cut weight
+    ("pp",)   each stage holds parameters of its own
+    ("ep",)   each ep rank holds experts of its own
+
+What is derived from it: whether a norm adds the ranks' parts or takes one rank's (`norm`), and what an engine that
+works over dp x cp must refuse. ZeRO's cut over dp x cp is its own matter and not declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ConfigurationError
+from .layout import MODEL_AXES
+
+_ATTRIBUTE = "_mpidl_placement"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """axes: those along which ranks hold different elements. counted: False for a copy that another rank counts."""
+
+    axes: frozenset[str] = frozenset()
+    counted: bool = True
+
+
+def place(parameter: torch.Tensor, *axes: str, counted: bool = True) -> None:
+    """Declares along which of pp, tp and ep the ranks hold different elements of the parameter.
+
+    counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings. Kept on
+    the tensor itself: a deepcopy is to be declared again.
+    """
+    wrong = [axis for axis in axes if axis not in MODEL_AXES]
+    if wrong:
+        raise ConfigurationError(f"place: got axis {wrong[0]!r}; needs any of {', '.join(MODEL_AXES)}")
+    setattr(parameter, _ATTRIBUTE, Placement(frozenset(axes), counted))
+
+
+def placement(parameter: torch.Tensor) -> Placement:
+    """The declared placement; by default the same elements on all ranks."""
+    found: Placement = getattr(parameter, _ATTRIBUTE, Placement())
+    return found
+
+
+def refuse_experts(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigurationError for a parameter whose gradient must not be reduced over dp x cp."""
+    for name, p in named:
+        if "ep" in placement(p).axes:
+            raise ConfigurationError(
+                f"model: {name} is placed on ep, so its gradient is to be reduced over edp alone; needs an engine of "
+                'its own with process_group=mesh["edp"]'
+            )
+
+
+def refuse_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigurationError for a parameter of which a tp rank has a part. optimizer: needs whole ones."""
+    for name, p in named:
+        if "tp" in placement(p).axes:
+            raise ConfigurationError(
+                f"optimizer_class: a step of {optimizer} needs whole parameters, and {name} is cut over tp; needs one "
+                "that updates each element by itself, such as AdamW"
+            )
