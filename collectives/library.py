@@ -132,8 +132,8 @@ def _extremum(name: str) -> MPI.Op:
 
 
 def _elements(data: Buffer) -> list[Any]:
-    """All elements."""
-    memory = MPI.memory.fromaddress(data.address, data.nbytes) if data.size else data.flat
+    """All elements; for an empty array memory of its own, as MPI refuses two buffers of one address."""
+    memory = MPI.memory.fromaddress(data.address, data.nbytes) if data.size else np.empty(0, np.uint8)
     return [memory, datatype(data.dtype)]
 
 
@@ -157,4 +157,4 @@ def _finished(call: Callable[..., Any], op: Reduction, ranks: int, out: Buffer) 
 
 def _overlap(a: Buffer, b: Buffer) -> bool:
     (a_start, a_stop), (b_start, b_stop) = a.span(), b.span()
-    return a_start < b_stop and b_start < a_stop
+    return a.size > 0 and b.size > 0 and a_start < b_stop and b_start < a_stop
