@@ -1,4 +1,4 @@
-"""The pinned versions install on every Python that the project promises."""
+"""The pinned versions install on every Python that the project promises, and on one with which nothing was run yet."""
 
 import configparser
 import re
@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _OF_GPU_BUILDS = ("nvidia-", "cuda-", "triton")  # torch asks for them where it is built for GPUs
 _ONLY_AS_SOURCE = "deepspeed"  # has no builds to install
+_ONLY_RESOLVED = "3.14"  # all pinned versions have builds for it, but nothing was run with it
 
 
 def _setup() -> configparser.ConfigParser:
@@ -41,7 +42,9 @@ def _pinned(python: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("python", [pytest.param(version, id=f"python{version}") for version in _pythons()])
+@pytest.mark.parametrize(
+    "python", [pytest.param(version, id=f"python{version}") for version in [*_pythons(), _ONLY_RESOLVED]]
+)
 def test_pinned_versions_have_builds_and_need_nothing_else(python: str) -> None:
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-config", "--no-header"]
     command += ["--no-annotate", "--constraint", "constraints.txt", "--python-version", python]
@@ -61,5 +64,8 @@ def test_pinned_versions_have_builds_and_need_nothing_else(python: str) -> None:
 
 def test_the_readme_promises_the_pythons_of_the_classifiers() -> None:
     pythons = _pythons()
-    assert f"Python {pythons[0]} to {pythons[-1]}" in (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {pythons[0]} to {pythons[-1]}" in readme
+    assert _ONLY_RESOLVED not in pythons
+    assert f"{_ONLY_RESOLVED} nothing was run" in readme
     assert _setup()["options"]["python_requires"] == f">={pythons[0]}"
