@@ -56,7 +56,10 @@ def train(engine: str, mesh: Mesh, norm_type: float) -> tuple[list[float], Part]
         model = mpidl.DistributedDataParallel(part, mesh=mesh)
         optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
     else:
-        optimizer = mpidl.ZeroOptimizer(part, torch.optim.SGD, stage=int(engine[-1]), mesh=mesh, lr=0.1)
+        data = mesh.along("dp", "cp")
+        group = data.split(data.rank) if "hybrid" in engine else None  # every rank has all, and is one of the replicas
+        stage = int(engine[4])
+        optimizer = mpidl.ZeroOptimizer(part, torch.optim.SGD, stage, mesh=mesh, shard_group=group, lr=0.1)
     norms = []
     for step in range(3):
         data = numbers(100 * step + mesh.rank("dp", "cp") + 1, pp, tp)
@@ -89,7 +92,7 @@ def train_whole(pp: int, tp: int, data_ranks: int, norm_type: float) -> tuple[li
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.one_node
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, inf])
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero2 hybrid", "zero3"])
 def test_clipped_training_is_that_of_one_process(engine: str, norm_type: float, comm: Communicator) -> None:
     for sizes in SIZES[comm.size]:
         with Mesh(**sizes, comm=comm) as mesh:
