@@ -484,7 +484,6 @@ class Communicator:
         failures: list[OperationError] = []  # on all ranks: this communicator goes on
 
         def task() -> None:
-            free_dropped(self._collective)
             try:
                 with freed_if_mpi_fails("split", []):
                     groups.append(self._dispatch.split(chosen, key))

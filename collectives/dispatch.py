@@ -29,6 +29,7 @@ from .cuda.device import Event, Stream
 from .cuda.group import GpuGroup
 from .cuda.memory import DeviceMemory
 from .cuda.task import Compound, Run, Task
+from .dropped import free_dropped
 from .executor import Execution, Region, single, whole
 from .hierarchical import Hierarchy
 from .partition import Splits, cut, even_counts
@@ -397,7 +398,8 @@ class Dispatch:
         return self._parts[-1]
 
     def split(self, color: int, key: int) -> MPI.Comm:
-        """The ranks of one colour, in the order of keys."""
+        """The ranks of one colour, in the order of keys. Frees what all of some ranks have dropped."""
+        free_dropped(self.comm)
         return self.comm.Split(color, key)
 
     def allocate(self, nbytes: int, dtype: DType, *, shared: bool, reserved: bool = True) -> SharedMemory | None:
