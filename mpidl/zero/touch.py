@@ -20,9 +20,11 @@ _TOUCHED = "_mpidl_touched"  # a parameter's attribute
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # attributes that are, or lead to, its values
 ABOUT = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"}
+    | {"_has_compatible_shallow_copy_type"}
     | {"is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned", "is_inference"}
     | {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__len__", "__hash__"}
 )
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "double", "float", "half", "bfloat16"})
 
 
 class Watched:
@@ -39,7 +41,9 @@ class Watched:
             name = getattr(getattr(function, "__self__", None), "__name__", "")
             computes = name in _VALUES and function.__name__ == "__get__"
         else:
-            computes = name not in cls.about
+            computes = name not in cls.about and not (
+                name in _CONVERSIONS and _converts_nothing(name, function, args, kwargs)
+            )
         again: list[Again] = []
         for parameter in _watched_in(args, kwargs) if computes else ():
             where = getattr(parameter, _TOUCHED)  # None: another thread has just unwatched it
@@ -84,6 +88,15 @@ def _calls(again: list[Again]) -> Callable[[torch.Tensor], None]:
 @cache
 def _of(kind: type[Watched], own: type) -> type:
     return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
+
+
+def _converts_nothing(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Tells if it is a conversion that returns the parameter itself, as `model.to(device)` makes where it is there."""
+    if name not in _CONVERSIONS:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = args[0].new_empty(0)
+        return function(probe, *args[1:], **(kwargs or {})) is probe
 
 
 def _watched_in(*values: Any) -> Iterator[torch.nn.Parameter]:
