@@ -43,10 +43,11 @@ from .construction.modules import InitFn
 from .grad_attribute import GradAttributes
 from .groups import ShardGroup
 from .guard import WeightGuard, raise_everywhere, refuse_everywhere
-from .hooks import refuse_copy
+from .hooks import Hook, refuse_copy
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
 from .optimizer_class import comparable, needs, prototype, try_group, without_parameters
+from .own_storages import with_own_storages
 from .precision import Conversion, Precision
 from .replicated import ReplicatedParameters
 from .sharded import ShardedParameters
@@ -230,6 +231,7 @@ class ZeroOptimizer(StatefulOptimizer):
         if isinstance(self._inner, TrustRatioOptimizer):
             self._inner.squared_norms = partial(squared_norms_over, self._group.shards)
         self._broadcasts_buffers = broadcast_buffers
+        self._hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
         for name in _COPIES:
             setattr(model, name, refuse_copy)
         clears_with(model, self)
