@@ -28,8 +28,6 @@ from .whole_steps import WholeSteps
 Parameters = ReplicatedParameters | NodeSharedParameters | ShardedParameters
 Slices = Mapping[torch.nn.Parameter, Slice]
 
-_NOT_HERE = "the whole state is on rank 0, this is rank"
-
 
 @dataclass(frozen=True)
 class StateNames:
@@ -142,7 +140,7 @@ def gather_gradients(
 
 
 def gather_optimizer(over: ShardGroup, outer: torch.optim.Optimizer, inner: Any, slices: Slices) -> dict[str, Any]:
-    """The plain optimizer's state_dict on rank 0; on others what says that it is not theirs."""
+    """The plain optimizer's state_dict on rank 0."""
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for group in outer.param_groups:
@@ -155,7 +153,7 @@ def gather_optimizer(over: ShardGroup, outer: torch.optim.Optimizer, inner: Any,
             if whole and over.is_root:
                 packed["state"][index] = whole
         number += len(numbers)
-    return packed if over.is_root else {_NOT_HERE: over.world.rank}
+    return packed if over.is_root else {}
 
 
 def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: Any) -> Any:
@@ -197,11 +195,6 @@ def scatter_optimizer(
 
 def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:
     """Why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
-    if isinstance(given, Mapping) and _NOT_HERE in given:
-        return (
-            f"got on rank 0 what state_dict() gave on rank {given[_NOT_HERE]}, which holds no state; needs what it "
-            "gave on rank 0: let that rank save it, or each one in a file of its own"
-        )
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
         listed = ", ".join(map(repr, given)) or "nothing" if isinstance(given, Mapping) else type(given).__name__
         return f"got {listed}; needs what a state_dict() gave, with 'state' and 'param_groups'"

@@ -131,10 +131,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._guard.accept()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as the plain torch optimizer would have it, on rank 0. Collective.
-
-        Others get a dictionary that only says so: rank 0, and a plain optimizer, refuse to load it.
-        """
+        """The optimizer's state as the plain torch optimizer would have it, on rank 0; {} on others. Collective."""
         self.flush()
         self._cut_state()
         return state.gather_optimizer(self._group, self, self._inner, self._slices)
