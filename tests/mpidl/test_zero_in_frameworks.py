@@ -1,4 +1,4 @@
-"""What frameworks ask of a model and its optimizer beside training: they move it, and save what state_dict() gives."""
+"""What frameworks ask of a model and its optimizer beside training: they move it, and save its state_dict()."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from mpidl import broadcast_object
-from mpidl.errors import ConfigurationError
 from tests.mpidl.zero_reference import WAYS, Plain, check, data, engine
 
 pytestmark = pytest.mark.mpi
@@ -62,23 +60,3 @@ def test_tensors_of_a_state_dict_have_storages_of_their_own(comm: Communicator, 
         assert len(set(storages.values())) == len(given) - 1
         kept = model.state_dict(keep_vars=True)
         assert all(kept[name] is p for name, p in model.named_parameters())
-
-
-@every_way
-def test_what_other_ranks_have_of_the_optimizer_s_state_is_no_state(comm: Communicator, way: str) -> None:
-    model, optimizer = engine(comm, Tied, way)
-    train(comm, model, optimizer)
-    given = optimizer.state_dict()
-    if comm.rank == 0:
-        assert given["state"]
-    else:
-        assert "state" not in given
-        with pytest.raises(KeyError):
-            torch.optim.SGD(nn.Linear(1, 1).parameters()).load_state_dict(given)
-    optimizer.load_state_dict(given)
-    if comm.size == 1:
-        return
-    of_last = broadcast_object(comm, given, comm.size - 1)
-    with pytest.raises(ConfigurationError, match=rf"on rank 0 .* on rank {comm.size - 1}"):
-        optimizer.load_state_dict(of_last)
-    train(comm, model, optimizer)
