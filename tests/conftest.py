@@ -1,12 +1,14 @@
 """Fixtures of all tests; how tests run under mpirun is in `harness`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 
 from tests.harness import launch
 from tests.harness.plugin import Harness
+
+FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,14 +36,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("job")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Notes on the test that it failed on this rank."""
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture
-def comm() -> Iterator[Any]:
-    """A fresh Communicator over all ranks of the run."""
+def comm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A fresh Communicator over all ranks of the run; a rank that failed does not close it, others may wait."""
     from collectives import Communicator
 
     made = Communicator()
     yield made
-    made.close()
+    if not request.node.stash.get(FAILED, False):
+        made.close()
 
 
 @pytest.fixture
