@@ -81,7 +81,7 @@ class GradAttributes:
             for index, (p, (reached, used)) in enumerate(zip(bucket.parameters, flags, strict=True)):
                 if reached or used:
                     if p not in self._made:
-                        piece = bucket.layout.pieces(self._comm.rank)[index]
+                        piece = bucket.layout.piece(index, self._comm.rank)
                         place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self))
                         self._made[p] = ShardedGradient(place, p.shape, p.dtype, p.device)
                     yield p, self._made[p].place
@@ -227,7 +227,7 @@ class GradAttributes:
         """All ranks' parts, flat. Collective."""
         self.of_all_ranks(place, "whole tensor", 0.0)
         layout = self._gradients.queue.buckets[place.number].layout
-        pieces = [layout.pieces(rank)[place.index] for rank in range(self._comm.size)]
+        pieces = [layout.piece(place.index, rank) for rank in range(self._comm.size)]
         counts = [piece.stop - piece.start for piece in pieces]
         whole = part.new_empty(sum(counts))
         self._comm.all_gather(whole, part.contiguous(), counts)

@@ -302,7 +302,7 @@ class GradientShards:
         if not any(gradients.reached):
             self._clear(gradients)
         elif gradients.shard is not None:
-            piece = gradients.bucket.layout.pieces(self._comm.rank)[index]
+            piece = gradients.bucket.layout.piece(index, self._comm.rank)
             gradients.shard[piece.offset : piece.offset + piece.stop - piece.start].zero_()
 
     def remove(self) -> None:

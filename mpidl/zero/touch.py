@@ -41,9 +41,7 @@ class Watched:
             name = getattr(getattr(function, "__self__", None), "__name__", "")
             computes = name in _VALUES and function.__name__ == "__get__"
         else:
-            computes = name not in cls.about and not (
-                name in _CONVERSIONS and _converts_nothing(name, function, args, kwargs)
-            )
+            computes = name not in cls.about and not _converts_nothing(name, function, args, kwargs)
         again: list[Again] = []
         for parameter in _watched_in(args, kwargs) if computes else ():
             where = getattr(parameter, _TOUCHED)  # None: another thread has just unwatched it
