@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,8 +188,14 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
     raise ArgumentTypeError(f"{name}: got {_kind(array)}; needs a numpy or cupy array or a torch tensor")
 
 
+def _is_masked(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the array has a mask; numpy.ma is not imported for it, as without it there is none."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(array, masked.MaskedArray)
+
+
 def _inspect_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer:
-    if isinstance(array, np.ma.MaskedArray):
+    if type(array) is not np.ndarray and _is_masked(array):
         raise ArgumentTypeError(f"{name}: got a masked array, whose mask would stay behind; needs `.filled(...)` of it")
     array = array.view(np.ndarray)  # a matrix is never flat
     dtype = _BY_NUMPY.get(array.dtype)
