@@ -1,11 +1,11 @@
-"""The Python snippets and the shell commands of README and docs."""
+"""The Python snippets and the shell commands of README, CONTRIBUTING and docs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @dataclass(frozen=True)

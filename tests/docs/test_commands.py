@@ -1,4 +1,4 @@
-"""Every program that README and docs start is there, and has the options that they give it."""
+"""Programs and targets of make that README, CONTRIBUTING and docs start are there, with the options that they give."""
 
 import re
 import subprocess
@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.harness.launch import environment
 
 from .commands import Started, programs
-from .snippets import ROOT, Snippet, snippets
+from .snippets import PAGES, ROOT, Snippet, snippets
 
 _AT_ONCE = 2
 _OPTION = re.compile(r"--[a-z][\w-]*")
+_MAKE = re.compile(r"^make ([a-z-]+)|`make ([a-z-]+)", re.MULTILINE)
 
 
 def help_of(program: tuple[str, ...]) -> str:
@@ -42,3 +43,10 @@ def test_programs_have_the_options_that_the_docs_give_them() -> None:
         if option.partition("=")[0] not in known[program.program]
     ]
     assert not unknown
+
+
+def test_make_has_the_targets_that_the_docs_name() -> None:
+    known = re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {name for page in PAGES for pair in _MAKE.findall(page.read_text()) for name in pair if name}
+    assert len(named) > 5
+    assert not named - {name for names in known for name in names.split()}

@@ -1,0 +1,23 @@
+"""The shortest example trains, and README shows it whole."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.harness.launch import ROOT
+
+SOURCE = (ROOT / "examples" / "minimal.py").read_text()
+
+
+def test_the_loss_falls(mpirun: Callable[..., Any]) -> None:
+    done = mpirun(4, "examples/minimal.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in lines]
+    assert [re.sub(r"[\d.]+$", "", line) for line in lines] == [f"epoch {n:2d} of 10  loss " for n in range(1, 11)]
+    assert losses[-1] < losses[4] < losses[0] / 2
+
+
+def test_readme_shows_it_whole() -> None:
+    assert len(SOURCE.splitlines()) < 60
+    assert f"\n```python\n{SOURCE}```\n" in (ROOT / "README.md").read_text()
