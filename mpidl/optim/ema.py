@@ -26,6 +26,7 @@ import torch
 
 from collectives import Communicator
 
+from ..absent_state import absent_state, refusal
 from ..consistency import check_settings_agree
 from ..ddp import DistributedDataParallel
 from ..errors import ConfigurationError, TrainingError, listed
@@ -194,14 +195,16 @@ class EMA:
         return {name: averages.get(t, t).detach().cpu().clone() for name, t in states.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts and the average, whole by the plain model's names: on rank 0, {} on others. Collective.
+        """The counts and the average, whole by the plain model's names, on rank 0. Collective.
 
-        Of a plain model and of DDP on every rank.
+        Of a plain model and of DDP on every rank; else a mark on the others, as of a ZeroOptimizer's state.
         """
         weights = self._weights()
         whole = weights.gather(self.averages)
         counts = {"steps": self.steps, "updates": self.updates}
-        return {**counts, "averages": whole, "buffers": dict(self.buffers)} if weights.is_root else {}
+        if self._optimizer is not None and not weights.is_root:
+            return absent_state(self._optimizer.process_group.rank)
+        return {**counts, "averages": whole, "buffers": dict(self.buffers)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -225,6 +228,8 @@ class EMA:
 
     def _misfit(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """Why a state is not one of this average."""
+        if (absent := refusal(given)) is not None:
+            return absent
         if not isinstance(given, Mapping) or not {"steps", "updates", "averages", "buffers"} <= given.keys():
             return "needs what an EMA's state_dict() gave"
         if not all(isinstance(given[name], int) and given[name] >= 0 for name in ("steps", "updates")):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..absent_state import absent_state, refusal
 from ..errors import ConfigurationError
 from ..objects import broadcast_object
 from ..optim.elementwise import alike, elementwise, is_slice
@@ -140,7 +141,7 @@ def gather_gradients(
 
 
 def gather_optimizer(over: ShardGroup, outer: torch.optim.Optimizer, inner: Any, slices: Slices) -> dict[str, Any]:
-    """The plain optimizer's state_dict on rank 0."""
+    """The plain optimizer's state_dict on rank 0; a mark that it is there on others."""
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for group in outer.param_groups:
@@ -153,7 +154,7 @@ def gather_optimizer(over: ShardGroup, outer: torch.optim.Optimizer, inner: Any,
             if whole and over.is_root:
                 packed["state"][index] = whole
         number += len(numbers)
-    return packed if over.is_root else {}
+    return packed if over.is_root else absent_state(over.world.rank)
 
 
 def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: Any) -> Any:
@@ -195,6 +196,8 @@ def scatter_optimizer(
 
 def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:
     """Why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
+    if (absent := refusal(given)) is not None:
+        return absent
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
         listed = ", ".join(map(repr, given)) or "nothing" if isinstance(given, Mapping) else type(given).__name__
         return f"got {listed}; needs what a state_dict() gave, with 'state' and 'param_groups'"

@@ -131,7 +131,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._guard.accept()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as the plain torch optimizer would have it, on rank 0; {} on others. Collective."""
+        """The optimizer's state as the plain torch optimizer would have it, on rank 0. Collective.
+
+        On others a dictionary of one entry, which tells that the state is on rank 0, and which rank 0 refuses to load.
+        """
         self.flush()
         self._cut_state()
         return state.gather_optimizer(self._group, self, self._inner, self._slices)

@@ -274,7 +274,7 @@ def test_states_go_into_any_engine(comm, of: str, into: str) -> None:
         first.step(step)
         ema.update()
     state = ema.state_dict()
-    assert bool(state) == (comm.rank == 0 or of == "plain")
+    assert ("averages" in state) == (comm.rank == 0 or of == "plain")
     expected = mpidl.broadcast_object(comm, ema.model_state_dict())
     state = mpidl.broadcast_object(comm, state) if into == "ddp" else state
     second = Training(comm, into, Model)

@@ -1,6 +1,9 @@
-"""What frameworks ask of a model and its optimizer beside training: they move it, and save its state_dict()."""
+"""What frameworks ask of a model and its optimizer beside training: they move it, and save what state_dict() gives."""
 
 from __future__ import annotations
+
+import io
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
+from mpidl import broadcast_object
+from mpidl.errors import ConfigurationError
 from tests.mpidl.zero_reference import WAYS, Plain, check, data, engine
 
 pytestmark = pytest.mark.mpi
@@ -60,3 +65,29 @@ def test_tensors_of_a_state_dict_have_storages_of_their_own(comm: Communicator, 
         assert len(set(storages.values())) == len(given) - 1
         kept = model.state_dict(keep_vars=True)
         assert all(kept[name] is p for name, p in model.named_parameters())
+
+
+def read_back(state: dict[str, Any]) -> Any:
+    """What torch.load makes of what torch.save made of it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.mpi(min_size=2)
+@every_way
+@pytest.mark.parametrize("of", ["optimizer", "average"])
+def test_ranks_without_the_state_say_so(comm: Communicator, way: str, of: str) -> None:
+    model, optimizer = engine(comm, Tied, way)
+    holder = optimizer if of == "optimizer" else mpidl.optim.EMA(model)
+    train(comm, model, optimizer)
+    given = read_back(holder.state_dict())
+    assert len(given) > 1 if comm.rank == 0 else list(given.values()) == [comm.rank]
+    holder.load_state_dict(given)
+    of_last = broadcast_object(comm, given, comm.size - 1)
+    with pytest.raises(ConfigurationError, match=rf"got on rank 0 what state_dict.* on rank {comm.size - 1}, which"):
+        holder.load_state_dict(of_last)
+    with pytest.raises(KeyError):
+        torch.optim.SGD(nn.Linear(1, 1).parameters()).load_state_dict(of_last)
+    train(comm, model, optimizer)

@@ -1,0 +1,27 @@
+"""The mark that stands for a whole state on the ranks that do not hold it.
+
+An empty dictionary in its place would be saved as a checkpoint without a word, and read as one of nothing. The mark is
+a dictionary of plain types, so that `torch.save`, `torch.load(weights_only=True)` and frameworks carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_KEY = "the whole state is on rank 0, this is rank"
+
+
+def absent_state(rank: int) -> dict[str, Any]:
+    """The mark for this rank."""
+    return {_KEY: rank}
+
+
+def refusal(given: Any) -> str | None:
+    """Why a state cannot be loaded if it is such a mark; None if it is not."""
+    if not (isinstance(given, Mapping) and _KEY in given):
+        return None
+    return (
+        f"got on rank 0 what state_dict() gave on rank {given[_KEY]}, which holds no state; needs what it gave on rank "
+        "0: save that, or each rank's in a file of its own"
+    )
