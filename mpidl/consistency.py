@@ -11,7 +11,7 @@ import torch
 
 from collectives import Communicator
 
-from .errors import ConfigurationError, ModelMismatch
+from .errors import ConfigurationError, ModelMismatch, TrainingError
 from .objects import all_gather_object
 
 Result = TypeVar("Result")
@@ -89,3 +89,19 @@ def check_models_agree(comm: Communicator, model: torch.nn.Module, ignored: Cont
         for mine, theirs in zip([*models[0], "nothing more"], [*other, "nothing more"], strict=False):
             if mine != theirs:
                 raise ModelMismatch(f"the ranks' models differ: rank 0 has {mine}, rank {rank} has {theirs}")
+
+
+def refuse_everywhere(comm: Communicator, problem: str | None) -> None:
+    """Raises TrainingError on every rank if any has a problem, which the error tells. Collective."""
+    found = np.array([problem is not None], np.uint8)
+    comm.all_reduce(found, "max")
+    if found[0]:
+        raise_everywhere(comm, problem)
+
+
+def raise_everywhere(comm: Communicator, problem: str | None) -> None:
+    """Raises this rank's problem, or that of the first rank which has one, as some rank has. Collective."""
+    problems = all_gather_object(comm, problem)
+    if problem is not None:
+        raise TrainingError(problem)
+    raise TrainingError(next(f"{text} (on rank {rank})" for rank, text in enumerate(problems) if text is not None))

@@ -28,7 +28,7 @@ from collectives.positions import listing
 from ..backward import BackwardWatch, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import MIB, GradientBucket, assign, by_rank
-from ..consistency import check_models_agree, check_settings_agree
+from ..consistency import check_models_agree, check_settings_agree, raise_everywhere
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from ..joining import Stage
@@ -36,6 +36,7 @@ from ..objects import broadcast_object
 from ..replicate import broadcast_states
 from . import comm_hooks
 from .arena import Arena
+from .contents import Contents
 from .incomplete import IncompletePass
 from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
@@ -74,7 +75,7 @@ class Reducer:
         ignored: Container[str],
     ) -> None:
         self.comm, self._lanes = comm, {group: comm}
-        self._ignored = ignored
+        self._ignored, self._contents = ignored, Contents(module, names, ignored)
         self._module, self._names = module, names
         self._cap, self._as_views = bucket_cap, as_views
         self._find_unused, self._static_graph = find_unused, static_graph
@@ -146,15 +147,18 @@ class Reducer:
     def _agree_on_buckets(self) -> None:
         """At the begin of a backward pass: takes up a new order of the buckets, or a new choice of what trains.
 
-        Or other dtypes of it. Collective, but under `no_sync`. Raises ModelMismatch on every rank where the choice
-        differs.
+        Or other dtypes of it. Collective, but under `no_sync`. Raises on every rank ModelMismatch where the choice
+        differs, and TrainingError where any has parameters that were replaced, resized or added.
         """
         if not self.queue.synchronise:
             return
         code = zlib.crc32(repr((self._wanted, self._static_graph)).encode())
-        both = np.array([code, -code])
-        self.comm.all_reduce(both, "max")
-        if both[0] != -both[1]:
+        problem = self._contents.problem()
+        told = np.array([code, -code, problem is not None])
+        self.comm.all_reduce(told, "max")
+        if told[2]:
+            raise_everywhere(self.comm, problem)
+        if told[0] != -told[1]:
             check_models_agree(self.comm, self._module, self._ignored)
             check_settings_agree(self.comm, "DistributedDataParallel", {"static_graph": self._static_graph})
         if self._wanted != self._trains:
@@ -410,7 +414,7 @@ class Reducer:
             self._incomplete = None
             broadcast_states(self.comm, self._buffers(), self.order_root)
         if wrong or not reached:
-            self._refuse_if_replaced(wrong or self._trained)
+            self._refuse_if_taken_out(wrong or self._trained)
         if wrong:
             self._complain(wrong, reached)
         self._learn()
@@ -455,13 +459,12 @@ class Reducer:
         waits = not wrong and bool(status[-1] >= 0)
         return {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0}, wrong, waits
 
-    def _refuse_if_replaced(self, missed: Iterable[torch.nn.Parameter]) -> None:
+    def _refuse_if_taken_out(self, missed: Iterable[torch.nn.Parameter]) -> None:
         kept = set(self._module.parameters())
         gone = [self._names[p] for p in missed if p not in kept]
         if gone:
             raise TrainingError(
-                f"{listed(gone)}: replaced or taken out of the model after it was wrapped, as by "
-                "load_state_dict(assign=True); wrap the model anew"
+                f"{listed(gone)}: taken out of the module after it was wrapped, or tied to another; wrap the model anew"
             )
 
     def _complain(self, wrong: Mapping[torch.nn.Parameter, int], reached: Set[torch.nn.Parameter]) -> None:

@@ -18,13 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from collectives import Communicator
-
 from ..errors import TrainingError
-from ..objects import all_gather_object
 from ..trained_by import Trainer, claim, release
 from .hooks import Hook
 from .node_shared import NodeSharedParameters
@@ -241,19 +237,3 @@ def _before_loading(where: weakref.ref[WeightGuard]) -> Hook:
             guard.refuse_load(module, state_dict.keys(), prefix)
 
     return Hook(hook)
-
-
-def refuse_everywhere(comm: Communicator, problem: str | None) -> None:
-    """Raises TrainingError on every rank if any has a problem, which the error tells. Collective."""
-    found = np.array([problem is not None], np.uint8)
-    comm.all_reduce(found, "max")
-    if found[0]:
-        raise_everywhere(comm, problem)
-
-
-def raise_everywhere(comm: Communicator, problem: str | None) -> None:
-    """Raises this rank's problem, or that of the first rank which has one, as some rank has. Collective."""
-    problems = all_gather_object(comm, problem)
-    if problem is not None:
-        raise TrainingError(problem)
-    raise TrainingError(next(f"{text} (on rank {rank})" for rank, text in enumerate(problems) if text is not None))

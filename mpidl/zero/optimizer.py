@@ -25,7 +25,13 @@ from collectives import Communicator
 from ..backward import BackwardWatch, goes_to, inside_backward, replacement_test
 from ..buckets import MIB, assign
 from ..clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
-from ..consistency import check_everywhere, check_models_agree, check_settings_agree
+from ..consistency import (
+    check_everywhere,
+    check_models_agree,
+    check_settings_agree,
+    raise_everywhere,
+    refuse_everywhere,
+)
 from ..ddp.arguments import communicator, flag
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
@@ -42,7 +48,7 @@ from .construction.construct import Construction, Weights
 from .construction.modules import InitFn
 from .grad_attribute import GradAttributes
 from .groups import ShardGroup
-from .guard import WeightGuard, raise_everywhere, refuse_everywhere
+from .guard import WeightGuard
 from .hooks import Hook, refuse_copy
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer

@@ -17,10 +17,11 @@ import torch
 
 from collectives import Communicator
 
+from ..consistency import refuse_everywhere
 from ..errors import TrainingError
 from ..objects import all_gather_object, broadcast_object
 from .groups import ShardGroup
-from .guard import WeightGuard, refuse_everywhere
+from .guard import WeightGuard
 from .owned import OwnedState
 from .replicated import ReplicatedParameters
 from .slices import Slice

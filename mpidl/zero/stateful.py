@@ -14,14 +14,14 @@ import torch
 
 from collectives import Communicator
 
-from ..consistency import check_everywhere
+from ..consistency import check_everywhere, refuse_everywhere
 from ..errors import TrainingError
 from . import state
 from .construction.construct import targets_of
 from .construction.weights import Rename, Safetensors, WeightFiles
 from .grad_attribute import GradAttributes
 from .groups import ShardGroup
-from .guard import WeightGuard, refuse_everywhere
+from .guard import WeightGuard
 from .offload import OffloadedOptimizer
 from .owned import OwnedState
 from .owned_weights import OwnedWeights

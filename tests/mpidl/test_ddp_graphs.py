@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -95,8 +96,97 @@ def test_parameters_that_were_replaced_are_named(comm, settings: dict) -> None:
     model = made(Several)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
     model.load_state_dict(made(Several).state_dict(), assign=True)
-    with pytest.raises(mpidl.TrainingError, match=r"layers\.0\.weight.* and 1 more: replaced .*wrap the model anew"):
+    with pytest.raises(mpidl.TrainingError, match=r"layers\.0\.weight.* and 1 more: replaced.*wrap the model anew"):
         wrapped(data(comm.rank), (0, 1, 2)).sum().backward()
+
+
+class Words(nn.Module):
+    """An embedding of 5 words and a layer on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed((x * 5).long() % 5)))
+
+
+def loss_of_words(m: Any, rank: int) -> torch.Tensor:
+    return m(data(rank)).square().sum()
+
+
+def other_memory(m: Any) -> None:
+    m.embed.weight.data = torch.randn(7, 4)
+
+
+def new_parameter(m: Any) -> None:
+    m.embed.weight = nn.Parameter(torch.randn(7, 4))
+
+
+def new_module(m: Any) -> None:
+    m.embed = nn.Embedding(7, 4)
+
+
+def adapter(m: Any) -> None:
+    m.head = nn.Sequential(m.head, nn.Linear(2, 2, bias=False))
+
+
+CHANGES = {
+    other_memory: r"^embed\.weight \(now \(7, 4\), before \(5, 4\)\): replaced, resized or added",
+    new_parameter: r"^embed\.weight \(now \(7, 4\), before \(5, 4\)\): replaced, resized or added",
+    new_module: r"^embed\.weight \(now \(7, 4\), before \(5, 4\)\): replaced, resized or added",
+    adapter: r"^head\.1\.weight \(new, \(2, 2\)\): replaced, resized or added",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_parameters_that_were_resized_or_added_are_named(comm, change: Any, settings: dict) -> None:
+    """Also after passes without it, and where one rank alone has them."""
+    wrapped = mpidl.DistributedDataParallel(made(Words), process_group=comm, **settings)
+    loss_of_words(wrapped, comm.rank).backward()
+    if comm.rank == comm.size - 1:
+        change(wrapped.module)
+    where = "" if comm.rank == comm.size - 1 else rf"\(on rank {comm.size - 1}\)$"
+    with pytest.raises(mpidl.TrainingError, match=f"{CHANGES[change]}.*wrap the model anew.*{where}"):
+        loss_of_words(wrapped, comm.rank).backward()
+
+
+def test_a_frozen_parameter_may_be_added_but_not_trained(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(Words), process_group=comm)
+    torch.manual_seed(1)
+    adapter(wrapped.module)
+    wrapped.module.head[1].requires_grad_(False)
+    plain = copy.deepcopy(wrapped.module)
+    loss_of_words(wrapped, comm.rank).backward()
+    sum(loss_of_words(plain, rank) for rank in range(comm.size)).backward()
+    torch.testing.assert_close(wrapped.module.embed.weight.grad, plain.embed.weight.grad / comm.size)
+    wrapped.module.head[1].requires_grad_()
+    with pytest.raises(mpidl.TrainingError, match=CHANGES[adapter]):
+        loss_of_words(wrapped, comm.rank).backward()
+
+
+def test_parameters_that_go_elsewhere_in_the_module_train_on(comm) -> None:
+    def moved(m: Any) -> Any:
+        nn.utils.parametrize.register_parametrization(m.head, "weight", nn.Tanh())
+        m.embed = nn.Sequential(m.embed)
+        return m
+
+    wrapped = mpidl.DistributedDataParallel(made(Words), process_group=comm)
+    moved(wrapped.module)
+    loss_of_words(wrapped, comm.rank).backward()
+    check(wrapped.module, mean_gradients(lambda: moved(Words()), loss_of_words, comm.size))
+
+
+def test_parameters_taken_out_of_the_module(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(made(Words), process_group=comm)
+    wrapped.module.head.bias = None
+    with pytest.raises(mpidl.TrainingError, match=r"^head\.bias: taken out of the module .*wrap the model anew"):
+        loss_of_words(wrapped, comm.rank).backward()
+    tolerant = mpidl.DistributedDataParallel(made(Words), process_group=comm, find_unused_parameters=True)
+    tolerant.module.head.bias = None
+    loss_of_words(tolerant, comm.rank).backward()
+    assert tolerant.module.head.weight.grad is not None
 
 
 class Tied(nn.Module):
