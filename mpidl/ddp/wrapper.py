@@ -39,6 +39,7 @@ from . import arguments, comm_hooks
 from .first_pass import FirstPass
 from .joining import WrapperJoinHook
 from .reducer import Reducer
+from .shown_forward import ShownForward
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -186,9 +187,10 @@ class DistributedDataParallel(torch.nn.Module):
 
     # ---- training ---------------------------------------------------------------------------------------------
 
+    @ShownForward
     @uncompiled(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass."""
+        """The module's forward pass, with its signature."""
         with label("DistributedDataParallel.forward"):  # as PyTorch's is called
             self._before_forward()
             if self.device_ids is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -46,6 +48,41 @@ def test_a_copy_with_a_hook(comm) -> None:
     twin = copy.deepcopy(wrapped)
     whole(twin, comm.rank).backward()
     check(twin.module, mean_gradients(Several, whole, comm.size))
+
+
+def test_the_forward_pass_has_the_signature_of_the_module_s(comm) -> None:
+    """For what looks at it to learn what the model takes, of copies and pickled ones too."""
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm)
+    expected = inspect.signature(wrapped.module.forward)
+    assert list(expected.parameters) == ["x", "order"]
+    for each in (wrapped, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(copy.deepcopy(wrapped)))):
+        assert inspect.signature(each.forward) == expected
+        assert "forward" not in vars(each)
+        assert each.forward == each.forward
+        assert each.forward.__self__ is each
+        assert torch.equal(each.forward(data(0), order=(0,)), each.module(data(0), (0,)))
+    assert mpidl.DistributedDataParallel.forward.__name__ == wrapped.forward.__name__ == "forward"
+    assert wrapped.forward != copy.deepcopy(wrapped).forward
+
+
+def test_another_forward_pass_in_the_place_of_the_wrapper_s(comm) -> None:
+    class Halved(mpidl.DistributedDataParallel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, (0, 1, 2)) / 2
+
+    def halved(m: Any, rank: int) -> torch.Tensor:
+        return whole(m, rank) / 2
+
+    expected = mean_gradients(Several, halved, comm.size)
+    wrapped = Halved(made(Several), process_group=comm)
+    assert list(inspect.signature(wrapped.forward).parameters) == ["x"]
+    wrapped(data(comm.rank)).sum().backward()
+    check(wrapped.module, expected)
+    patched = mpidl.DistributedDataParallel(made(Several), process_group=comm)
+    before = patched.forward
+    patched.forward = lambda x: before(x, (0, 1, 2)) / 2  # type: ignore[method-assign]
+    patched(data(comm.rank)).sum().backward()
+    check(patched.module, expected)
 
 
 def test_one_rank_alone_can_evaluate_with_a_copy_and_with_the_wrapper(comm) -> None:
