@@ -38,12 +38,13 @@ from mpi4py import MPI
 from . import arguments, buffers, coalesced, details, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
+from .backends.checks import CheckedDispatch, wanted
+from .backends.dispatch import Dispatch
+from .backends.selection import Selection, read_tables
 from .buffers import Buffer, DeviceBuffer, signature
-from .checks import CheckedDispatch, wanted
 from .cuda.arrays import gpu_index
 from .cuda.pages import DevicePages
 from .cuda.task import Task
-from .dispatch import Dispatch
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
 from .float_errors import silent
@@ -59,7 +60,6 @@ from .patience import on_all_ranks
 from .positions import NO_WORDS, words
 from .progress import Progress, Work
 from .reduction import Reduction
-from .selection import Selection, read_tables
 from .symmetric import MeetsInMemory
 from .symmetric.partitioned import PartitionedReduction
 from .symmetric.shared_memory import SharedMemory, is_one_for_all

@@ -20,8 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 from .algorithms import ALGORITHMS
+from .backends.selection import TUNING, tuning_path
 from .communicator import Communicator
-from .selection import TUNING, tuning_path
 from .timing import measure, repetitions
 
 _CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time

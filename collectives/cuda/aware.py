@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from .. import library
+from ..backends import mpi as library
 from ..buffers import Buffer
 from ..partition import even_counts
 from ..reduction import Reduction
@@ -27,7 +27,7 @@ from .device import Device, Event
 from .memory import Retired, own_memory
 
 if TYPE_CHECKING:
-    from ..dispatch import Dispatch
+    from ..backends.dispatch import Dispatch
 
 SCRATCH_BYTES = 64 << 20
 

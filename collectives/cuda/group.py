@@ -26,7 +26,7 @@ from .symmetric import Ipc
 from .task import Run
 
 if TYPE_CHECKING:
-    from ..dispatch import Dispatch
+    from ..backends.dispatch import Dispatch
 
 Array = np.ndarray[Any, Any]
 

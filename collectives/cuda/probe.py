@@ -16,7 +16,7 @@ from .device import Device, Stream
 from .ways import Ways
 
 if TYPE_CHECKING:
-    from ..dispatch import Dispatch
+    from ..backends.dispatch import Dispatch
 
 _WORD = 8  # bytes that each rank tells each other one
 _TOKEN = 0x6D7069646C << 16

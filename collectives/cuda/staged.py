@@ -29,7 +29,7 @@ from .chunks import Chunk, Piece
 from .device import Device, Event, Stream
 
 if TYPE_CHECKING:
-    from ..dispatch import Dispatch
+    from ..backends.dispatch import Dispatch
 
 SLOT_BYTES = 4 << 20
 _SLOTS = 3

@@ -22,7 +22,7 @@ from .device import Device, Event, Stream
 from .memory import DeviceAllocator
 
 if TYPE_CHECKING:
-    from ..dispatch import Dispatch
+    from ..backends.dispatch import Dispatch
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 32 << 20  # as large as makes the ranks' meetings cheap beside the copies

@@ -26,7 +26,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator
-from collectives.checks import wanted as debugging
+from collectives.backends.checks import wanted as debugging
 from collectives.partition import even_counts
 
 from ..consistency import check_everywhere, check_settings_agree

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from collectives import ArgumentError, Communicator
+from collectives.backends.selection import Selection, read_tables
 from collectives.buffers import describe
-from collectives.selection import Selection, read_tables
 from collectives.tune import table, write
 
 TUNE = ("-m", "collectives.tune")

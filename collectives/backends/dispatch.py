@@ -1,6 +1,6 @@
 """Runs checked operations by the algorithm chosen for them; one rank's view of one group.
 
-    "mpi"            the library's own                     library
+    "mpi"            the library's own                     mpi
     "symmetric"      one copy, inside a node               symmetric
     "hierarchical"   symmetric inside nodes, a schedule    hierarchical
                      between them
@@ -20,31 +20,32 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from . import algorithms, library
-from .buffers import Buffer, DeviceBuffer, DType
-from .coalesced import PACKED_BYTES, Item, Packed
-from .counters import ORDERED, STRIDE, Barrier
-from .cuda import driver
-from .cuda.device import Event, Stream
-from .cuda.group import GpuGroup
-from .cuda.memory import DeviceMemory
-from .cuda.task import Compound, Run, Task
-from .dropped import free_dropped
-from .executor import Execution, Region, single, whole
-from .hierarchical import Hierarchy
-from .partition import Splits, cut, even_counts
-from .positions import Positions
-from .reduction import Reduction
-from .schedule import Place, Schedule
-from .scratch import Scratch
+from .. import algorithms
+from ..buffers import Buffer, DeviceBuffer, DType
+from ..coalesced import PACKED_BYTES, Item, Packed
+from ..counters import ORDERED, STRIDE, Barrier
+from ..cuda import driver
+from ..cuda.device import Event, Stream
+from ..cuda.group import GpuGroup
+from ..cuda.memory import DeviceMemory
+from ..cuda.task import Compound, Run, Task
+from ..dropped import free_dropped
+from ..executor import Execution, Region, single, whole
+from ..hierarchical import Hierarchy
+from ..partition import Splits, cut, even_counts
+from ..positions import Positions
+from ..reduction import Reduction
+from ..schedule import Place, Schedule
+from ..scratch import Scratch
+from ..symmetric import Operation, Symmetric
+from ..symmetric.meeting import Meetings
+from ..symmetric.partitioned import PartitionedReduction, Pool, place_of
+from ..symmetric.peer_memory import connect
+from ..symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
+from ..topology import Topology, discover
+from ..witness import show, witnessed
+from . import mpi
 from .selection import COMPOSED, Selection
-from .symmetric import Operation, Symmetric
-from .symmetric.meeting import Meetings
-from .symmetric.partitioned import PartitionedReduction, Pool, place_of
-from .symmetric.peer_memory import connect
-from .symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
-from .topology import Topology, discover
-from .witness import show, witnessed
 
 Array = np.ndarray[Any, Any]
 
@@ -131,7 +132,7 @@ class Dispatch:
             prepared: Operation = getattr(self.symmetric, operation)(*arguments)
             return prepared
         if algorithm == "mpi":
-            call: Callable[[], None] = getattr(library, operation)(self.comm, *arguments)
+            call: Callable[[], None] = getattr(mpi, operation)(self.comm, *arguments)
             return call
         return partial(getattr(self, operation), algorithm, *arguments)
 
@@ -215,7 +216,7 @@ class Dispatch:
     def all_reduce(self, algorithm: str, x: Buffer, op: Reduction) -> None:
         """In place on every rank."""
         if algorithm == "mpi":
-            library.all_reduce(self.comm, x, op)()
+            mpi.all_reduce(self.comm, x, op)()
         elif algorithm == "symmetric":
             self.symmetric.all_reduce(x, op)()
         elif algorithm == "hierarchical":
@@ -228,7 +229,7 @@ class Dispatch:
     def reduce_scatter(self, algorithm: str, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
         """counts[r] elements of the reduction to rank r."""
         if algorithm == "mpi":
-            library.reduce_scatter(self.comm, out, x, op, counts)()
+            mpi.reduce_scatter(self.comm, out, x, op, counts)()
         elif algorithm == "symmetric":
             self.symmetric.reduce_scatter(out, x, op, counts)()
         elif algorithm == "hierarchical":
@@ -242,7 +243,7 @@ class Dispatch:
     def reduce(self, algorithm: str, x: Buffer, root: int, op: Reduction) -> None:
         """In place on the root."""
         if algorithm == "mpi":
-            library.reduce(self.comm, x, root, op)()
+            mpi.reduce(self.comm, x, root, op)()
         elif algorithm == "symmetric":
             self.symmetric.reduce(x, root, op)()
         else:
@@ -256,7 +257,7 @@ class Dispatch:
     def all_gather(self, algorithm: str, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
         """counts[r] elements from rank r."""
         if algorithm == "mpi":
-            library.all_gather(self.comm, out, x, counts)()
+            mpi.all_gather(self.comm, out, x, counts)()
         elif algorithm == "symmetric":
             self.symmetric.all_gather(out, x, counts)()
         elif algorithm == "hierarchical":
@@ -270,7 +271,7 @@ class Dispatch:
     def all_to_all(self, algorithm: str, out: Buffer, x: Buffer, splits: Splits) -> None:
         """leaving[q] elements to rank q, coming[q] from it."""
         if algorithm == "mpi":
-            library.all_to_all(self.comm, out, x, splits)()
+            mpi.all_to_all(self.comm, out, x, splits)()
         elif algorithm == "symmetric":
             self.symmetric.all_to_all(out, x, splits)()
         else:
@@ -280,7 +281,7 @@ class Dispatch:
     def broadcast(self, algorithm: str, x: Buffer, root: int) -> None:
         """The root's to all."""
         if algorithm == "mpi":
-            library.broadcast(self.comm, x, root)()
+            mpi.broadcast(self.comm, x, root)()
         elif algorithm == "symmetric":
             self.symmetric.broadcast(x, root)()
         elif algorithm == "hierarchical":
@@ -293,7 +294,7 @@ class Dispatch:
     def gather(self, algorithm: str, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> None:
         """counts[r] elements from rank r to the root."""
         if algorithm == "mpi":
-            library.gather(self.comm, out, x, root, counts)()
+            mpi.gather(self.comm, out, x, root, counts)()
         elif algorithm == "symmetric":
             self.symmetric.gather(out, x, root, counts)()
         else:
@@ -304,7 +305,7 @@ class Dispatch:
     def scatter(self, algorithm: str, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> None:
         """counts[r] elements from the root to rank r."""
         if algorithm == "mpi":
-            library.scatter(self.comm, out, x, root, counts)()
+            mpi.scatter(self.comm, out, x, root, counts)()
         elif algorithm == "symmetric":
             self.symmetric.scatter(out, x, root, counts)()
         else:

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from .buffers import Buffer, DeviceBuffer, DType
-from .cuda.memory import DeviceMemory
-from .cuda.task import Task
+from ..buffers import Buffer, DeviceBuffer, DType
+from ..cuda.memory import DeviceMemory
+from ..cuda.task import Task
+from ..errors import MismatchError
+from ..partition import Splits
+from ..reduction import Reduction
+from ..symmetric.meeting import differences
+from ..symmetric.shared_memory import SharedMemory
+from ..topology import Topology
 from .dispatch import Dispatch
-from .errors import MismatchError
-from .partition import Splits
-from .reduction import Reduction
-from .symmetric.meeting import differences
-from .symmetric.shared_memory import SharedMemory
-from .topology import Topology
 
 DEBUG = "MPIDL_DEBUG"
 

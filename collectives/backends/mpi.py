@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .buffers import Buffer, DType
-from .partition import Splits
-from .patience import collective
-from .reduction import KERNELS, Reduction
+from ..buffers import Buffer, DType
+from ..partition import Splits
+from ..patience import collective
+from ..reduction import KERNELS, Reduction
 
 Call = Callable[[], None]
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from . import library
-from .algorithms import ALGORITHMS, EVEN_ONLY
-from .buffers import DType
-from .errors import ArgumentError, ArgumentTypeError
-from .reduction import Reduction
+from ..algorithms import ALGORITHMS, EVEN_ONLY
+from ..buffers import DType
+from ..errors import ArgumentError, ArgumentTypeError
+from ..reduction import Reduction
+from . import mpi
 
 TUNING = "MPIDL_TUNING"
 COMPOSED = {
@@ -109,9 +109,9 @@ class Selection:
         MPI cannot reduce.
         """
         names = self.names(operation)
-        reduces = library.reduces(dtype, op) or op is None
+        reduces = mpi.reduces(dtype, op) or op is None
         if requested == "auto":
-            usable = reduces and not library.is_float_extremum(dtype, op)
+            usable = reduces and not mpi.is_float_extremum(dtype, op)
             usable = usable and (not even or nbytes // dtype.itemsize <= _MPI_COUNTS)
             for limit, name in self._tables.get(operation, ((_ALWAYS, "mpi"),)):
                 if not even and (limit < _ALWAYS or (operation, name) in EVEN_ONLY):
