@@ -1,6 +1,7 @@
 """Collectives for deep learning over MPI, on numpy arrays and torch tensors.
 
-Read `communicator` first, then `executor`, `schedule` and `algorithms`.
+Read `communicator` first, then `executor`, `schedule` and `algorithms`. A new algorithm of messages goes into
+`algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 """
 
 from . import find_mpi as find_mpi  # before anything else imports mpi4py

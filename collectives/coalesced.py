@@ -97,6 +97,19 @@ def batches(items: Sequence[Item]) -> Iterator[list[Item]]:
     yield from open_batches.values()
 
 
+def arguments_of(
+    operation: str, whole: Buffer, own: Buffer | None, root: int, op: Any, counts: Sequence[int]
+) -> tuple[Any, ...]:
+    """The arguments of an operation, as backends take them, on one item or on packed ones."""
+    return {
+        "all_reduce": (whole, op),
+        "reduce": (whole, root, op),
+        "broadcast": (whole, root),
+        "reduce_scatter": (own, whole, op, counts),
+        "all_gather": (whole, own, counts),
+    }[operation]
+
+
 class Packed:
     """A batch, packed into `memory` (uint8).
 

@@ -127,8 +127,9 @@ class Communicator:
         self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
         tables, number = self._collective.bcast((tables, next(_numbers)))
-        self._selection = Selection(self._dispatch.composed, tables)
-        self._choose = self._dispatch.choose = self._selection.choose
+        self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
+        self._choose = self._selection.choose
+        self._barrier = self._dispatch.prepare("barrier", "mpi")
         world = world_ranks(self.mpi)
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
@@ -446,7 +447,7 @@ class Communicator:
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Returns once every rank has called it."""
-        return self._issue("barrier", self._dispatch.barrier, NO_WORDS, async_op)
+        return self._issue("barrier", self._barrier, NO_WORDS, async_op)
 
     def compound(self, name: str, task: Plain, *, async_op: bool = False, device: Any = "cpu") -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
@@ -468,7 +469,7 @@ class Communicator:
             finally:
                 self._compound_in = None
 
-        call = parts if index is None else self._dispatch.compound(name, parts, index)
+        call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
         return self._issue("compound", call, words(name), async_op, name=name)
 
     # ---- groups and memory ------------------------------------------------------------------------------------

@@ -53,6 +53,17 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Schedule]]] = {
     "gather": {"tree": tree.gather},
     "scatter": {"tree": tree.scatter},
 }
+# All of them, in an order that is that of each operation's.
+NAMES = (
+    "ring",
+    "tree",
+    "recursive_doubling",
+    "halving_doubling",
+    "pairwise",
+    "bruck",
+    "ring_bidirectional",
+    "double_tree",
+)
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 EVEN_ONLY = frozenset({("all_to_all", "bruck")})  # all ranks must cut alike: no splits
 PIPELINED: dict[str, Callable[[int], int]] = {"double_tree": double_tree.pieces}  # into how many pieces n bytes go

@@ -1,1 +1,16 @@
-"""The ways to carry out a collective, and the choice among them."""
+"""The ways to carry out a collective among the ranks of one group, and the choice among them.
+
+    backend     the interface: the operations, each as a call that can be made again and again; what a backend serves
+    mpi         "mpi": the MPI library's own
+    schedules   "ring", "tree", ...: a schedule of messages (`algorithms`), run by `executor`
+    ../symmetric       "symmetric": one copy, inside a node
+    ../hierarchical    "hierarchical": symmetric inside nodes, a schedule between them
+    registry    makes the backends of a group, by the names that `algorithm=` takes
+    selection   "auto": which of them serves an operation of so many bytes
+    dispatch    one rank's view of a group: its backends, its memory, and the way to its GPUs (`cuda.backend`)
+    checks      the same with MPIDL_DEBUG=1: the ranks compare what they are about to do
+
+A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
+`algorithms` and its line there. A new operation is declared in `Backend` and defined in every backend that has it.
+Nothing else tells one backend from another.
+"""

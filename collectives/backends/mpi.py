@@ -1,6 +1,6 @@
 """The MPI library's own collectives, for `algorithm="mpi"` and for what it does fastest.
 
-Each function returns the call, with addresses, datatypes and operators looked up once; it can be made again and again.
+Addresses, datatypes and operators are looked up once for each call that is prepared.
 Movements work for every dtype, because they are sent as plain bits. Reductions need a datatype that MPI knows: fp16 and
 bf16 have none.
 """
@@ -18,19 +18,105 @@ from ..buffers import Buffer, DType
 from ..partition import Splits
 from ..patience import collective
 from ..reduction import KERNELS, Reduction
+from .backend import Backend, Call, Resources
 
-Call = Callable[[], None]
+_COUNTS = 2**31 - 1  # elements; not every MPI counts further
 
 _OPERATORS = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _LOGICAL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
 
 
-def reduces(dtype: DType, op: Reduction | None) -> bool:
-    """Whether the library has the operator on the element type."""
-    return not dtype.widened and (op is None or not op.premultiplied)
+class Library(Backend):
+    """The MPI library's collectives on one communicator."""
+
+    name = "mpi"
+    title = "MPI"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    @classmethod
+    def of_group(cls, resources: Resources) -> Library:
+        """Those on the communicator of a group's backends."""
+        return cls(resources.comm)
+
+    def reduces(self, dtype: DType, op: Reduction) -> bool:
+        """Whether MPI knows the element type, and has the operator."""
+        return not dtype.widened and not op.premultiplied
+
+    def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
+        """Not for operators that are slow, as they are this module's own, and not for more than every MPI counts."""
+        reduces = super().suits(operation, dtype, elements, op, even) and not _is_float_extremum(dtype, op)
+        return reduces and (not even or elements <= _COUNTS)
+
+    def all_reduce(self, x: Buffer, op: Reduction) -> Call:
+        """MPI_Allreduce, in place."""
+        call = collective(self._comm, "Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+        return _finished(call, op, self._comm.size, x)
+
+    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
+        """MPI_Reduce_scatter, or its block variant where the parts are equal."""
+        if _overlap(out, x):  # MPI takes none; the memory for another is not kept
+
+            def apart() -> None:
+                result = Buffer(np.empty_like(out.flat), out.dtype)
+                self.reduce_scatter(result, x, op, counts)()
+                np.copyto(out.flat, result.flat)
+
+            return apart
+        data, target, operator = _elements(x), _elements(out), _operator(op, x.dtype)
+        if len(set(counts)) == 1:
+            call = collective(self._comm, "Reduce_scatter_block", data, target, operator)
+        else:
+            call = collective(self._comm, "Reduce_scatter", data, target, list(counts), operator)
+        return _finished(call, op, self._comm.size, out)
+
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
+        """MPI_Allgather, or MPI_Allgatherv where the parts differ."""
+        source = MPI.IN_PLACE if _overlap(out, x) else _elements(x)
+        if len(set(counts)) == 1:
+            return collective(self._comm, "Allgather", source, _elements(out))
+        return collective(self._comm, "Allgatherv", source, _parts(out, counts))
+
+    def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
+        """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
+        if splits.alike:
+            return collective(self._comm, "Alltoall", _elements(x), _elements(out))
+        return collective(self._comm, "Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
+
+    def broadcast(self, x: Buffer, root: int) -> Call:
+        """MPI_Bcast."""
+        return collective(self._comm, "Bcast", _elements(x), root)
+
+    def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
+        """MPI_Reduce, in place on the root."""
+        comm, operator = self._comm, _operator(op, x.dtype)
+        if comm.rank != root:
+            return collective(comm, "Reduce", _elements(x), None, operator, root)
+        return _finished(collective(comm, "Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
+
+    def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
+        """MPI_Gatherv."""
+        source = MPI.IN_PLACE if out is not None and _overlap(out, x) else _elements(x)
+        return collective(self._comm, "Gatherv", source, None if out is None else _parts(out, counts), root)
+
+    def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
+        """MPI_Scatterv."""
+        target = MPI.IN_PLACE if x is not None and _overlap(out, x) else _elements(out)
+        return collective(self._comm, "Scatterv", None if x is None else _parts(x, counts), target, root)
+
+    def barrier(self) -> Call:
+        """MPI_Barrier."""
+        call: Call = self._comm.Barrier
+        return call
 
 
-def is_float_extremum(dtype: DType, op: Reduction | None) -> bool:
+def datatype(dtype: DType) -> MPI.Datatype:
+    """MPI's; for those that it has none for, of integers."""
+    return MPI.Datatype.fromcode("H" if dtype.widened else dtype.storage.char)
+
+
+def _is_float_extremum(dtype: DType, op: Reduction | None) -> bool:
     """True for min and max of floating-point numbers, whose operators are this module's own.
 
     Libraries compare, so that of a NaN and a number, or of two zeros, one or the other comes out, and not the same on
@@ -39,81 +125,8 @@ def is_float_extremum(dtype: DType, op: Reduction | None) -> bool:
     return dtype.kind == "f" and op is not None and op.name in ("min", "max")
 
 
-def all_reduce(comm: MPI.Comm, x: Buffer, op: Reduction) -> Call:
-    """MPI_Allreduce, in place."""
-    call = collective(comm, "Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
-    return _finished(call, op, comm.size, x)
-
-
-def reduce_scatter(comm: MPI.Comm, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
-    """MPI_Reduce_scatter, or its block variant where the parts are equal; out may be x's own part."""
-    if _overlap(out, x):  # MPI takes none; the memory for another is not kept
-
-        def apart() -> None:
-            result = Buffer(np.empty_like(out.flat), out.dtype)
-            reduce_scatter(comm, result, x, op, counts)()
-            np.copyto(out.flat, result.flat)
-
-        return apart
-    data, target, operator = _elements(x), _elements(out), _operator(op, x.dtype)
-    if len(set(counts)) == 1:
-        call = collective(comm, "Reduce_scatter_block", data, target, operator)
-    else:
-        call = collective(comm, "Reduce_scatter", data, target, list(counts), operator)
-    return _finished(call, op, comm.size, out)
-
-
-def all_gather(comm: MPI.Comm, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
-    """MPI_Allgather, or MPI_Allgatherv where the parts differ."""
-    source = MPI.IN_PLACE if _overlap(out, x) else _elements(x)
-    if len(set(counts)) == 1:
-        return collective(comm, "Allgather", source, _elements(out))
-    return collective(comm, "Allgatherv", source, _parts(out, counts))
-
-
-def all_to_all(comm: MPI.Comm, out: Buffer, x: Buffer, splits: Splits) -> Call:
-    """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
-    if splits.alike:
-        return collective(comm, "Alltoall", _elements(x), _elements(out))
-    return collective(comm, "Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
-
-
-def broadcast(comm: MPI.Comm, x: Buffer, root: int) -> Call:
-    """MPI_Bcast."""
-    return collective(comm, "Bcast", _elements(x), root)
-
-
-def reduce(comm: MPI.Comm, x: Buffer, root: int, op: Reduction) -> Call:
-    """MPI_Reduce, in place on the root."""
-    operator = _operator(op, x.dtype)
-    if comm.rank != root:
-        return collective(comm, "Reduce", _elements(x), None, operator, root)
-    return _finished(collective(comm, "Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
-
-
-def gather(comm: MPI.Comm, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
-    """MPI_Gatherv."""
-    target = None if out is None else _parts(out, counts)
-    return collective(
-        comm, "Gatherv", MPI.IN_PLACE if out is not None and _overlap(out, x) else _elements(x), target, root
-    )
-
-
-def scatter(comm: MPI.Comm, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
-    """MPI_Scatterv."""
-    source = None if x is None else _parts(x, counts)
-    return collective(
-        comm, "Scatterv", source, MPI.IN_PLACE if x is not None and _overlap(out, x) else _elements(out), root
-    )
-
-
-def datatype(dtype: DType) -> MPI.Datatype:
-    """MPI's; for those that it has none for, of integers."""
-    return MPI.Datatype.fromcode("H" if dtype.widened else dtype.storage.char)
-
-
 def _operator(op: Reduction, dtype: DType) -> MPI.Op:
-    if is_float_extremum(dtype, op):
+    if _is_float_extremum(dtype, op):
         return _extremum(op.name)
     return (_LOGICAL if dtype.kind == "b" else _OPERATORS)[op.name]
 

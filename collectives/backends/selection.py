@@ -1,4 +1,4 @@
-"""Which algorithm serves an operation.
+"""The algorithm that serves an operation: the one that is asked for, if a backend has it, or for "auto" the fastest.
 
 `auto` looks the operation up in a table of its layout (nodes x ranks a node): up to so many bytes this algorithm, up
 to so many that one. The table is the one that `python -m collectives.tune` measured and wrote, if it covers the
@@ -10,24 +10,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
-from ..algorithms import ALGORITHMS, EVEN_ONLY
 from ..buffers import DType
 from ..errors import ArgumentError, ArgumentTypeError
 from ..reduction import Reduction
-from . import mpi
+from .backend import Backend, in_shared_memory
 
 TUNING = "MPIDL_TUNING"
-COMPOSED = {
-    "symmetric": frozenset(ALGORITHMS),
-    "hierarchical": frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"}),
-}
-_MPI_COUNTS = 2**31 - 1  # elements; not every MPI counts further
-
 Table = Sequence[tuple[float, str]]  # bytes up to which an algorithm is taken, and its name; ascending
 _ALWAYS = float("inf")
+_LIBRARY = "mpi"  # where no table says otherwise
 
 # One node. The library's own is some microseconds of Python faster, and copies as often as `symmetric` in movements.
 # Arrays in symmetric memory gain from less than other arrays do; a limit lies between what is best for both.
@@ -79,52 +73,58 @@ def read_tables(nodes: int, local_size: int) -> dict[str, Table]:
 
 
 class Selection:
-    """The choices of one group. composed: "symmetric", "hierarchical", or None where messages are all there is."""
+    """The choices of one group.
 
-    def __init__(self, composed: str | None, tables: Mapping[str, Table]) -> None:
-        self._composed = composed
-        self._tables = {**_DEFAULTS[composed], **tables}
-        self.choose = lru_cache(maxsize=4096)(self._choose)
+    backends: all that it has, in the order of preference where no table knows better. tables: by operation, in place of
+    the defaults for the backend that shares memory.
+    """
+
+    def __init__(self, backends: Mapping[str, Backend], tables: Mapping[str, Table]) -> None:
+        self._backends = backends
+        tables = {**_DEFAULTS[in_shared_memory(backends)], **tables}
+        self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, tables))
 
     def names(self, operation: str) -> list[str]:
         """What `algorithm=` may be."""
-        own = [self._composed] if self._composed and operation in COMPOSED[self._composed] else []
-        return ["auto", "mpi", *own, *ALGORITHMS[operation]]
+        return ["auto", *_serving(self._backends, operation)]
 
-    def _choose(
-        self,
-        operation: str,
-        requested: str,
-        dtype: DType,
-        nbytes: int,
-        op: Reduction | None = None,
-        even: bool = True,
-    ) -> str:
-        """The algorithm's name: the requested one, or for "auto" the one expected to be fastest.
 
-        even: False where ranks may differ in nbytes (splits of all_to_all). The choice is then that for the most bytes,
-        as all ranks must choose alike.
+def _serving(backends: Mapping[str, Backend], operation: str) -> list[str]:
+    return [name for name, backend in backends.items() if backend.serves(operation)]
 
-        Raises ArgumentError for a name that the operation does not have here, ArgumentTypeError for "mpi" on what
-        MPI cannot reduce.
-        """
-        names = self.names(operation)
-        reduces = mpi.reduces(dtype, op) or op is None
-        if requested == "auto":
-            usable = reduces and not mpi.is_float_extremum(dtype, op)
-            usable = usable and (not even or nbytes // dtype.itemsize <= _MPI_COUNTS)
-            for limit, name in self._tables.get(operation, ((_ALWAYS, "mpi"),)):
-                if not even and (limit < _ALWAYS or (operation, name) in EVEN_ONLY):
-                    continue
-                if nbytes <= limit and name in names and (name != "mpi" or usable):
-                    return name
-            return next(name for name in names if name not in ("auto", "mpi"))
-        if requested == "mpi" and not reduces:
-            what = f"op {op.name!r} on {dtype.name}" if op else dtype.name
-            raise ArgumentTypeError(
-                f"{operation}: got algorithm 'mpi' for {what}, which MPI cannot reduce; needs one of "
-                f"{', '.join(n for n in names if n != 'mpi')}"
-            )
-        if requested not in names:
-            raise ArgumentError(f"{operation}: got algorithm {requested!r}; needs one of {', '.join(names)}")
-        return requested
+
+def _choose(
+    backends: Mapping[str, Backend],
+    tables: Mapping[str, Table],
+    operation: str,
+    requested: str,
+    dtype: DType,
+    nbytes: int,
+    op: Reduction | None = None,
+    even: bool = True,
+) -> str:
+    """The algorithm's name: the requested one, or for "auto" the one expected to be fastest.
+
+    even: False where ranks may differ in nbytes (splits of all_to_all). The choice is then that for the most bytes,
+    as all ranks must choose alike.
+
+    Raises ArgumentError for a name that the operation does not have here, ArgumentTypeError for one whose backend
+    cannot reduce with the operator on the element type.
+    """
+    serving = _serving(backends, operation)
+    if requested == "auto":
+        elements = nbytes // dtype.itemsize
+        for limit, name in tables.get(operation, ((_ALWAYS, _LIBRARY),)):
+            fits = nbytes <= limit if even else limit == _ALWAYS
+            if fits and name in serving and backends[name].suits(operation, dtype, elements, op, even):
+                return name
+        return next(name for name in serving if name != _LIBRARY)
+    if requested not in serving:
+        raise ArgumentError(f"{operation}: got algorithm {requested!r}; needs one of {', '.join(['auto', *serving])}")
+    if op is not None and not backends[requested].reduces(dtype, op):
+        others = ["auto", *(name for name in serving if name != requested)]
+        raise ArgumentTypeError(
+            f"{operation}: got algorithm {requested!r} for op {op.name!r} on {dtype.name}, which "
+            f"{backends[requested].title} cannot reduce; needs one of {', '.join(others)}"
+        )
+    return requested

@@ -13,21 +13,19 @@ as it can. The library knows nothing of streams: the host waits for what comes b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from ..backends import mpi as library
+from ..backends.mpi import Library, datatype
 from ..buffers import Buffer
 from ..partition import even_counts
 from ..reduction import Reduction
 from .chunks import Range, nth
 from .device import Device, Event
+from .host import Host
 from .memory import Retired, own_memory
-
-if TYPE_CHECKING:
-    from ..backends.dispatch import Dispatch
 
 SCRATCH_BYTES = 64 << 20
 
@@ -35,15 +33,16 @@ SCRATCH_BYTES = 64 << 20
 class Aware:
     """The operations of one group whose MPI library reaches GPU memory. Collective."""
 
-    def __init__(self, dispatch: Dispatch, device: Device, retired: Retired) -> None:
-        self._comm, self._device = dispatch.comm, device
-        self._rank, self._ranks = dispatch.rank, dispatch.size
+    def __init__(self, host: Host, device: Device, retired: Retired) -> None:
+        self._comm, self._device = host.comm, device
+        self._library = Library(host.comm)
+        self._rank, self._ranks = host.rank, host.size
         self._stream = device.stream()
         self._retired = retired
         self._scratch: Any = None
 
     def run(self, operation: str, arguments: tuple[Any, ...], begin: Event) -> Event:
-        """Carries an operation out after an event; gives that of its end. arguments: as `Dispatch` has them."""
+        """Carries an operation out after an event; gives that of its end. arguments: as `Backend` has them."""
         begin.wait()
         if operation == "all_reduce":
             self._reduce_slices(arguments[0], arguments[1], None)
@@ -57,7 +56,7 @@ class Aware:
                 self._combine(x, parts, op, out.address + (first - start) * x.dtype.itemsize)
         else:
             seen = [self._for_mpi(given) if isinstance(given, Buffer) else given for given in arguments]
-            getattr(library, operation)(self._comm, *seen)()
+            getattr(self._library, operation)(*seen)()
         return self._stream.record()
 
     def _reduce_slices(self, x: Buffer, op: Reduction, root: int | None) -> None:
@@ -70,7 +69,7 @@ class Aware:
                 self._combine(x, parts, op, x.address + first * x.dtype.itemsize)
             else:
                 result = self._combine(x, parts, op, None)
-                done = [self._device.for_mpi(result, (last - first) * x.dtype.itemsize), library.datatype(x.dtype)]
+                done = [self._device.for_mpi(result, (last - first) * x.dtype.itemsize), datatype(x.dtype)]
             whole = self._cut(x, parts)
             if root is None:
                 self._comm.Allgatherv(MPI.IN_PLACE, whole)
@@ -85,7 +84,7 @@ class Aware:
         came = [scratch + rank * nbytes for rank in range(self._ranks)]
         counts = [size] * self._ranks
         memory = self._device.for_mpi(scratch, nbytes * self._ranks)
-        self._comm.Alltoallv(self._cut(x, parts), [memory, counts, library.datatype(x.dtype)])
+        self._comm.Alltoallv(self._cut(x, parts), [memory, counts, datatype(x.dtype)])
         factors = self._comm.allgather(op.factor) if op.premultiplied else [1.0] * self._ranks
         found = came[0] if target is None else target
         self._device.combine(op, x.dtype, came, [found], size, factors, self._stream)
@@ -100,7 +99,7 @@ class Aware:
     def _cut(self, x: Buffer, parts: Sequence[Range]) -> list[Any]:
         """Parts of an array as MPI takes them."""
         counts, starts = [last - first for first, last in parts], [first for first, _ in parts]
-        return [self._device.for_mpi(x.address, x.nbytes), counts, starts, library.datatype(x.dtype)]
+        return [self._device.for_mpi(x.address, x.nbytes), counts, starts, datatype(x.dtype)]
 
     def _for_mpi(self, data: Buffer) -> Buffer:
         """The same array where the library reaches it."""

@@ -133,7 +133,7 @@ def all_to_all(splits: Splits, largest: int, room: int) -> Plan:
 
 
 def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[Any], largest: int = 0) -> Plan:
-    """The plan of an operation; arguments: as `Dispatch` has them. largest: see `all_to_all`."""
+    """The plan of an operation; arguments: as `Backend` has them. largest: see `all_to_all`."""
     if operation == "all_reduce":
         return whole(arguments[0].size, room)
     if operation == "reduce":

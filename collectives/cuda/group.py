@@ -6,18 +6,19 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ..buffers import Buffer, address
-from ..coalesced import PACKED_BYTES, Item, Packed
+from ..coalesced import PACKED_BYTES, Item, Packed, arguments_of
 from ..errors import ArgumentError
 from ..reduction import Reduction
 from . import driver
 from .aware import Aware
 from .device import Event
+from .host import Host
 from .levels import OPERATIONS, Levels
 from .memory import DeviceAllocator, DeviceMemory, own_memory, retired
 from .probe import discover
@@ -25,43 +26,41 @@ from .staged import Staged
 from .symmetric import Ipc
 from .task import Run
 
-if TYPE_CHECKING:
-    from ..backends.dispatch import Dispatch
-
 Array = np.ndarray[Any, Any]
 
 
 class GpuGroup:
-    """One group's GPUs, as seen by one of its ranks. dispatch: its operations on host memory. Collective."""
+    """One group's GPUs, as seen by one of its ranks. host: its operations on host memory. Collective."""
 
-    def __init__(self, dispatch: Dispatch, index: int) -> None:
-        self._device, self.rank, self.size = driver.open_device(index), dispatch.rank, dispatch.size
-        self._dispatch = dispatch
+    def __init__(self, host: Host, index: int) -> None:
+        self._device, self.rank, self.size = driver.open_device(index), host.rank, host.size
+        self._host = host
         self._retired = retired(self._device)
         self._stream = self._device.stream()  # for what is none of a way's own
         self._held: deque[tuple[Event, Any]] = deque()
         self._packing: DeviceMemory | None = None
-        self.ways = discover(dispatch, self._device)
+        self.ways = discover(host, self._device)
         self._allocator: DeviceAllocator | None = None
         self._place = 0  # of this rank's part in memory from `allocate`
         self._ipc: Ipc | None = None
         self._levels: Levels | None = None
+        self._parts: list[GpuGroup] = []
         if self.ways.all == "ipc":
-            self._allocator = DeviceAllocator(dispatch.topology.node, dispatch.allocator, self._device, self._retired)
-            self._ipc = Ipc(dispatch, self._device, self._allocator)
-            self._place = dispatch.topology.local_rank
+            self._allocator = DeviceAllocator(host.topology.node, host.allocator, self._device, self._retired)
+            self._ipc = Ipc(host, self._device, self._allocator)
+            self._place = host.topology.local_rank
         elif self.ways.island:
-            island, place = divmod(dispatch.rank, self.ways.island)
-            inner, outer = (dispatch.part(color).gpus(index) for color in (island, place))
+            island, place = divmod(host.rank, self.ways.island)
+            inner, outer = self._parts = [GpuGroup(host.part(color), index) for color in (island, place)]
             self._levels = Levels(inner, outer, self._device, self._retired)
             self._allocator, self._place = inner._allocator, place
-        self._aware = Aware(dispatch, self._device, self._retired) if self.ways.all == "aware" else None
+        self._aware = Aware(host, self._device, self._retired) if self.ways.all == "aware" else None
         self._staged: Staged | None = None
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
         """The operation by the way that the group has for "auto", or for the algorithm that is asked for. Collective.
 
-        It can be run again and again on the same arrays. arguments: as `Dispatch` has them.
+        It can be run again and again on the same arrays. arguments: as `Backend` has them.
         """
         if self._ipc is not None and algorithm in ("auto", "symmetric"):
             return partial(self._ipc.run, self._ipc.prepare(operation, arguments))
@@ -70,7 +69,7 @@ class GpuGroup:
         if self._aware is not None and algorithm in ("auto", "mpi"):
             return partial(self._aware.run, operation, arguments)
         if self._staged is None:
-            self._staged = Staged(self._dispatch, self._device)
+            self._staged = Staged(self._host, self._device)
         return partial(self._staged.run, operation, algorithm, arguments)
 
     def run(self, prepared: Run, begin: Event) -> Event:
@@ -98,13 +97,7 @@ class GpuGroup:
         """One batch, packed on the GPU if it has several arrays."""
 
         def run(whole: Buffer, own: Buffer | None, counts: Sequence[int], begin: Event) -> Event:
-            given = {
-                "all_reduce": (whole, op),
-                "reduce": (whole, root, op),
-                "broadcast": (whole, root),
-                "reduce_scatter": (own, whole, op, counts),
-                "all_gather": (whole, own, counts),
-            }[operation]
+            given = arguments_of(operation, whole, own, root, op, counts)
             return self.prepare(operation, algorithm, given)(begin)
 
         if len(items) == 1:
@@ -143,7 +136,7 @@ class GpuGroup:
                 memory = own_memory(self._device, self._retired, nbytes)
         failed = memory is None
         if self._ipc is None:  # the others do not know yet
-            failed = bool(self._dispatch.comm.allreduce(int(failed), MPI.MAX))
+            failed = bool(self._host.comm.allreduce(int(failed), MPI.MAX))
         if failed:
             raise MemoryError(f"a GPU has no room for {nbytes} bytes that ranks share")
         assert memory is not None
@@ -181,6 +174,8 @@ class GpuGroup:
                 self._staged.close()
             self._packing = None
             self._retired.sweep()
+        for group in self._parts:
+            group.close()
 
     def _let_go(self) -> None:
         self._retired.sweep()

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from ..reduction import Reduction, partial_of, rest_of
 from .device import Device, Event
 from .memory import DeviceMemory, Retired, own_memory
 from .task import Run
-
-if TYPE_CHECKING:
-    from .group import GpuGroup
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 CHUNK_BYTES = 64 << 20  # of the array
@@ -50,17 +47,30 @@ class _Chunk:
     gather: Run
 
 
+class Level(Protocol):
+    """A group of ranks with a way of its own (`group.GpuGroup`)."""
+
+    rank: int
+    size: int
+
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+        """The operation, to be given to `run` again and again. Collective."""
+
+    def run(self, prepared: Run, begin: Event) -> Event:
+        """Carries it out after an event; gives that of its end. Collective."""
+
+
 class Levels:
     """The operations of one group. inner: of this rank's island. outer: of the ranks in its place of every island."""
 
-    def __init__(self, inner: GpuGroup, outer: GpuGroup, device: Device, gone: Retired) -> None:
+    def __init__(self, inner: Level, outer: Level, device: Device, gone: Retired) -> None:
         self.inner, self.outer = inner, outer
         self._device, self._gone = device, gone
         self._stream = device.stream()
         self._memory: dict[str, DeviceMemory] = {}
 
     def prepare(self, operation: str, arguments: tuple[Any, ...]) -> Run:
-        """One of OPERATIONS, to be run again and again. arguments: as `Dispatch` has them. Collective."""
+        """One of OPERATIONS, to be run again and again. arguments: as `Backend` has them. Collective."""
         steps: Run = getattr(self, f"_{operation}")(*arguments)
 
         def run(begin: Event) -> Event:
@@ -181,6 +191,6 @@ class Levels:
         return Buffer(unowned(memory.address, size, dtype.storage), dtype, memory)
 
     def close(self) -> None:
-        """When all operations have been begun; the levels are closed by their own groups."""
+        """When all operations have been begun; the levels are closed by their group."""
         self._stream.record().wait()
         self._memory.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -13,18 +12,16 @@ from mpi4py import MPI
 from ..buffers import address
 from . import ways
 from .device import Device, Stream
+from .host import Host
 from .ways import Ways
-
-if TYPE_CHECKING:
-    from ..backends.dispatch import Dispatch
 
 _WORD = 8  # bytes that each rank tells each other one
 _TOKEN = 0x6D7069646C << 16
 
 
-def discover(dispatch: Dispatch, device: Device) -> Ways:
+def discover(host: Host, device: Device) -> Ways:
     """The ways of a group. Raises ArgumentError on all ranks if MPIDL_CUDA asks for what does not work. Collective."""
-    comm = dispatch.comm
+    comm = host.comm
     asked: object
     try:
         asked = ways.wanted()
@@ -37,15 +34,15 @@ def discover(dispatch: Dispatch, device: Device) -> Ways:
     staged = [True] * comm.size
     works = {"staged": staged, "ipc": [False] * comm.size, "aware": [False] * comm.size}
     if given[0] in ("auto", "ipc"):
-        works["ipc"] = _try_ipc(dispatch, device)
+        works["ipc"] = _try_ipc(host, device)
     if given[0] in ("auto", "aware"):
         works["aware"] = _try_aware(comm, device)
     return ways.decide(given, comm.allgather(works))
 
 
-def _try_ipc(dispatch: Dispatch, device: Device) -> list[bool]:
+def _try_ipc(host: Host, device: Device) -> list[bool]:
     """Each rank of the node reads a word from every other one's GPU memory."""
-    comm, place = dispatch.comm, dispatch.topology
+    comm, place = host.comm, host.topology
     reached = [rank == comm.rank for rank in range(comm.size)]
     if place.local_size == 1:
         return reached

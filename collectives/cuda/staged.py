@@ -18,7 +18,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +27,7 @@ from ..reduction import Reduction
 from . import chunks
 from .chunks import Chunk, Piece
 from .device import Device, Event, Stream
-
-if TYPE_CHECKING:
-    from ..backends.dispatch import Dispatch
+from .host import Host
 
 SLOT_BYTES = 4 << 20
 _SLOTS = 3
@@ -37,12 +35,12 @@ _KEPT_CALLS = 512
 
 
 class Staged:
-    """The staged operations of one group. dispatch: the group's operations on host memory. Collective."""
+    """The staged operations of one group. host: the group's operations on host memory. Collective."""
 
-    def __init__(self, dispatch: Dispatch, device: Device) -> None:
-        self._dispatch, self._device = dispatch, device
+    def __init__(self, host: Host, device: Device) -> None:
+        self._host, self._device = host, device
         self._down, self._up = device.stream(), device.stream()
-        memory = _pinned_memory(dispatch, device)
+        memory = _pinned_memory(host, device)
         self._slots = [memory[slot * SLOT_BYTES :][:SLOT_BYTES] for slot in range(_SLOTS)]
         self.close = weakref.finalize(self, _let_go, device, self._up, memory)
         self.close.atexit = False
@@ -51,7 +49,7 @@ class Staged:
         self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def run(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
-        """Carries an operation out after an event; gives that of its end. arguments: as `Dispatch` has them."""
+        """Carries an operation out after an event; gives that of its end. arguments: as `Backend` has them."""
         arrays = {"x": _first(operation, arguments), "out": _last(operation, arguments)}
         some = arrays["x"] or arrays["out"]
         assert some is not None
@@ -72,7 +70,7 @@ class Staged:
         return self._up.record()
 
     def _plan(self, operation: str, arguments: tuple[Any, ...], dtype: DType) -> chunks.Plan:
-        comm, largest = self._dispatch.comm, 0
+        comm, largest = self._host.comm, 0
         if operation == "all_to_all":
             largest = max(arguments[2].leaving)
             if not arguments[2].alike:  # each rank knows its own parts alone
@@ -132,10 +130,8 @@ class Staged:
             op = next((a for a in given if isinstance(a, Reduction)), None)
             even = operation != "all_to_all" or arguments[2].alike
             nbytes = chunk.elements * dtype.itemsize
-            chosen = self._dispatch.choose(operation, algorithm, dtype, nbytes, op, even)
-            prepared = self._dispatch.prepare(operation, chosen, *given)
-            assert callable(prepared)  # as all of it is the host's
-            call = prepared
+            chosen = self._host.choose(operation, algorithm, dtype, nbytes, op, even)
+            call = self._host.call(operation, chosen, given)
             if len(self._calls) >= _KEPT_CALLS:
                 self._calls.clear()
             self._calls[key] = call
@@ -153,15 +149,15 @@ def _last(operation: str, arguments: tuple[Any, ...]) -> Buffer | None:
     return arguments[0] if isinstance(arguments[0], Buffer) else None
 
 
-def _pinned_memory(dispatch: Dispatch, device: Device) -> np.ndarray[Any, Any]:
+def _pinned_memory(host: Host, device: Device) -> np.ndarray[Any, Any]:
     """Memory of all slots: symmetric where ranks share such and it can be pinned, else this process's own.
 
     Where it lies in a file on a disk, for want of room, it cannot: the kernel keeps no such page in place for a GPU.
     """
     nbytes = _SLOTS * SLOT_BYTES
-    memory = dispatch.allocator.allocate(nbytes) if dispatch.topology.local_size > 1 else None
+    memory = host.allocator.allocate(nbytes) if host.topology.local_size > 1 else None
     if memory is not None:
-        shared = memory.view(dispatch.topology.local_rank, 0, nbytes, np.dtype(np.uint8))
+        shared = memory.view(host.topology.local_rank, 0, nbytes, np.dtype(np.uint8))
         with contextlib.suppress(OSError):
             device.pin(address(shared), nbytes)
             return shared

@@ -8,7 +8,7 @@ comes before what this rank queues next. So the host queues an operation and goe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from ..symmetric.engine import Engine
 from ..symmetric.meeting import Meetings
 from .barrier import Barrier
 from .device import Device, Event, Stream
+from .host import Host
 from .memory import DeviceAllocator
-
-if TYPE_CHECKING:
-    from ..backends.dispatch import Dispatch
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 32 << 20  # as large as makes the ranks' meetings cheap beside the copies
@@ -62,10 +60,10 @@ class Ipc:
     Raises MemoryError where the node's ranks have no memory to meet in.
     """
 
-    def __init__(self, dispatch: Dispatch, device: Device, allocator: DeviceAllocator) -> None:
-        place = dispatch.topology
+    def __init__(self, host: Host, device: Device, allocator: DeviceAllocator) -> None:
+        place = host.topology
         self._stream = device.stream()
-        rows = dispatch.allocator.allocate(Meetings.nbytes(place.local_size), shared=True)
+        rows = host.allocator.allocate(Meetings.nbytes(place.local_size), shared=True)
         if rows is None:
             raise MemoryError("the node has no room for a page of shared memory")
         self._barrier = Barrier(device, self._stream, place.node, allocator)

@@ -35,6 +35,15 @@ class Task:
     def __init__(self, operation: str, run: Run, hold: Hold, device: int) -> None:
         self._operation, self._run, self._hold, self._index = operation, run, hold, device
 
+    def after(self, first: Callable[[], None]) -> Task:
+        """The same with `first` before it, in the thread whose turn it is."""
+
+        def run(begin: Event) -> Event:
+            first()
+            return self._run(begin)
+
+        return Task(self._operation, run, self._hold, self._index)
+
     def start(self, arrays: Any, hold: bool) -> Started:
         """Marks the place in the caller's stream. hold: whether the arrays may be freed while the operation runs."""
         device = driver.open_device(self._index)

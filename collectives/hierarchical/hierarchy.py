@@ -15,26 +15,29 @@ node by node (`Topology.regular`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from .. import algorithms
+from ..backends.backend import Backend, Call, Resources
 from ..buffers import Buffer
 from ..executor import Execution, Region, single, whole
 from ..partition import even_counts
 from ..reduction import Reduction
 from ..schedule import Place
-from ..scratch import Scratch
 from ..symmetric import Symmetric
-from ..symmetric.shared_memory import Allocator
-from ..topology import Topology
 from .all_reduce import PipelinedAllReduce
 from .reduce_scatter import PipelinedReduceScatter
 
 
-class Hierarchy:
-    """The two levels of one group."""
+class Hierarchy(Backend):
+    """The two levels of one group. symmetric: the one-copy collectives inside this node."""
 
-    def __init__(self, place: Topology, symmetric: Symmetric, allocator: Allocator, scratch: Scratch) -> None:
+    name = "hierarchical"
+    shares_memory = True
+
+    def __init__(self, resources: Resources, symmetric: Symmetric) -> None:
+        place, allocator, scratch = resources.topology, resources.allocator, resources.scratch
         self._place = place
         self._node = symmetric
         self._all_reduce = PipelinedAllReduce(place, symmetric.meetings, allocator, scratch)
@@ -42,16 +45,31 @@ class Hierarchy:
         self._across = place.across
         self._scratch = scratch
 
-    def all_reduce(self, x: Buffer, op: Reduction) -> None:
-        """Bitwise equal on all ranks."""
-        self._all_reduce.run(x, op)
+    @classmethod
+    def of_nodes(cls, resources: Resources) -> Hierarchy | None:
+        """The levels of a group; None unless it has several nodes, regular ones, that share memory. Collective."""
+        if resources.topology.nodes == 1 or not resources.topology.regular:
+            return None
+        symmetric = Symmetric.inside_node(resources)
+        return None if symmetric is None else cls(resources, symmetric)
 
-    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
-        """The same bits as those of `all_reduce`."""
-        self._reduce_scatter.run(out, x, op, counts)
+    def all_reduce(self, x: Buffer, op: Reduction) -> Call:
+        """A pipeline through both levels."""
+        return partial(self._all_reduce.run, x, op)
 
-    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
+        """A pipeline through both levels; the same bits as those of `all_reduce`."""
+        return partial(self._reduce_scatter.run, out, x, op, counts)
+
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
         """Between nodes the parts of this local rank, straight into out; then inside the node the parts of each."""
+        return partial(self._gather, out, x, counts)
+
+    def broadcast(self, x: Buffer, root: int) -> Call:
+        """Between nodes from the root to its peers, then inside each node from that local rank."""
+        return partial(self._distribute, x, root)
+
+    def _gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
         local, nodes, me = self._place.local_size, self._place.nodes, self._place.local_rank
         parts = list(pairwise((0, *accumulate(counts))))
         mine = parts[me::local]
@@ -65,8 +83,7 @@ class Hierarchy:
             here = counts[node * local : (node + 1) * local]
             self._node.all_gather(out.part(first, last), out.part(*mine[node]), here)()
 
-    def broadcast(self, x: Buffer, root: int) -> None:
-        """Between nodes from the root to its peers, then inside each node from that local rank."""
+    def _distribute(self, x: Buffer, root: int) -> None:
         local, me = self._place.local_size, self._place.local_rank
         source_node, source = divmod(root, local)
         if me == source:

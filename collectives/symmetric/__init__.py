@@ -15,15 +15,31 @@ An Operation can be run again on the same arrays. It keeps what it worked out, a
 the rows are the same, byte by byte; that is how an operation of a training loop costs a few microseconds of Python.
 """
 
+from __future__ import annotations
+
+from ..backends.backend import Backend, Resources
 from .movements import Movements
 from .operation import MeetsInMemory, Operation
+from .peer_memory import connect
 from .reductions import Reductions
 
 __all__ = ["MeetsInMemory", "Operation", "Symmetric"]
 
 
-class Symmetric(Reductions, Movements):
-    """All one-copy collectives of one group of ranks that share memory.
+class Symmetric(Reductions, Movements, Backend):
+    """All one-copy collectives of one group of ranks that share memory."""
 
-    Arguments are checked by the caller. What is returned is collective, and runs in the order of issue on every rank.
-    """
+    name = "symmetric"
+    shares_memory = True
+
+    @classmethod
+    def of_node(cls, resources: Resources) -> Symmetric | None:
+        """Those of the whole group; None unless all its ranks are on one node and share memory. Collective."""
+        return cls.inside_node(resources) if resources.topology.nodes == 1 else None
+
+    @classmethod
+    def inside_node(cls, resources: Resources) -> Symmetric | None:
+        """Those of the group's ranks on this node; None if the ranks of some node share no memory. Collective."""
+        if resources.meetings is None:
+            return None
+        return cls(resources.meetings, resources.allocator, connect(resources.topology.node))

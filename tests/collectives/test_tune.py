@@ -9,12 +9,26 @@ from pathlib import Path
 import pytest
 
 from collectives import ArgumentError, Communicator
+from collectives.backends.backend import Backend
+from collectives.backends.mpi import Library
+from collectives.backends.schedules import ScheduleBackend
 from collectives.backends.selection import Selection, read_tables
 from collectives.buffers import describe
+from collectives.hierarchical import Hierarchy
+from collectives.symmetric import Symmetric
 from collectives.tune import table, write
 
 TUNE = ("-m", "collectives.tune")
 FLOAT = describe("float32")
+
+
+def backends(*kinds: type[Backend]) -> dict[str, Backend]:
+    """Of these kinds, and schedules, for what they say of themselves: without a group."""
+    made = {kind.name: object.__new__(kind) for kind in (Library, *kinds)}
+    for name in ("ring", "tree"):
+        made[name] = object.__new__(ScheduleBackend)
+        made[name].name = name
+    return made
 
 
 def test_a_table_changes_half_way_between_sizes_and_only_for_a_clear_gain() -> None:
@@ -48,10 +62,10 @@ def test_what_is_measured_for_other_layouts_stays(tmp_path: Path, monkeypatch: p
     write(path, "1x2", {"all_reduce": [(100, "tree"), (None, "ring")]}, "an MPI")
     write(path, "2x2", {"all_reduce": [(None, "mpi")]}, "an MPI")
     monkeypatch.setenv("MPIDL_TUNING", str(path))
-    chosen = Selection("symmetric", read_tables(1, 2)).choose
+    chosen = Selection(backends(Symmetric), read_tables(1, 2)).choose
     assert [chosen("all_reduce", "auto", FLOAT, nbytes) for nbytes in (100, 101)] == ["tree", "ring"]
     assert chosen("all_gather", "auto", FLOAT, 1 << 30) == "symmetric", "the default where nothing was measured"
-    assert Selection("hierarchical", read_tables(2, 2)).choose("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
+    assert Selection(backends(Hierarchy), read_tables(2, 2)).choose("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
 
 
 @pytest.mark.thorough

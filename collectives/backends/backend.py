@@ -1,0 +1,102 @@
+"""The interface of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+from ..buffers import Buffer, DType
+from ..partition import Splits
+from ..reduction import Reduction
+from ..scratch import Scratch
+from ..symmetric.meeting import Meetings
+from ..symmetric.shared_memory import Allocator
+from ..topology import Topology
+
+Call = Callable[[], None]
+
+
+@dataclass
+class Resources:
+    """The communicators and the memory that the backends of one group are made from.
+
+    comm: of the group's ranks, for their messages. scratch: memory that operations use in turn. meetings: where the
+    ranks of a node meet in shared memory; None where those of some node share none.
+    """
+
+    comm: MPI.Intracomm
+    topology: Topology
+    allocator: Allocator
+    scratch: Scratch
+    meetings: Meetings | None
+
+
+class Backend:
+    """One way to carry out operations among the ranks of one group, as one of its ranks sees it.
+
+    Each method takes checked arguments and returns the call that carries the operation out, collectively and in the
+    order of issue; it can be made again and again on the same arrays, and does not keep them alive. What does not
+    depend on the other ranks is worked out before. A backend serves the operations that it defines.
+
+    name: what `algorithm=` calls it. title: what errors call the one that carries it out. shares_memory: whether it
+    needs memory that the ranks of a node share, and gains from arrays in symmetric memory.
+    """
+
+    name: str
+    title = "the backend"
+    shares_memory = False
+
+    def serves(self, operation: str) -> bool:
+        """Whether it has the operation."""
+        return getattr(type(self), operation) is not getattr(Backend, operation)
+
+    def reduces(self, dtype: DType, op: Reduction) -> bool:
+        """Whether it has the operator on the element type."""
+        return True
+
+    def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
+        """Whether "auto" may take it for what it serves. even: whether all ranks have as many elements."""
+        return op is None or self.reduces(dtype, op)
+
+    def all_reduce(self, x: Buffer, op: Reduction) -> Call:
+        """In place on every rank; bitwise equal on all of them."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
+        """counts[r] elements of the reduction to rank r; out may be x's own part."""
+        raise NotImplementedError
+
+    def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
+        """In place on the root."""
+        raise NotImplementedError
+
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
+        """counts[r] elements from rank r; x may be out's own part."""
+        raise NotImplementedError
+
+    def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
+        """leaving[q] elements to rank q, coming[q] from it."""
+        raise NotImplementedError
+
+    def broadcast(self, x: Buffer, root: int) -> Call:
+        """From the root to all."""
+        raise NotImplementedError
+
+    def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
+        """counts[r] elements from rank r to the root, which alone has an out."""
+        raise NotImplementedError
+
+    def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
+        """counts[r] elements from the root, which alone has an x, to rank r."""
+        raise NotImplementedError
+
+    def barrier(self) -> Call:
+        """Returns once every rank has called it."""
+        raise NotImplementedError
+
+
+def in_shared_memory(backends: Mapping[str, Backend]) -> str | None:
+    """The name of the backend that shares memory, if the group has one."""
+    return next((name for name, backend in backends.items() if backend.shares_memory), None)

@@ -1,0 +1,27 @@
+"""The backends of a group, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..algorithms import NAMES
+from ..hierarchical import Hierarchy
+from ..symmetric import Symmetric
+from .backend import Backend, Resources
+from .mpi import Library
+from .schedules import ScheduleBackend
+
+# In the order in which `Communicator.algorithms` lists them; each gives None where the group cannot have it.
+MAKERS: tuple[Callable[[Resources], Backend | None], ...] = (
+    Library.of_group,
+    Symmetric.of_node,
+    Hierarchy.of_nodes,
+    *(partial(ScheduleBackend, name) for name in NAMES),
+)
+
+
+def make_backends(resources: Resources) -> dict[str, Backend]:
+    """All backends that a group has, in the order of MAKERS. Collective."""
+    made = [make(resources) for make in MAKERS]
+    return {backend.name: backend for backend in made if backend is not None}
