@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{options.steps} turns"
     )
     runs = {
-        name: [Run(np.array(found[name]["seconds"]), math.nan, found[name]["loss"]) for found in launches]
+        name: [Run(np.array(found[name]["seconds"]), math.nan, math.nan, found[name]["loss"]) for found in launches]
         for name in options.engines
     }
     rows = rows_of(runs, about["ranks"], about["params"], about["tokens"], print)

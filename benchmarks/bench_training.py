@@ -7,8 +7,10 @@ alone, without any communication: what a step costs at least if nothing is shard
 rank's, a row's the median over the steps of all rounds; so are its parts, forward, backward and the optimizer's step.
 "all-reduce" is no engine but the bare averaging of buffers as large as the gradients, in buckets of 25 MiB.
 
-peak_mib is the largest rank's proportional set size (memory that ranks share is divided among them), the highest of
-those after forward, backward and step of the steps before the counted ones. The loss is the mean over ranks.
+peak_mib is the largest rank's proportional set size (Pss of /proc/self/smaps_rollup: memory that ranks share is divided
+among them), the highest of those after forward, backward and step of the steps before the counted ones. node_mib is the
+sum of the proportional set sizes of a node's ranks, which is what the node holds, at the highest of these moments; over
+several nodes their mean. The loss is the mean over ranks.
 
 The engines come one after the other, as often as --rounds says, and a ratio is the median over the rounds. Where the
 machine's speed changes within minutes, `bench_in_turn.py` compares them more fairly.
@@ -25,6 +27,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -207,7 +210,7 @@ class Trial:
         self._elements = sum(p.numel() for p in model.parameters())
         self._done = 0
         self._seconds: list[list[float]] = []
-        self._peak = 0.0
+        self._used: list[float] = []  # MiB, at each moment at which memory is measured
         self._prepare(name, model)
 
     def _prepare(self, name: str, model: GPT2) -> None:
@@ -242,7 +245,7 @@ class Trial:
     def _took(self, part: str) -> None:
         self._watch.took(part)
         if self._done < self._options.warmup:
-            self._peak = max(self._peak, self._watch.used_mib())
+            self._used.append(self._watch.used_mib())
         self._watch.go_on()
 
     def end(self) -> Run:
@@ -253,12 +256,14 @@ class Trial:
         comm.all_reduce(totals, "max")
         comm.all_reduce(slowest, "avg")
         slowest *= (totals / slowest.sum(1))[:, None]  # the parts' shares of the slowest rank's step
-        summary = np.array([self._peak])
-        comm.all_reduce(summary, "max")
+        used = np.array(self._used or [math.nan])
+        largest, together = used.copy(), used.copy()
+        comm.all_reduce(largest, "max")
+        comm.all_reduce(together, "sum")
         mean = np.array([self._mean_loss()])
         comm.all_reduce(mean, "avg")
         self._close()
-        return Run(slowest, float(summary[0]), float(mean[0]))
+        return Run(slowest, float(largest.max()), float(together.max()) / comm.nodes, float(mean[0]))
 
     def _mean_loss(self) -> float:
         return sum(loss.item() for loss in self._losses) / self._options.grad_accum

@@ -35,6 +35,7 @@ class Row:
     optimizer_ms: float
     tokens_per_s: float
     peak_mib: float | None
+    node_mib: float | None
     loss_last: float | None
 
 
@@ -42,11 +43,13 @@ class Row:
 class Run:
     """What one round of an engine gave.
 
-    seconds: [counted steps, parts], on the slowest rank. peak: MiB; NaN where it is unknown.
+    seconds: [counted steps, parts], on the slowest rank. peak, node_peak: MiB of the largest rank, of a node's ranks
+    together; NaN where they are unknown.
     """
 
     seconds: Seconds
     peak: float
+    node_peak: float
     loss: float
 
 
@@ -55,13 +58,15 @@ def rows_of(
 ) -> list[Row]:
     """The table, printed. found: the runs of each engine. tokens: of all ranks in a step."""
     heads = " ".join(f"{part:>9}" for part in PARTS)
-    say(f"# {'engine':>12} {'ms a step':>10} {heads} {'tokens/s':>9} {'peak MiB':>9} {'last loss':>10}", flush=True)
+    heads += f" {'tokens/s':>9} {'peak MiB':>9} {'node MiB':>9} {'last loss':>10}"
+    say(f"# {'engine':>12} {'ms a step':>10} {heads}", flush=True)
     rows = []
     for name, runs in found.items():
         seconds = np.concatenate([each.seconds for each in runs])
         step = float(np.median(seconds.sum(1)))
         forward, backward, optimizer = parts = (np.median(seconds, axis=0) * 1e3).tolist()
-        peak, loss = max(each.peak for each in runs), runs[-1].loss
+        peak, node_peak = max(each.peak for each in runs), max(each.node_peak for each in runs)
+        loss = runs[-1].loss
         rows.append(
             Row(
                 name,
@@ -73,11 +78,13 @@ def rows_of(
                 optimizer,
                 tokens / step,
                 None if np.isnan(peak) else peak,
+                None if np.isnan(node_peak) else node_peak,
                 None if np.isnan(loss) else loss,
             ),
         )
         told = " ".join(f"{part:>9.1f}" for part in parts)
-        say(f"  {name:>12} {step * 1e3:>10.1f} {told} {rows[-1].tokens_per_s:>9.0f} {peak:>9.0f} {loss:>10.4f}")
+        told += f" {rows[-1].tokens_per_s:>9.0f} {peak:>9.0f} {node_peak:>9.0f} {loss:>10.4f}"
+        say(f"  {name:>12} {step * 1e3:>10.1f} {told}")
     return rows
 
 
@@ -111,7 +118,7 @@ def plot(rows: list[Row], path: Path) -> None:
     times.set_title(f"ms a step, {rows[0].ranks} ranks, {rows[0].params / 1e6:.1f} M parameters")
     times.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False, fontsize="small")
     colours = ["#4292c6" if engine in OURS else "#aaaaaa" for engine in engines]
-    memory.bar_label(memory.barh(engines, [row.peak_mib for row in drawn], color=colours), fmt="%.0f", padding=3)
+    memory.bar_label(memory.barh(engines, [row.peak_mib or 0 for row in drawn], color=colours), fmt="%.0f", padding=3)
     memory.set_title("peak MiB a rank")
     for panel in (times, memory):
         panel.margins(x=0.12)

@@ -21,6 +21,7 @@ ALLOWED = {
     "gpu_limits": ("benchmarks/", "tests/benchmarks/"),
     "bench_collectives": ("benchmarks/", "tests/benchmarks/"),
     "bench_training": ("benchmarks/", "tests/benchmarks/"),
+    "plot_front_page": ("benchmarks/", "tests/benchmarks/"),
     "training_report": ("benchmarks/", "tests/benchmarks/"),
     "turns": ("benchmarks/", "tests/benchmarks/"),
     "examples": ("examples/", "tests/"),

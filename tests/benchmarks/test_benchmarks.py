@@ -72,11 +72,12 @@ def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {row["engine"]: row for row in json.loads(path.read_text())}
     parts = {"forward_ms", "backward_ms", "optimizer_ms"}
-    keys = {"engine", "ranks", "params", "step_ms", "tokens_per_s", "peak_mib", "loss_last"} | parts
+    keys = {"engine", "ranks", "params", "step_ms", "tokens_per_s", "peak_mib", "node_mib", "loss_last"} | parts
     assert all(set(row) == keys for row in rows.values())
     assert len({row["params"] for row in rows.values()}) == 1
     for row in rows.values():
         assert min(row["step_ms"], row["peak_mib"], *(row[part] for part in parts if row["engine"] != "all-reduce")) > 0
+        assert row["peak_mib"] < row["node_mib"] <= 2 * row["peak_mib"]  # of two ranks
     assert "of single + all-reduce" in done.stdout
     parallel = [row["loss_last"] for name, row in rows.items() if name not in ("single", "all-reduce")]
     assert parallel == pytest.approx([parallel[0]] * 6, rel=1e-4)
