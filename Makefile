@@ -50,6 +50,9 @@ endif
 
 CHOICE := $(if $(FULL),,--brief)
 
+# At the end of each phase: the tests that took longest, of those of a second or more.
+SLOWEST := --durations=10 --durations-min=1
+
 # One thread a rank where cores are shared, output as it comes where it goes through a pipe, and modules compiled once.
 IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
@@ -65,10 +68,10 @@ test: $(VENV)/.test
 	@ran=; phase() { "$$@"; case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
 	for n in $(NPROCS); do \
 	    echo "== tests on $$n ranks ($(MPI))"; \
-	    phase env $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi $(CHOICE) $(ARGS); \
+	    phase env $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi $(CHOICE) $(SLOWEST) $(ARGS); \
 	done; \
 	echo "== tests without MPI"; \
-	phase env $(IN_STEP) $(PY) -m pytest -q $(CHOICE) $(ARGS); \
+	phase env $(IN_STEP) $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS); \
 	[ -n "$$ran" ] || { echo "no test fits $(subst ",,$(ARGS))"; exit 5; }
 
 test-hosts: $(VENV)/.test
