@@ -1,7 +1,8 @@
 """An array of any kind -> a flat, typed, contiguous view of its memory, without a copy.
 
 numpy knows no bfloat16, so a bf16 tensor's flat view holds its bits as uint16; `DType` remembers what they mean. Arrays
-on a GPU are recognised in `cuda.arrays`; here is only the Buffer that they become.
+on a GPU are recognised by `cuda.arrays`, which is registered here as an `ArrayKind`; here is only the Buffer that they
+become.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -129,6 +130,27 @@ class DeviceBuffer(Buffer):
         return DeviceBuffer(self.flat[start:stop], self.dtype, self.owner, self.device)
 
 
+class ArrayKind(Protocol):
+    """Arrays in memory that is not the host's: how they are recognised, and seen as Buffers."""
+
+    def is_one(self, array: Any) -> bool:
+        """Whether the array is of this kind."""
+
+    def signature(self, array: Any) -> tuple[Any, ...] | None:
+        """See `signature`; None also for an array of another kind."""
+
+    def inspect(self, array: Any, name: str, *, writable: bool) -> Buffer:
+        """See `inspect`."""
+
+
+_kinds: list[ArrayKind] = []
+
+
+def register(kind: ArrayKind) -> None:
+    """Has `inspect` and `signature` know arrays of another kind; once, as the module that knows them is imported."""
+    _kinds.append(kind)
+
+
 def home(data: Buffer) -> str:
     """Where its memory is, for errors and comparisons."""
     return f"GPU {data.device}" if isinstance(data, DeviceBuffer) else "the host"
@@ -168,7 +190,11 @@ def signature(array: Any) -> tuple[Any, ...] | None:
             return None
         place = array.data_ptr()
         return (place, array.numel(), array.dtype) if place else None
-    return _gpu_arrays().signature(array)
+    for kind in _kinds:
+        found = kind.signature(array)
+        if found is not None:
+            return found
+    return None
 
 
 def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
@@ -183,8 +209,9 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
         return _inspect_numpy(array, name, writable)
     if isinstance(array, torch.Tensor) and not array.is_cuda:
         return _inspect_torch(array, name)
-    if _gpu_arrays().is_one(array):
-        return _gpu_arrays().inspect(array, name, writable=writable)
+    for kind in _kinds:
+        if kind.is_one(array):
+            return kind.inspect(array, name, writable=writable)
     raise ArgumentTypeError(f"{name}: got {_kind(array)}; needs a numpy or cupy array or a torch tensor")
 
 
@@ -252,13 +279,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _kind(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
-
-
-def _gpu_arrays() -> Any:
-    """The module that knows them; loaded when an array is none of the host's."""
-    from .cuda import arrays
-
-    return arrays
 
 
 def describe(dtype: Any) -> DType:

@@ -10,6 +10,8 @@ import numpy as np
 from collectives import Communicator
 
 from .errors import ConfigurationError
+from .pickled import gather_pickled
+from .runtime import init
 
 _WORLD: Any = object()  # in place of a value, where the first argument is the value and none a Communicator
 
@@ -26,13 +28,7 @@ def all_gather_object(comm: Any, value: Any = _WORLD) -> list[Any]:
     comm: may be left out, `all_gather_object(value)`; it is the world then.
     """
     comm, value = _given(comm, value)
-    mine = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = np.empty(comm.size, np.int64)
-    comm.all_gather(sizes, np.array([mine.size], np.int64))
-    everything = np.empty(int(sizes.sum()), np.uint8)
-    comm.all_gather(everything, mine, sizes.tolist())
-    ends = np.cumsum(sizes)
-    return [pickle.loads(everything[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+    return gather_pickled(comm, value)
 
 
 @overload
@@ -65,6 +61,4 @@ def _given(comm: Any, value: Any) -> tuple[Communicator, Any]:
             f"objects: got {type(comm).__name__}{'' if value is _WORLD else ' first'}; "
             "needs a value, or a Communicator and a value"
         )
-    from .runtime import init  # which gathers objects itself
-
     return init(), comm

@@ -23,7 +23,7 @@ from collectives.witness import tell, witnessed
 
 from .ending import end_job_with_any_rank
 from .errors import CheckpointError, CheckpointMismatch, TrainingError, UsageError
-from .objects import all_gather_object
+from .pickled import gather_pickled
 
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER = "MPIDL_WORKER"  # set in the environment of processes that load data and are no ranks
@@ -54,7 +54,7 @@ def init(*, export_ranks: bool = False) -> Communicator:
             )
         comm = Communicator()
         end_job_with_any_rank(comm)
-        ranks = all_gather_object(comm, (platform.node(), os.getpid(), sorted(usable())))
+        ranks = gather_pickled(comm, (platform.node(), os.getpid(), sorted(usable())))
         if comm.local_rank == 0 and witnessed():
             tell([(node, process) for node, process, _ in ranks])
         _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])
@@ -118,7 +118,7 @@ def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
     except (UsageError, CheckpointError) as error:
         message = " ".join(str(error).split())
         status = 2 if isinstance(error, UsageError | CheckpointMismatch) else 1
-    outcomes = all_gather_object(comm, (status, message))
+    outcomes = gather_pickled(comm, (status, message))
     wrong = [rank for rank, (status, _) in enumerate(outcomes) if status]
     if wrong:
         status, message = outcomes[wrong[0]]

@@ -86,6 +86,109 @@ def test_uses_that_are_allowed_and_names_that_only_look_alike_are_not_found() ->
         assert not violations(module, [(f"{ALLOWED[module][0]}", f"import {module}")])
 
 
+# The modules of collectives from the lowest layer to the highest, a folder for all in it that is not named by itself. A
+# module imports from its own layer and from lower ones.
+LAYERS = {
+    "base": "find_mpi errors about cores exit_status float_errors forked labels leftovers lifetime partition patience "
+    "scratch topology buffers reduction",
+    "schedules": "schedule algorithms layout simulate price",
+    "memory": "symmetric.shared_memory symmetric.peer_memory symmetric.tickets counters pages positions inbox",
+    "runtime": "watchdog witness progress",
+    "arguments": "arguments details coalesced",
+    "backends": "executor backends symmetric hierarchical cuda partitioned",
+    "messages": "message_work messages dropped",
+    "dispatch": "backends.registry backends.dispatch backends.checks",
+    "API": "communicator",
+    "over it": "__init__ cuda.place deadlock timing tune",
+}
+
+
+def imports_within(package: str, sources: dict[str, str]) -> dict[str, set[str]]:
+    """For each module of a package the others that it imports, also in functions and for types alone.
+
+    sources: by the module's path in the package, such as "cuda/task.py". Modules are named without the package, its own
+    "__init__".
+    """
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        here = [package, *path.split("/")[:-1]]
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(sources[path])):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                start = here[: len(here) - node.level + 1] if node.level else []
+                base = ".".join([*start, *([node.module] if node.module else [])])
+                for alias in node.names:  # of modules, else out of one
+                    inner = f"{base}.{alias.name}".removeprefix(f"{package}.")
+                    names.add(f"{package}.{inner}" if inner in modules else base)
+        inside = {"__init__" if name == package else name.removeprefix(f"{package}.") for name in names}
+        found[module] = {name for name in inside if name in modules} - {module}
+    return found
+
+
+def sources_of(package: str) -> dict[str, str]:
+    """The sources of a package, by their paths in it."""
+    folder = ROOT / package
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """The imports by which a module comes back to itself."""
+
+    @cache
+    def reached(start: str) -> frozenset[str]:
+        found, new = set(), {start}
+        while new:
+            new = {other for module in new for other in imports[module]} - found
+            found |= new
+        return frozenset(found)
+
+    pairs = [(module, other) for module, others in imports.items() for other in sorted(others)]
+    return [f"{module} -> {other}" for module, other in pairs if other == module or module in reached(other)]
+
+
+def layer(module: str) -> int:
+    """The number of a module's layer, by the longest name in LAYERS that fits."""
+    named = {name: number for number, names in enumerate(LAYERS.values()) for name in names.split()}
+    fitting = [name for name in named if f"{module}.".startswith(f"{name}.")]
+    assert fitting, f"{module} is in no layer of tests/test_house.py"
+    return named[max(fitting, key=len)]
+
+
+def upwards(imports: dict[str, set[str]]) -> list[str]:
+    """The imports of a higher layer."""
+    pairs = ((module, other) for module, others in imports.items() for other in sorted(others))
+    return [f"{module} imports {other}" for module, other in pairs if layer(other) > layer(module)]
+
+
+@pytest.mark.parametrize("package", ["collectives", "mpidl"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    assert not circles(imports_within(package, sources_of(package)))
+
+
+def test_no_module_of_collectives_imports_a_higher_layer() -> None:
+    assert not upwards(imports_within("collectives", sources_of("collectives")))
+
+
+def test_circles_and_imports_of_higher_layers_are_found() -> None:
+    sources = {
+        "__init__.py": "from .communicator import Communicator",
+        "communicator.py": "from . import buffers",
+        "buffers.py": "def f():\n    from .cuda import arrays",
+        "cuda/__init__.py": "",
+        "cuda/arrays.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..reduction import Reduction",
+        "reduction.py": "import collectives.buffers",
+    }
+    imports = imports_within("collectives", sources)
+    assert imports["__init__"] == {"communicator"}
+    assert circles(imports) == ["buffers -> cuda.arrays", "cuda.arrays -> reduction", "reduction -> buffers"]
+    assert upwards(imports) == ["buffers imports cuda.arrays"]
+    sources["buffers.py"] = "import numpy"
+    assert not circles(imports_within("collectives", sources))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert path.read_text().strip() == "" or ast.get_docstring(ast.parse(path.read_text()))

@@ -13,3 +13,8 @@
 
 Nothing here imports cupy before an array on a GPU shows up.
 """
+
+from ..buffers import register
+from . import arrays
+
+register(arrays)

@@ -12,6 +12,7 @@ from ..reduction import Call, Reduction
 from ..scratch import Scratch
 
 Array = np.ndarray[Any, Any]
+Program = list[Call]  # that carries out one rank's part of an operation
 
 
 class Engine:

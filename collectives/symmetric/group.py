@@ -10,9 +10,8 @@ import numpy as np
 
 from ..buffers import Buffer, address, unowned
 from ..reduction import Call, Reduction
-from .engine import Engine
-from .meeting import Entry, Meeting, Meetings
-from .operation import Program, Ranges
+from .engine import Engine, Program
+from .meeting import Entry, Meeting, Meetings, Ranges
 from .peer_memory import PeerMemory
 from .shared_memory import Allocator, SharedMemory
 from .staging import Staging

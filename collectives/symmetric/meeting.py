@@ -25,6 +25,7 @@ from .shared_memory import SharedMemory
 if TYPE_CHECKING:
     pass
 
+Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
 _DTYPES = tuple(DTYPES)
 _OPS = ("none", *KERNELS)
 _DTYPE_CODES = {name: code for code, name in enumerate(_DTYPES)}
@@ -106,7 +107,7 @@ class Meetings:
         )
 
     @staticmethod
-    def pack_ranges(leaving: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]]) -> bytes:
+    def pack_ranges(leaving: Ranges, coming: Ranges) -> bytes:
         """What goes with a movement's row: where the elements for and from each rank begin, and how many they are."""
         own = np.array([leaving, coming], np.int64)
         own[:, :, 1] -= own[:, :, 0]

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..buffers import Buffer
-from ..reduction import Call
-from .meeting import Entry, Meeting
+from .engine import Program
+from .group import Group
+from .meeting import Entry, Meeting, Ranges
 from .staging import Stages
-
-if TYPE_CHECKING:
-    from .group import Group
-
-Ranges = Sequence[tuple[int, int]]
-Program = list[Call]
 
 
 @dataclass(frozen=True, slots=True)

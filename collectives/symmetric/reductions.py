@@ -11,9 +11,10 @@ import numpy as np
 from ..buffers import Buffer
 from ..partition import even_counts
 from ..reduction import Reduction
+from .engine import Program
 from .group import Group, entry_of, starts_of
-from .meeting import Entry, Meeting
-from .operation import Operation, Program, Ranges
+from .meeting import Entry, Meeting, Ranges
+from .operation import Operation
 from .staging import Stages
 
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,8 @@ from .corpora import read_corpus
 from .loader import DataLoader
 from .masking import Masking
 from .sampler import DistributedSampler
-from .tokenizers import ByteTokenizer, MarkedTokenizer, make_marked_tokenizer, make_tokenizer
+from .tokenizers import ByteTokenizer, MarkedTokenizer, make_tokenizer
+from .wordpiece import make_marked_tokenizer
 
 __all__ = [
     "ByteTokenizer",

@@ -98,17 +98,6 @@ class MarkedTokenizer:
         return "".join(parts)
 
 
-def make_marked_tokenizer(name: str, vocabulary: str | None = None) -> MarkedTokenizer:
-    """ "wordpiece", with BERT's own vocabulary in a directory; or one of `make_tokenizer`'s and marks."""
-    if name != "wordpiece":
-        return MarkedTokenizer(make_tokenizer(name, vocabulary))
-    from .wordpiece import WordPieceTokenizer  # which is built on this module
-
-    if vocabulary is None:
-        raise UsageError("--tokenizer wordpiece needs a directory with vocab.txt as --vocab")
-    return WordPieceTokenizer(vocabulary)
-
-
 def _from_tiktoken() -> Any:
     instead = "give a directory with merges.txt and vocab.json as --vocab"
     try:

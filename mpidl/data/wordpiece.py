@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import UsageError
 from .library import tokenizers_library
-from .tokenizers import MarkedTokenizer, Tokens
+from .tokenizers import MarkedTokenizer, Tokens, make_tokenizer
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown
 
@@ -58,3 +58,12 @@ class WordPieceTokenizer(MarkedTokenizer):
     def decode(self, tokens: list[int]) -> str:
         """Words with a space between each two; what `encode` dropped stays lost."""
         return " ".join(self._pieces[token] for token in tokens).replace(" ##", "")
+
+
+def make_marked_tokenizer(name: str, vocabulary: str | None = None) -> MarkedTokenizer:
+    """ "wordpiece", with BERT's own vocabulary in a directory; or one of `make_tokenizer`'s and marks."""
+    if name != "wordpiece":
+        return MarkedTokenizer(make_tokenizer(name, vocabulary))
+    if vocabulary is None:
+        raise UsageError("--tokenizer wordpiece needs a directory with vocab.txt as --vocab")
+    return WordPieceTokenizer(vocabulary)

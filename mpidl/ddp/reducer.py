@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from ..buckets import MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree, check_settings_agree, raise_everywhere
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
-from ..joining import Stage
+from ..joining import Rounds, Stage
 from ..objects import broadcast_object
 from ..replicate import broadcast_states
 from . import comm_hooks
@@ -44,8 +44,17 @@ from .sparse import mean_of_sparse, sparse_parameters
 FIRST_BUCKET_MB = 1.0
 
 
-if TYPE_CHECKING:
-    from .joining import WrapperJoinHook
+class Joining(Protocol):
+    """A `Join` block around the passes, as the reducer uses it (`joining.WrapperJoinHook`)."""
+
+    rounds: Rounds
+
+    @property
+    def share(self) -> float:
+        """The factor of the mean over all ranks."""
+
+    def tell(self, stage: Stage) -> None:
+        """Tells the ranks without batches what this one begins."""
 
 
 class Reducer:
@@ -84,7 +93,7 @@ class Reducer:
         self.pending_order: list[torch.nn.Parameter] | None = None
         self.rebuilt = False
         self.order_root = 0  # whose order of arrival counts
-        self.joining: WrapperJoinHook | None = None
+        self.joining: Joining | None = None
         self.stands_in = False  # this rank has no batches left, and a backward pass of the others is under way
         self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank meanwhile
         self.share = 1.0  # what the mean over all ranks is multiplied by
