@@ -2,7 +2,7 @@
 
     python -m mpidl.checkpoint inspect DIR             what is there; with --tensors every tensor
     python -m mpidl.checkpoint verify DIR              reads all of it and compares the checksums
-    python -m mpidl.checkpoint export DIR OUT          model.safetensors, as transformers has it
+    python -m mpidl.checkpoint export DIR OUT          model.safetensors and config.json, as transformers has them
 
 DIR is a checkpoint, or a directory of them, of which `verify` and `export` take the newest complete one; DIR/latest is
 the one that was written last. One process that needs neither mpirun nor MPI.
@@ -48,6 +48,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("dir", type=Path, metavar="DIR", help="a checkpoint, or a directory of them")
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to write to")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    export.add_argument(
+        "--config", type=Path, metavar="DIR", help="a config.json to go with the weights; else as the model had it"
+    )
     export.add_argument("--dtype", choices=list(_DTYPES), help="of floating tensors; else as saved")
     options = parser.parse_args(arguments)
     if options.command == "export":
@@ -175,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             path, passed = chosen(options.dir)
             dtype = _DTYPES.get(options.dtype)
-            export_checkpoint(path, options.out, max_shard_size=options.max_shard_size, dtype=dtype)
+            size, config = options.max_shard_size, options.config
+            export_checkpoint(path, options.out, max_shard_size=size, dtype=dtype, config=config)
             print(f"{path} -> {options.out}{''.join(f'; passed over: {why}' for why in passed)}")
     except (CheckpointError, ConfigurationError, OSError) as error:
         return _say(error, 1)

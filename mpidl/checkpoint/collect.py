@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import ConfigurationError
-from ..models.pretrained import published_settings
+from ..models.published import published_files
 from ..optim.elementwise import elementwise, is_slice
 from . import random_states, tree
 from .engine import Engine, Place
@@ -119,7 +119,7 @@ def collect(
             "parameters": [place.name for place in engine.parameters],
             "buffers": [place.name for place in engine.buffers],
             "tied": engine.tied,
-            "settings": published_settings(engine.model),
+            "published": published_files(engine.model),
         },
     }
     whole: dict[str, torch.Tensor] = {}  # alike on every rank, and written by rank 0

@@ -26,7 +26,8 @@ from collectives import Communicator
 
 from ..ending import UNFINISHED
 from ..errors import CheckpointError, ConfigurationError
-from ..models.pretrained import published_names, published_settings
+from ..models.pretrained import published_names
+from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
 from . import folder, index
 from .agree import on_rank_0, together
 from .engine import Engine
@@ -78,7 +79,8 @@ def export_safetensors(
 
     model: as for `save`. max_shard_size: of a file, in bytes or as "5GB"; a larger tensor has a file of its own.
     dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are.
-    A GPT-2 of mpidl.models gets its config.json too, so that transformers' `from_pretrained(path)` opens it.
+    A model of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
+    transformers' `from_pretrained(path)` opens it.
 
     Raises CheckpointError alike on every rank for what cannot be written, and beforehand for weights or settings there
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
@@ -92,6 +94,7 @@ def export_safetensors(
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype: got {dtype}; needs a floating dtype")
     limit = byte_count(max_shard_size)
+    published = together(engine.comm, lambda: published_files(engine.model))
     places = [*engine.parameters, *engine.buffers]
     engine.check_alike(f"{path} was not exported", {place.name: place.values for place in places if place.shared})
 
@@ -103,13 +106,22 @@ def export_safetensors(
                 yield place.name, low, whole.view(-1)[low - place.start : high - place.start]
 
     tensors = [(place.name, _dtype(place.values.dtype, dtype), place.shape) for place in places]
-    _export(engine.comm, into, tensors, own, limit, published_settings(engine.model))
+    _export(engine.comm, into, tensors, own, limit, published)
 
 
 def export_checkpoint(
-    path: str | Path, into: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+    path: str | Path,
+    into: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    config: str | Path | None = None,
 ) -> None:
-    """The same from a checkpoint's directory, by one process that needs no model; checksums are compared."""
+    """The same from a checkpoint's directory, by one process that needs no model; checksums are compared.
+
+    config: a directory with the config.json, and the generation_config.json if there is one, to put beside the weights;
+    None: as the model had them when it was saved.
+    """
     limit = byte_count(max_shard_size)
     with Reader(index.read(folder.path_of(path))) as reader:
         content = reader.index
@@ -131,7 +143,32 @@ def export_checkpoint(
 
         entries = {name: content.tensors[source] for name, source in sources.items()}
         tensors = [(name, _dtype(e.dtype, dtype), e.shape) for name, e in entries.items()]
-        _export(None, folder.path_of(into), tensors, own, limit, about.get("settings"))
+        if config is None:
+            published = _checked(about.get("published", {}), content.path)
+        else:
+            published = _checked(_settings_in(folder.path_of(config)), folder.path_of(config))
+        _export(None, folder.path_of(into), tensors, own, limit, published)
+
+
+def _settings_in(path: Path) -> dict[str, str]:
+    """The texts of the settings in a directory."""
+    found = {}
+    for name in FILES:
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = read_regular(path / name, LONGEST_INDEX).decode(errors="replace")
+    if CONFIG not in found:
+        raise CheckpointError(f"{path / CONFIG}: no such file")
+    return found
+
+
+def _checked(published: Mapping[str, str], path: Path) -> Mapping[str, str]:
+    """The texts of settings, which are JSON objects. path: where they are from."""
+    for name, text in published.items():
+        try:
+            mapping(lambda value: None)(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path / name}: cannot be read: {error}") from None
+    return published
 
 
 def _dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -144,14 +181,19 @@ def _export(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     own: Callable[[], Iterable[tuple[str, int, torch.Tensor]]],
     limit: int,
-    settings: dict[str, Any] | None,
+    published: Mapping[str, str],
 ) -> None:
-    """own: gives what this process writes: a tensor's name, the first element, elements."""
+    """own: gives what this process writes: a tensor's name, the first element, elements.
+
+    published: the texts of files beside the weights.
+    """
     files = _lay_out(tensors, limit)
     shapes = {name: shape for name, _, shape in tensors}
+    floating = next((dtype for _, dtype, _ in tensors if dtype.is_floating_point), torch.float32)
+    settings = {name: with_dtype(text, floating) if name == CONFIG else text for name, text in published.items()}
     first = (lambda action: on_rank_0(comm, action)) if comm is not None else _alone
     all_ = (lambda action: together(comm, action)) if comm is not None else _alone
-    former = first(lambda: _former(path, shapes, settings))
+    former = first(lambda: _former(path, shapes, published))
     unfinished = {_beside(path, file) for file in files}
     UNFINISHED.update(unfinished)
     try:
@@ -175,7 +217,7 @@ def _alone(action: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
 
 
-def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[str, Any] | None) -> list[str]:
+def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], published: Mapping[str, str]) -> list[str]:
     """The names of the weights of an earlier export there: of these tensors, in whatever dtypes and number of files.
 
     Raises CheckpointError for another's, which would be overwritten, or taken for a part of the new ones.
@@ -183,7 +225,7 @@ def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[st
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for there in sorted(path.iterdir()):
             try:
-                ours = _is_ours(there, shapes, settings)
+                ours = _is_ours(there, shapes, published)
             except Exception:  # whatever stands in it
                 ours = False
             if not ours:
@@ -195,7 +237,7 @@ def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[st
     return []
 
 
-def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[str, Any] | None) -> bool:
+def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], published: Mapping[str, str]) -> bool:
     """Whether an export of tensors of these shapes may replace the file, or has nothing to do with it.
 
     Weights have the header that it would write for them, in the model's order, which other programs sort.
@@ -209,8 +251,10 @@ def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], settings: dict[s
             return f"{checksum(first):08x}" == opened.header
     if file.name == HF_INDEX:
         return bool(json.loads(read_regular(file, LONGEST_INDEX))["weight_map"].keys() <= shapes.keys())
-    if file.name == "config.json" and settings is not None:
-        return bool(json.loads(read_regular(file, LONGEST_INDEX)).keys() == settings.keys())
+    if file.name == CONFIG and CONFIG in published:
+        return same_model(read_regular(file, LONGEST_INDEX).decode(), published[CONFIG])
+    if file.name == GENERATION and GENERATION in published:
+        return "transformers_version" in json.loads(read_regular(file, LONGEST_INDEX))
     return True
 
 
@@ -274,7 +318,7 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, tor
                     os.fsync(opened[file.name].fileno())
 
 
-def _finish(path: Path, files: Sequence[_File], settings: dict[str, Any] | None, former: Sequence[str]) -> None:
+def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], former: Sequence[str]) -> None:
     """Gives the files their names, writes the index and the settings, and removes what is left of the former export."""
     if len(files) > 1 and {file.name for file in files} & {*former}:
         # Some files of each, which a kill leaves from here on, nobody takes for a whole without an index.
@@ -287,8 +331,8 @@ def _finish(path: Path, files: Sequence[_File], settings: dict[str, Any] | None,
         weight_map = {name: file.name for file in files for name in file.places}
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         folder.write_text(path / HF_INDEX, json.dumps(content, indent=2) + "\n")
-    if settings is not None:
-        folder.write_text(path / "config.json", json.dumps(settings, indent=2) + "\n")
+    for name, text in settings.items():
+        folder.write_text(path / name, text)
     folder.sync(path)
     kept = {file.name for file in files} | ({HF_INDEX} if len(files) > 1 else set())
     for name in {HF_INDEX, *former} - kept:

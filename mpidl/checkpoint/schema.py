@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..models.published import FILES
 from . import tree
 from .tree import Malformed, shown, within
 
@@ -23,6 +24,7 @@ BLOCK = 4 << 20  # bytes that have a checksum of their own
 LONGEST_INDEX = 256 << 20  # bytes
 _LARGEST = (1 << 63) - 1
 _LONGEST_NAME = 10_000
+_LONGEST_DOCUMENT = 16 << 20
 _MOST_DIMENSIONS = 64  # torch's own limit
 _FILE = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 _OF_RANK = re.compile(r"rank(\d{5,})/((?:model|optimizer)/.*)", re.DOTALL)
@@ -182,6 +184,17 @@ def bytes_of(code: str, shape: Iterable[int]) -> int:
 _list: Check = items(lambda value: None)
 
 
+def _document(value: Any) -> None:
+    """The text of a file."""
+    if type(value) is not str or len(value) > _LONGEST_DOCUMENT or not _is_unicode(value):
+        raise Malformed(f"is {shown(value)}; needs a text of at most {_LONGEST_DOCUMENT} characters")
+
+
+def _settings_file(value: Any) -> None:
+    if value not in FILES:
+        raise Malformed(f"is none of {', '.join(FILES)}")
+
+
 # ---- the index ---------------------------------------------------------------------------------------------
 
 _SLICE = record({"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}, exact=True)
@@ -205,7 +218,7 @@ def check_index(content: Any) -> None:
     group = record({"params": items(text), "settings": settings})
     model = record(
         {"class": text, "parameters": items(text), "buffers": items(text), "tied": mapping(text)},
-        {"extra_state": each, "settings": encoded},
+        {"extra_state": each, "published": mapping(_document, _settings_file)},
     )
     optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
     record(

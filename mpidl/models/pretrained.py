@@ -60,11 +60,8 @@ def load_config(folder: str | Path, **changes: Any) -> GPT2Config:
     return replace(sizes, **changes)
 
 
-def published_settings(model: torch.nn.Module) -> dict[str, Any] | None:
-    """The config.json with which transformers opens the weights of a GPT-2 as its GPT2LMHeadModel; None for others."""
-    if not isinstance(model, GPT2):
-        return None
-    config = model.config
+def settings_of(config: GPT2Config) -> dict[str, Any]:
+    """The settings with which transformers opens the weights as its GPT2LMHeadModel."""
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
     granted = {name: values[0] for name, values in _TAKEN_FOR_GRANTED.items()}
     return {

@@ -57,6 +57,23 @@ def load_config(folder: str | Path, **changes: Any) -> BERTConfig:
     return replace(sizes, **changes)
 
 
+def settings_of(config: BERTConfig) -> dict[str, Any]:
+    """The settings with which transformers opens the weights as its BertForMaskedLM."""
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), config.dropout)
+    return {
+        "architectures": ["BertForMaskedLM"],
+        **{name: values[0] for name, values in _TAKEN_FOR_GRANTED.items()},
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "hidden_size": config.embd,
+        "intermediate_size": config.inner_width,
+        "type_vocab_size": config.types,
+        **dropouts,
+    }
+
+
 def load_weights(model: BERT, folder: str | Path) -> None:
     """Copies a directory's weights into a plain model, converted to its dtype.
 

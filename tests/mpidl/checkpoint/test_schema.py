@@ -42,7 +42,8 @@ def sample(path: Path) -> dict[str, Any]:
     about = {
         **{"step": 3, "micro_step": 1, "ranks": 2, "engine": "ddp", "extra": encoded, "scheduler_class": "LambdaLR"},
         "model": {
-            **{"class": "Linear", "parameters": ["w", "r"], "buffers": ["b"], "tied": {"v": "w"}, "settings": None},
+            **{"class": "Linear", "parameters": ["w", "r"], "buffers": ["b"], "tied": {"v": "w"}},
+            "published": {"config.json": '{"model_type": "gpt2"}'},
             "extra_state": {"_extra_state": {"n": 1}},
         },
         "optimizer": {
@@ -136,6 +137,8 @@ def test_texts_that_are_no_index_are_refused(tmp_path: Path, text: str, said: st
         ("tensors/model/w/shape", [1 << 40, 1 << 40], "which no memory holds"),
         ("tensors/model/w/dtype", ["F32"], r"tensors.model/w.dtype: is a list; needs the name of a dtype"),
         ("files", {"a\0b": {"bytes": 3}}, r"files.a\\x00b: is 'a\\x00b'; needs the name of a file"),
+        ("model/published", {"../x": "{}"}, "is none of config.json, generation_config.json"),
+        ("model/published", {"config.json": {}}, "config.json: is an object; needs a text"),
         ("files", {"../x.safetensors": {"bytes": 3}}, "needs the name of a file"),
         ("model/parameters", ["w", "r", "w"], "names a parameter or buffer twice"),
         ("ranks", 3, "own: has 2 entries; needs one of each of 3 ranks"),
