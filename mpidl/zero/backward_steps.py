@@ -26,7 +26,7 @@ from ..partial_steps import PartialSteps
 from .guard import WeightGuard
 from .shards import ParameterShard
 from .slices import Slice
-from .state import Parameters
+from .strategy import ParameterStrategy
 
 
 class BackwardSteps:
@@ -39,7 +39,7 @@ class BackwardSteps:
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        parameters: Parameters,
+        parameters: ParameterStrategy,
         shards: Sequence[ParameterShard],
         slices: Mapping[torch.nn.Parameter, Slice],
         guard: WeightGuard,
@@ -88,9 +88,9 @@ class BackwardSteps:
     def end(self) -> None:
         """All have been stepped: every rank sees the new parameters. Collective."""
         self._is_open = True
-        self._parameters.settle()
+        self._parameters.release()
         self._guard.stepped([p for p in self._stepped if p not in self._counted])
-        self._parameters.after_step()
+        self._parameters.publish()
 
     def close(self) -> None:
         """`optimizer.step()` was called."""

@@ -23,10 +23,8 @@ import torch
 from ..errors import TrainingError
 from ..trained_by import Trainer, claim, release
 from .hooks import Hook
-from .node_shared import NodeSharedParameters
-from .replicated import ReplicatedParameters
-from .sharded import ShardedParameters
 from .slices import Slice
+from .strategy import ParameterStrategy
 
 _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"
 
@@ -54,7 +52,7 @@ class WeightGuard:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         names: Mapping[torch.nn.Parameter, str],
-        parameters: ReplicatedParameters | NodeSharedParameters | ShardedParameters,
+        parameters: ParameterStrategy,
     ) -> None:
         self._model, self._names, self._parameters = model, names, parameters
         self._trainer = Trainer(optimizer)
@@ -70,11 +68,11 @@ class WeightGuard:
 
     def watch(self, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Takes in the parameters that have come into shards, as they are laid out now."""
-        replicated = isinstance(self._parameters, ReplicatedParameters)
+        keeps = self._parameters.keeps_equal_writes
         with torch._C.DisableTorchFunctionSubclass():
             for p in (p for shard in self._parameters.shards for p in shard.parameters if p not in self._places):
-                # What every rank has whole, and no master overwrites, the ranks may change alike.
-                self._places[p] = _Place(p.data, p.data_ptr(), not replicated or slices[p].is_master)
+                # A write that all ranks make lasts where no master overwrites it.
+                self._places[p] = _Place(p.data, p.data_ptr(), not keeps or slices[p].is_master)
                 self._versions[p] = p._version
                 claim(p, self._trainer)
 
@@ -91,8 +89,9 @@ class WeightGuard:
         """Why no step can be taken on this rank. slices: the parameters that are in groups."""
         if self.replaced:
             return self.inside("step")
-        if self._writable and isinstance(self._parameters, NodeSharedParameters):
-            return "inside `with optimizer.gathered(...):` no step can be taken, as the block's end would undo it"
+        forbidden = self._parameters.step_problem()
+        if forbidden is not None:
+            return forbidden
         own = list(self._model.parameters())
         if any(p not in self._names for p in own):
             name = next(name for name, p in self._model.named_parameters() if p not in self._names)
@@ -141,7 +140,7 @@ class WeightGuard:
         address = p.data_ptr()
         if address == self._places[p].address:
             return True
-        return isinstance(self._parameters, ShardedParameters) and address == self._parameters.place(p)
+        return address == self._parameters.gathered_address(p)
 
     def _written(self) -> list[torch.nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -151,12 +150,7 @@ class WeightGuard:
         if not written:
             return None
         listed = ", ".join(self._names[p] for p in written[:5])
-        if isinstance(self._parameters, NodeSharedParameters):
-            effect = "the node has one copy, which every rank that did so has changed once more"
-        elif isinstance(self._parameters, ShardedParameters):
-            effect = "the change went into a copy that is given up, and not into the shards"
-        else:
-            effect = "the next step makes the parameter anew of its master, which was not changed"
+        effect = self._parameters.write_effect
         return f"{listed}: changed in place {where} `with optimizer.gathered(...):`; {effect}; {_HEALS}"
 
     # ---- the ways to change them ------------------------------------------------------------------------------------

@@ -11,30 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
-from collectives import Communicator, Work
+from collectives import Communicator
 from collectives.cuda.place import Place
 
 from ..buckets import Layout, aligned, layout_of
 from .private_copy import PrivateCopy
 from .shards import ParameterShard
+from .strategy import NamesOf, ParameterStrategy
 from .traffic import Traffic
+from .unfreeze import thawed
 from .units import Unit, flat_groups
 
 
-class NodeSharedParameters:
+class NodeSharedParameters(ParameterStrategy):
     """Moves a model's parameters into shared memory.
 
     units: from `units.cut`. arenas: from `shared_arenas`. place: where both lie.
     """
 
+    write_effect: ClassVar = "the node has one copy, which every rank that did so has changed once more"
+
     def __init__(
         self, units: Sequence[Unit], comm: Communicator, arenas: dict[torch.dtype, torch.Tensor], place: Place
     ) -> None:
         self._comm, self._place = comm, place
-        self.traffic = Traffic()  # none, ever
         self._arenas = arenas
         self._flats = []
         taken = dict.fromkeys(arenas, 0)
@@ -53,27 +57,27 @@ class NodeSharedParameters:
         for flat in self._flats:
             flat.share()
         self.shards = [flat.shard for flat in self._flats]
-        self.groups = [shard.parameters for shard in self.shards if shard.trains]
 
-    def begin(self) -> None:
-        """Nothing to do: the parameters are where they stay."""
+    @property
+    def traffic(self) -> Traffic:
+        """Zeros: memory that all ranks share is never gathered."""
+        return Traffic()
 
-    def settle(self) -> None:
-        """Returns when this rank is through with backward; that all are is known once they agree on what it reached."""
+    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+        """Lets frozen shards train; errors as of `thawed`."""
+        return thawed(self.shards, parameters, names_of)
+
+    def step_problem(self) -> str | None:
+        """Tells that the copies of a writable `gathered` block are in place of the parameters."""
+        if any(flat.is_copied for flat in self._flats):
+            return "inside `with optimizer.gathered(...):` no step can be taken, as the block's end would undo it"
+        return None
+
+    def release(self, *, inside_gathered: bool = False) -> None:
+        """Returns when this rank's backward has ended; the step's agreement on what it reached says that all have."""
         self._place.settle()
 
-    def wait(self, work: Work) -> None:
-        """Waits for a reduction."""
-        work.wait()
-
-    def even_out(self) -> None:
-        """Nothing to do: no rank waits for another to use a parameter."""
-
-    def rest(self) -> None:
-        """As `settle`."""
-        self.settle()
-
-    def after_step(self) -> None:
+    def publish(self) -> None:
         """Waits until every rank has written its shards; copies of open `gathered` blocks follow them."""
         self._meet()
         for flat in self._flats:
@@ -106,9 +110,6 @@ class NodeSharedParameters:
                 flat.keep_changes()
             self._meet()
 
-    def remove(self) -> None:
-        """Nothing to do: there are no hooks."""
-
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """This rank's share of the node's copy: its shards."""
         return {"parameters": [shard.values for shard in self.shards]}
@@ -130,6 +131,11 @@ class _SharedFlat:
         own = place.alone(layout.shard(whole, rank))
         self.shard = ParameterShard(list(parameters), layout, own, parameters[0].requires_grad)
         self._private = PrivateCopy(self.shard, rank)
+
+    @property
+    def is_copied(self) -> bool:
+        """Tells if the parameters are views of a copy of this rank's own."""
+        return self._private.is_open
 
     def fill(self) -> None:
         """Writes the parameters' values and the padding."""

@@ -23,7 +23,7 @@ import torch
 from collectives import Communicator
 
 from ..backward import BackwardWatch, goes_to, inside_backward, replacement_test
-from ..buckets import MIB, assign
+from ..buckets import MIB
 from ..clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
 from ..consistency import (
     check_everywhere,
@@ -60,8 +60,9 @@ from .sharded import ShardedParameters
 from .shards import GradientShards, ParameterShard
 from .slices import Slice
 from .stateful import StatefulOptimizer
+from .strategy import ParameterStrategy
 from .traffic import Traffic
-from .unfreeze import added_group, thawed
+from .unfreeze import added_group
 from .units import Unit, UnitRule, cut, flat_groups, warn_of_rest
 from .unwrapping import make_whole
 from .whole import WholeParameters
@@ -191,38 +192,37 @@ class ZeroOptimizer(StatefulOptimizer):
         originals, self._hooks = conversion.carry_out(model)
         self._dtypes = {p: values.dtype for p, values in originals.items()}
         reduce_dtype = conversion.precision.reduce_dtype
-        self._bucket_bytes = bucket_cap_mb * MIB
+        bucket_bytes = bucket_cap_mb * MIB
         if reduce_dtype is not None and conversion.precision.param_dtype is not None:
-            self._bucket_bytes *= conversion.precision.param_dtype.itemsize / reduce_dtype.itemsize
+            bucket_bytes *= conversion.precision.param_dtype.itemsize / reduce_dtype.itemsize
         if stage == 3:
-            self._parameters = self._cut_parameters(chosen, share_in_node, reshard_after_forward)
-            buckets = self._parameters.groups
+            self._parameters: ParameterStrategy = self._cut_parameters(chosen, share_in_node, reshard_after_forward)
             rotating, lasting = 2, sum(group[0].requires_grad for group in flat_groups(chosen[-1:]))
         else:
-            buckets = assign(reversed(trained), self._bucket_bytes)
-            self._parameters = ReplicatedParameters(model, buckets, self._group.shards, self._place)
+            self._parameters = ReplicatedParameters(model, self._group.shards, self._place, bucket_bytes)
             rotating, lasting = 3, 0
         names = {p: name for name, p in model.named_parameters()}
+        shards = [shard for shard in self._parameters.shards if shard.trains]
         self._gradients = GradientShards(
-            buckets,
+            [shard.parameters for shard in shards],
             self._group,
             self._watch,
             stage == 1 and not step_in_backward,
             names,
             reduce_dtype,
-            wait=self._parameters.wait,
-            end_pass=self._parameters.even_out,
+            wait=self._parameters.wait_for_reduction,
+            end_pass=self._parameters.drain,
             rotating=rotating,
             lasting=lasting,
             place=self._place,
             keeps_shards=elsewhere is None and not step_in_backward,  # both are to save memory
         )
-        self._grads = GradAttributes(self._gradients, self._group.shards, self._watch, names, self._parameters.settle)
+        self._grads = GradAttributes(self._gradients, self._group.shards, self._watch, names, self._parameters.release)
         self._shards, self._slices = [], {}
-        self._slice([shard for shard in self._parameters.shards if shard.trains])
+        self._slice(shards)
         if plan.finish(self._comm, self._group.rank, originals, self._parameters.shards, self._slices):
-            self._parameters.after_step()
-        self._parameters.begin()
+            self._parameters.publish()
+        self._parameters.start()
         self._nonfinite: NonfiniteWatch | None = None
         inner_groups = [{**g, "params": [self._slices[p].values for p in g["params"]]} for g in groups]
         self._inner = self._offloaded
@@ -315,12 +315,7 @@ class ZeroOptimizer(StatefulOptimizer):
         check_everywhere(self._comm, lambda: try_group(self._prototype, group))
         check_everywhere(self._comm, lambda: self._check_needs(group))
         self.flush()
-        if isinstance(self._parameters, ReplicatedParameters):
-            inside = set(group["params"])
-            in_order = [p for p in self._model.parameters() if p in inside]
-            shards = self._parameters.add(assign(reversed(in_order), self._bucket_bytes))
-        else:
-            shards = thawed(self._parameters.shards, group["params"], self._names_of)
+        shards = self._parameters.add(group["params"], self._names_of)
         self._gradients.add([shard.parameters for shard in shards])
         self._trained += group["params"]
         self._slice(shards)
@@ -347,7 +342,7 @@ class ZeroOptimizer(StatefulOptimizer):
         """
         self.flush()
         refuse_everywhere(self._comm, self._guard.inside("unwrap") or self._guard.damage())
-        self._parameters.settle()
+        self._parameters.release()
         self.zero_grad()
         for part in (self._guard, self._watch, self._gradients, self._parameters, self._nonfinite, *self._hooks):
             if part is not None:
@@ -398,7 +393,7 @@ class ZeroOptimizer(StatefulOptimizer):
             if self._broadcasts_buffers:
                 broadcast_states(self._comm, self._model.buffers())
             return loss
-        self._parameters.settle()
+        self._parameters.release()
         self._hand_settings_on()
         reached = self._attach_gradients(problem or self._grads.problem())
         if self._broadcasts_buffers:
@@ -408,7 +403,7 @@ class ZeroOptimizer(StatefulOptimizer):
             mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
         for part in self._slices.values():
             part.write_back()
-        self._parameters.after_step()
+        self._parameters.publish()
         self._guard.stepped(reached)
         return loss
 
@@ -432,10 +427,7 @@ class ZeroOptimizer(StatefulOptimizer):
     def _before_backward_steps(self) -> None:
         """What a step sees to before it changes anything."""
         problem = self._guard.problem(self._slices)
-        if isinstance(self._parameters, ReplicatedParameters):
-            self._parameters.settle()
-        elif isinstance(self._parameters, ShardedParameters):
-            problem = problem or self._parameters.pinned()
+        self._parameters.wait_for_gathers()
         self._hand_settings_on()
         self._agreed(problem, [], arguments.settings_of(self.param_groups, self.defaults))
 
@@ -476,7 +468,7 @@ class ZeroOptimizer(StatefulOptimizer):
         agreed = np.array([problem is not None, *flags, *arguments.fingerprint(settings)], np.uint8)
         work = self._comm.all_reduce(agreed, "max", async_op=inside_backward())
         if work is not None:
-            self._parameters.wait(work)  # others may still gather units
+            self._parameters.wait_for_reduction(work)  # others may still gather units
         if agreed[0]:
             raise_everywhere(self._comm, problem)
         if not arguments.same_fingerprints(agreed):
@@ -506,7 +498,7 @@ class ZeroOptimizer(StatefulOptimizer):
         The arguments are those of mpidl.clip_grad_norm_; a step refuses what was not clipped alike on all ranks.
         """
         self._refuse_gone("clip_grad_norm_")
-        self._parameters.settle()
+        self._parameters.release()
         self._gradients.widen()
         shards = self._reduced()
         if self._mesh is None or not self._mesh.layout.model_axes:
@@ -532,7 +524,7 @@ class ZeroOptimizer(StatefulOptimizer):
         For GradScaler, which lets all ranks agree on it. Not collective.
         """
         self._refuse_gone("unscale_")
-        self._parameters.settle()
+        self._parameters.release()
         self._gradients.widen()
         shards = self._reduced()
         for shard in shards:
@@ -553,7 +545,7 @@ class ZeroOptimizer(StatefulOptimizer):
         `watch_nonfinite` was off, as means over the ranks do not tell, or where it arose in the reduction. With
         `step_in_backward` only what that watches is found.
         """
-        self._parameters.settle()
+        self._parameters.release()
         watched = None if self._nonfinite is None else self._nonfinite.find(self._comm)
         if watched is not None or self._backward_steps is not None:
             return None if watched is None else [*watched]

@@ -21,7 +21,7 @@ from .guard import WeightGuard
 from .offload import OffloadedOptimizer, OffloadedSlice
 from .shards import GradientShards, ParameterShard
 from .slices import Slice
-from .state import Parameters
+from .strategy import ParameterStrategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class OwnedState:
     def __init__(
         self,
         over: ShardGroup,
-        parameters: Parameters,
+        parameters: ParameterStrategy,
         slices: Mapping[torch.nn.Parameter, Slice],
         gradients: GradientShards,
         grads: GradAttributes,
@@ -77,7 +77,7 @@ class OwnedState:
         """
         if self._guard is not None:
             self._guard.put_back()
-        self._parameters.settle()
+        self._parameters.release()
         if self._offloaded is not None:
             self._offloaded.hold_back([])
         yield
@@ -88,7 +88,7 @@ class OwnedState:
                     self.forget()
             if self._offloaded is not None:
                 self._offloaded.hold_back(self._offloaded_slice(p) for p in self._slices if p in unseen)
-            self._parameters.after_step()
+            self._parameters.publish()
         if self._guard is not None:
             self._guard.accept()
 

@@ -23,9 +23,8 @@ from ..objects import all_gather_object, broadcast_object
 from .groups import ShardGroup
 from .guard import WeightGuard
 from .owned import OwnedState
-from .replicated import ReplicatedParameters
 from .slices import Slice
-from .state import Parameters
+from .strategy import ParameterStrategy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,7 +35,7 @@ class OwnedWeights:
     def __init__(
         self,
         over: ShardGroup,
-        parameters: Parameters,
+        parameters: ParameterStrategy,
         slices: Mapping[torch.nn.Parameter, Slice],
         names: Mapping[torch.nn.Parameter, str],
         owned: OwnedState,
@@ -62,8 +61,7 @@ class OwnedWeights:
 
     def values(self) -> Tensors:
         """This rank's slices, to read, as the last step has left them. Not collective."""
-        if isinstance(self._parameters, ReplicatedParameters):
-            self._parameters.settle()  # a library's all-gather may use a shard's own place as room while it runs
+        self._parameters.wait_for_gathers()  # a library's all-gather may use a shard's own place as room while it runs
         return {name: part.values.detach() for name, (_, part) in self._by_name.items()}
 
     def forget(self) -> None:
@@ -90,7 +88,7 @@ class OwnedWeights:
             yield
         finally:
             self._guard.replaced = False
-            self._parameters.even_out()
+            self._parameters.drain()
             problems = all_gather_object(self.comm, self._guard.damage())
             with self._owned.written(), torch.no_grad():
                 now = self.values()

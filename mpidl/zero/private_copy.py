@@ -15,6 +15,11 @@ class PrivateCopy:
         self._values: torch.Tensor | None = None
         self._blocks = 0  # that have it
 
+    @property
+    def is_open(self) -> bool:
+        """Tells if any block has the copy."""
+        return self._blocks > 0
+
     def open(self, whole: torch.Tensor) -> list[torch.Tensor] | None:
         """For one block more. The outermost makes it, of `whole`, and gets views of it, of the parameters' shapes."""
         self._blocks += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,41 +22,49 @@ from collectives import Communicator, Work
 from collectives.cuda.place import Place
 
 from .. import lanes
-from ..buckets import layout_of
+from ..buckets import assign, layout_of
 from ..compiling import uncompiled
 from .shards import ParameterShard
+from .strategy import NamesOf, ParameterStrategy
 from .touch import Watched, unwatch, watch
 from .traffic import Traffic
 
 
-class ReplicatedParameters:
-    """Moves each group's parameters into one flat buffer, of which a shard is this rank's to update.
+class ReplicatedParameters(ParameterStrategy):
+    """Moves buckets of parameters into one flat buffer each, of which a shard is this rank's to update.
 
-    groups: the same groups as the gradient buckets, so that a shard of one is the shard of the other. place: where the
-    parameters lie.
+    model: its parameters that train are moved. comm: the ranks that have shards. place: where the parameters lie.
+    bucket_bytes: size of a bucket; gradients have the same buckets, so that a shard of one is the shard of the other.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        groups: Sequence[Sequence[torch.nn.Parameter]],
-        comm: Communicator,
-        place: Place,
-    ) -> None:
+    write_effect: ClassVar = "the next step makes the parameter anew of its master, which was not changed"
+    keeps_equal_writes: ClassVar = True
+
+    def __init__(self, model: torch.nn.Module, comm: Communicator, place: Place, bucket_bytes: float) -> None:
         lane = lanes.take(comm)  # beside what the next forward pass communicates
         weakref.finalize(self, lane.give_back).atexit = False
         self._model, self._comm, self._place = model, lane.comm, place
         self._coming: list[_OnTheWay] = []
         self._handle = model.register_forward_pre_hook(_before_forward, prepend=True)
-        self.traffic = Traffic()
+        self._traffic = Traffic()
+        self._bucket_bytes = bucket_bytes
         self._whole: list[torch.Tensor] = []
         self.shards: list[ParameterShard] = []
-        self.add(groups)
+        self._move([p for p in model.parameters() if p.requires_grad])
 
-    def add(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[ParameterShard]:
-        """Moves more groups, and returns their shards."""
+    @property
+    def traffic(self) -> Traffic:
+        """Counts of the gathers so far."""
+        return self._traffic
+
+    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+        """Moves parameters that were frozen into buckets of their own; returns their shards."""
+        added = set(parameters)
+        return self._move([p for p in self._model.parameters() if p in added])
+
+    def _move(self, parameters: Sequence[torch.nn.Parameter]) -> list[ParameterShard]:
         first = len(self.shards)
-        for group in groups:
+        for group in assign(reversed(parameters), self._bucket_bytes):
             layout = layout_of(group, self._comm.size)
             flat = self._comm.empty(layout.padded, group[0].dtype, device=self._place.device)
             flat.index_fill_(0, layout.padding.to(flat.device), 0)
@@ -67,42 +75,35 @@ class ReplicatedParameters:
             self.shards.append(ParameterShard(list(group), layout, layout.shard(flat, self._comm.rank)))
         return self.shards[first:]
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Returns when the parameters have their first values."""
-        self.settle()
+        self.wait_for_gathers()
 
-    def settle(self) -> None:
+    def release(self, *, inside_gathered: bool = False) -> None:
         """Returns when all parameters have arrived."""
+        self.wait_for_gathers()
+
+    def wait_for_gathers(self) -> None:
+        """Returns when all parameters have arrived. Local."""
         for coming in self._coming:
             coming.arrive()
         self._coming.clear()
 
-    def wait(self, work: Work) -> None:
-        """Waits for a reduction."""
-        work.wait()
-
-    def even_out(self) -> None:
-        """Nothing to do: no rank waits for another to use a parameter."""
-
-    def rest(self) -> None:
-        """As `settle`."""
-        self.settle()
-
-    def after_step(self) -> None:
-        """Sends every rank's new shards to every rank; they already lie at their places."""
+    def publish(self) -> None:
+        """Starts an all-gather of each bucket, in place, in the order of the next forward pass. Collective."""
         for flat, shard in zip(reversed(self._whole), reversed(self.shards), strict=True):
             work = self._comm.all_gather(flat, shard.values, async_op=True)
             assert work is not None
             self._coming.append(_OnTheWay(work, shard.parameters, self._place))
-            self.traffic.gathers += 1
-            self.traffic.gathered_bytes += flat.nbytes
+            self._traffic.gathers += 1
+            self._traffic.gathered_bytes += flat.nbytes
         if any(_is_compiled(module) for module in self._model.modules()):
-            self.settle()
+            self.wait_for_gathers()
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True) -> Iterator[None]:
-        """The parameters are whole at any time; inside, none is on its way."""
-        self.settle()
+        """Waits for the all-gathers in flight; the parameters are whole at any time."""
+        self.wait_for_gathers()
         yield
 
     def remove(self) -> None:

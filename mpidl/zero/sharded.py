@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +33,10 @@ from ..compiling import uncompiled
 from ..errors import TrainingError
 from .gathered_unit import Call, GatheredUnit
 from .gathering import Forecast, Purpose, Round, Rounds, leave
+from .shards import ParameterShard
+from .strategy import NamesOf, ParameterStrategy
 from .traffic import Traffic
+from .unfreeze import thawed
 from .units import Unit
 
 _PATIENCE, _IMPATIENCE = 0.1, 0.002  # seconds: before the first round for others alone, and between further ones
@@ -41,7 +44,7 @@ _APART = 10.0  # seconds for reductions that all ranks have started
 _LOOK, _LOOKS = 0.5, 4  # seconds between looks at those that are waited for; how many must find the same
 
 
-class ShardedParameters:
+class ShardedParameters(ParameterStrategy):
     """Gathers the units of a model as it runs, and lets them go.
 
     units: from `units.cut`; the last one is the model's own. comm: the ranks that have shards. world: the user's
@@ -49,6 +52,8 @@ class ShardedParameters:
     parameters. share_in_node: gather once for all ranks of a node, in the host's memory. reshard_after_forward: let
     units go between their forward and their backward pass.
     """
+
+    write_effect: ClassVar = "the change went into a copy that is given up, and not into the shards"
 
     def __init__(
         self,
@@ -88,7 +93,6 @@ class ShardedParameters:
         # Backward order: the blocks from last to first, then the model's own.
         order = [*reversed(self._units[:-1]), self._root]
         self.shards = [flat.shard for unit in order for flat in unit.flats]
-        self.groups = [shard.parameters for shard in self.shards if shard.trains]
         self._handles = [model.register_state_dict_pre_hook(self._refuse_state_dict)]
         modules = [unit.module for unit in units]
         for unit, module in zip(self._units, modules, strict=True):
@@ -106,13 +110,17 @@ class ShardedParameters:
         """What was gathered so far."""
         return self._rounds.traffic
 
-    def begin(self) -> None:
-        """The shards have their values: from here on the parameters are whole only when they are gathered."""
+    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+        """Lets frozen shards train; errors as of `thawed`."""
+        return thawed(self.shards, parameters, names_of)
+
+    def start(self) -> None:
+        """Releases all units: from here on the parameters are whole only while they are gathered."""
         for unit in self._units:
             unit.let_go(self._touched)
 
-    def place(self, parameter: torch.nn.Parameter) -> int:
-        """The address at which a parameter lies while it is whole; on a GPU since it was gathered last."""
+    def gathered_address(self, parameter: torch.nn.Parameter) -> int:
+        """The address of a parameter while it is whole; on a GPU since it was gathered last."""
         return self._flat_of[parameter].places()[parameter]
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
@@ -344,31 +352,28 @@ class ShardedParameters:
             unit.kept = False
             self._let_go(unit)
 
-    def settle(self) -> None:
-        """Returns when every rank is through with all that was gathered, and it is freed. Collective.
-
-        Raises TrainingError where others are in a pass that needs this rank, which is through with its own.
-        """
-        problem = self.pinned()
-        if problem is not None:
-            raise TrainingError(problem)
-        self.rest()
-
-    def pinned(self) -> str | None:
-        """Why no gradient can be used now."""
+    def step_problem(self) -> str | None:
+        """Tells which unit a `gathered` block keeps whole."""
         pinned = [unit.name or "the model" for unit in self._units if unit.pins]
         return f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used" if pinned else None
 
-    def rest(self) -> None:
-        """As `settle`, also inside `gathered`, whose parameters stay whole."""
+    def release(self, *, inside_gathered: bool = False) -> None:
+        """Releases all units, and returns when every rank has done so and their memory is freed. Collective.
+
+        Raises TrainingError where others are in a pass that needs this rank, which has ended its own.
+        inside_gathered: units that a `gathered` block holds stay whole, in place of an error.
+        """
+        problem = None if inside_gathered else self.step_problem()
+        if problem is not None:
+            raise TrainingError(problem)
         self._end_pass()
         self._training = False
-        self.even_out()
+        self.drain()
 
-    def even_out(self) -> None:
-        """Returns when no rank has a round left that others did not take part in. Collective; errors as of `settle`.
+    def drain(self) -> None:
+        """Returns when every round has been joined by all ranks. Collective; errors as of `release`.
 
-        So that nobody waits for one while the others are in operations of their program.
+        So no rank waits in one while the others are in operations of their program.
         """
         alone_since: float | None = None
         while not (last := self._rounds.done(self._mine())).everyone_done:
@@ -379,7 +384,7 @@ class ShardedParameters:
                     "exception has cut this rank's pass and was caught, or it made fewer passes than others"
                 )
 
-    def wait(self, work: Work) -> None:
+    def wait_for_reduction(self, work: Work) -> None:
         """Waits for a reduction, to which another rank may come only once this one has taken part in its gathering.
 
         The round for others is not waited for, as they may come to none before they need this rank elsewhere.
@@ -394,8 +399,8 @@ class ShardedParameters:
                 if self._rounds.are_over:  # else others can take part in one of this rank's
                     self._rounds.start(None, self._mine(), Purpose.REDUCES)
 
-    def after_step(self) -> None:
-        """The new shards are gathered when they are next used; at once where `gathered` keeps their units whole."""
+    def publish(self) -> None:
+        """Gathers anew the units that `gathered` blocks keep whole; all others are gathered at their next use."""
         pinned = [unit for unit in self._units if unit.pins]
         if pinned:
             self._rounds.refresh([unit.number for unit in pinned])

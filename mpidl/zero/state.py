@@ -20,13 +20,10 @@ from ..objects import broadcast_object
 from ..optim.elementwise import alike, elementwise, is_slice
 from ..replicate import broadcast_states
 from .groups import ShardGroup
-from .node_shared import NodeSharedParameters
-from .replicated import ReplicatedParameters
-from .sharded import ShardedParameters
 from .slices import Cut, Slice
+from .strategy import ParameterStrategy
 from .whole_steps import WholeSteps
 
-Parameters = ReplicatedParameters | NodeSharedParameters | ShardedParameters
 Slices = Mapping[torch.nn.Parameter, Slice]
 
 
@@ -53,7 +50,7 @@ def gather_model(
     over: ShardGroup,
     model: torch.nn.Module,
     names: StateNames,
-    parameters: Parameters,
+    parameters: ParameterStrategy,
     slices: Slices,
 ) -> dict[str, torch.Tensor]:
     """The plain state_dict on rank 0, on the CPU; tied parameters are one tensor under two names, as torch has it.

@@ -27,6 +27,7 @@ from .owned import OwnedState
 from .owned_weights import OwnedWeights
 from .shards import GradientShards, ParameterShard
 from .slices import Slice
+from .strategy import ParameterStrategy
 from .whole import WholeParameters
 from .whole_steps import WholeSteps
 
@@ -38,7 +39,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _group: ShardGroup
     _model: torch.nn.Module
     _names: state.StateNames
-    _parameters: state.Parameters
+    _parameters: ParameterStrategy
     _shards: list[ParameterShard]
     _slices: dict[torch.nn.Parameter, Slice]
     _gradients: GradientShards
@@ -56,11 +57,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Returns when no rank needs another one to gather a unit. States and `gathered` do it by themselves.
         """
-        self._parameters.even_out()  # for ranks whose last forward pass needs this one
+        self._parameters.drain()  # for ranks whose last forward pass needs this one
         if self._offloaded is not None and self._offloaded.pending:
-            self._parameters.settle()
+            self._parameters.release()
             self._offloaded.finish()
-            self._parameters.after_step()
+            self._parameters.publish()
 
     @contextmanager
     def gathered(
@@ -124,10 +125,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if self._whole.is_open:
                 with self.gathered():
                     pass  # what blocks around this have changed is in the shards then
-        self._parameters.rest()
+        self._parameters.release(inside_gathered=True)
         targets = targets_of(self._model, self._group.rank, self._parameters.shards, self._slices)
         files.fill({t: targets[t] for t in files.tensors})
-        self._parameters.after_step()
+        self._parameters.publish()
         self._guard.accept()
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +153,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         no rank's passes reached since zero_grad are left out.
         """
         self._refuse_gone("gradients")
-        self._parameters.settle()
+        self._parameters.release()
         return state.gather_gradients(self._group, self._names, self._owned().gradients(), self._slices)
 
     def owned_state(self) -> OwnedState:
@@ -160,7 +161,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Waits for a delayed update that is under way, and leaves it unseen. Collective.
         """
-        self._parameters.settle()  # a library's all-gather may use the shard's own place as room while it runs
+        self._parameters.release()  # a library's all-gather may use the shard's own place as room while it runs
         if self._offloaded is not None:
             self._offloaded.complete()
         self._cut_state()

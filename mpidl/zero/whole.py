@@ -26,7 +26,7 @@ from ..consistency import check_everywhere
 from ..errors import ConfigurationError, TrainingError
 from ..replicate import broadcast_states
 from .slices import Slice
-from .state import Parameters
+from .strategy import ParameterStrategy
 
 _SAMPLES = 64  # elements of a parameter that torch has counted no write to
 
@@ -38,7 +38,7 @@ class WholeParameters:
         self,
         comm: Communicator,
         model: torch.nn.Module,
-        parameters: Parameters,
+        parameters: ParameterStrategy,
         slices: Mapping[torch.nn.Parameter, Slice],
     ) -> None:
         self._comm, self._model, self._parameters, self._slices = comm, model, parameters, slices
@@ -64,7 +64,7 @@ class WholeParameters:
     def _readable(self, chosen: Sequence[torch.nn.Parameter] | None) -> Iterator[None]:
         with torch.no_grad(), self._parameters.gathered(chosen, writable=False):
             yield
-            self._parameters.even_out()
+            self._parameters.drain()
 
     @contextmanager
     def _writable(self, chosen: Sequence[torch.nn.Parameter] | None, from_rank: int | None) -> Iterator[None]:
@@ -79,7 +79,7 @@ class WholeParameters:
                     self._open.append(changes)
                     try:
                         yield
-                        self._parameters.even_out()
+                        self._parameters.drain()
                     finally:
                         self._open.pop()
                         problem = self._agree(changes)

@@ -39,7 +39,7 @@ def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
         while rank == 0 and not parameters._rounds.are_over:  # what all have started
             time.sleep(1e-3)
         if rank == 0:
-            parameters.wait(Late())
+            parameters.wait_for_reduction(Late())
         raise CUT("deliberate")
 
     handle = model.blocks[1].inner.weight.register_hook(fail)

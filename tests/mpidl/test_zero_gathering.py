@@ -129,7 +129,7 @@ def test_memory_goes_back_when_a_step_is_over(comm) -> None:
     model, watch = Stack(), BackwardWatch()
     watch.attach(model)
     sharded = ShardedParameters(model, cut(model), comm, watch, share_in_node=True)
-    sharded.begin()
+    sharded.start()
     pages = sharded._units[0].flats[0]._pages
     assert pages.shared
     used = lambda: os.fstat(pages._file).st_blocks * 512  # noqa: E731
@@ -138,7 +138,7 @@ def test_memory_goes_back_when_a_step_is_over(comm) -> None:
     with sharded.gathered(writable=False):
         comm.barrier()
         assert used() >= BLOCKS * BLOCK_BYTES
-    sharded.settle()
+    sharded.release()
     comm.barrier()
     assert used() == 0
 
