@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..errors import ConfigurationError
+
+_COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
 class Hook:
@@ -31,3 +35,15 @@ def refuse_copy(*_: Any) -> Any:
         "a model that a ZeroOptimizer trains, and the optimizer, can be neither copied nor pickled: a rank holds "
         "parts of them, tied to its communicator; load optimizer.model_state_dict() and state_dict() into new ones"
     )
+
+
+def refuse_copies(model: torch.nn.Module) -> None:
+    """Lets copying and pickling the model raise `refuse_copy`'s error, until `allow_copies`."""
+    for name in _COPIES:
+        setattr(model, name, refuse_copy)
+
+
+def allow_copies(model: torch.nn.Module) -> None:
+    """Lets the model be copied and pickled again."""
+    for name in _COPIES:
+        delattr(model, name)

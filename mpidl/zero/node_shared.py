@@ -21,9 +21,8 @@ from collectives.cuda.place import Place
 from ..buckets import Layout, aligned, layout_of
 from .private_copy import PrivateCopy
 from .shards import ParameterShard
-from .strategy import NamesOf, ParameterStrategy
+from .strategy import NamesOf, ParameterStrategy, thawed
 from .traffic import Traffic
-from .unfreeze import thawed
 from .units import Unit, flat_groups
 
 

@@ -34,9 +34,8 @@ from ..errors import TrainingError
 from .gathered_unit import Call, GatheredUnit
 from .gathering import Forecast, Purpose, Round, Rounds, leave
 from .shards import ParameterShard
-from .strategy import NamesOf, ParameterStrategy
+from .strategy import NamesOf, ParameterStrategy, thawed
 from .traffic import Traffic
-from .unfreeze import thawed
 from .units import Unit
 
 _PATIENCE, _IMPATIENCE = 0.1, 0.002  # seconds: before the first round for others alone, and between further ones

@@ -28,6 +28,7 @@ import torch
 
 from collectives import Work
 
+from ..errors import ConfigurationError
 from .shards import ParameterShard
 from .traffic import Traffic
 
@@ -54,6 +55,7 @@ class ParameterStrategy(Protocol):
 
     def start(self) -> None:
         """Goes over to training, once the shards have their first values. Called once, at the end of construction."""
+        return
 
     def step_problem(self) -> str | None:
         """Tells why no gradient can be used and no step taken now on this rank; None if nothing forbids it.
@@ -82,6 +84,7 @@ class ParameterStrategy(Protocol):
 
         Called before the shards are read or changed where `release` is not, as in a backward pass.
         """
+        return
 
     # ---- while other ranks may need this one ------------------------------------------------------------------------
 
@@ -94,6 +97,7 @@ class ParameterStrategy(Protocol):
 
         Called when all buckets of a backward pass have been reduced, and before operations that all ranks call.
         """
+        return
 
     # ---- whole parameters -------------------------------------------------------------------------------------------
 
@@ -131,3 +135,28 @@ class ParameterStrategy(Protocol):
 
     def remove(self) -> None:
         """Takes the strategy's hooks off the model."""
+        return
+
+
+def thawed(
+    shards: Sequence[ParameterShard],
+    parameters: Sequence[torch.nn.Parameter],
+    names_of: NamesOf,
+) -> list[ParameterShard]:
+    """Marks stage 3's frozen shards that hold these parameters as training, and returns them.
+
+    ConfigurationError, and no shard is marked, if they hold other parameters too.
+    """
+    wanted = set(parameters)
+    chosen = [shard for shard in shards if wanted & set(shard.parameters)]
+    for shard in chosen:
+        left = [p for p in shard.parameters if p not in wanted]
+        if left:
+            raise ConfigurationError(
+                f"add_param_group: stage 3 has cut {', '.join(names_of(shard.parameters)[:5])} over the ranks as one "
+                f"piece, of which {', '.join(names_of(left)[:5])} would stay frozen; unfreeze them together, make a "
+                "module a unit of its own (units=), or use stage 1 or 2"
+            )
+    for shard in chosen:
+        shard.trains = True
+    return chosen

@@ -1,18 +1,50 @@
-"""Parameters that were frozen when the shards were cut, and are to train from now on."""
+"""Parameters that were frozen at construction, and are to train from now on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container
 from typing import Any
 
 import torch
 
+from ..consistency import check_everywhere, check_settings_agree
 from ..errors import ConfigurationError
 from .arguments import parameters_of
-from .shards import ParameterShard
+from .build import Parts
+from .optimizer_class import try_group
+from .states import flush
+from .whole_steps import WholeSteps
 
 
-def added_group(
+def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
+    """Lets a group's parameters train; returns the group with its parameters as a list. Collective.
+
+    The settings of the new inner group are those of `param_group`. Raises, on every rank and before anything is
+    changed, ConfigurationError and the class's own errors.
+    """
+    group = check_everywhere(parts.comm, lambda: _checked(parts.model, parts.slices, param_group))
+    check_settings_agree(parts.comm, "add_param_group", {"params": parts.names_of(group["params"])})
+    # The class's own errors, before anything is changed.
+    check_everywhere(parts.comm, lambda: try_group(parts.prototype, group))
+    check_everywhere(parts.comm, lambda: _check_needs(parts, group))
+    flush(parts)
+    shards = parts.parameters.add(group["params"], parts.names_of)
+    parts.gradients.add([shard.parameters for shard in shards])
+    parts.trained.extend(group["params"])
+    parts.slice(shards)
+    parts.guard.watch(parts.slices)
+    return group
+
+
+def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
+    if parts.needs([group]).wholes and not isinstance(parts.inner, WholeSteps):
+        raise ConfigurationError(
+            f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
+            "parameters, and with the first groups' it did not: give a group like this one at construction"
+        )
+
+
+def _checked(
     model: torch.nn.Module, trained: Container[torch.nn.Parameter], param_group: dict[str, Any]
 ) -> dict[str, Any]:
     """The group with its parameters as a list. ConfigurationError unless they are the model's, unfrozen and new."""
@@ -32,24 +64,3 @@ def added_group(
     if len(set(parameters)) < len(parameters):
         raise ConfigurationError("add_param_group: a parameter is given twice")
     return {**param_group, "params": parameters}
-
-
-def thawed(
-    shards: Sequence[ParameterShard],
-    parameters: Sequence[torch.nn.Parameter],
-    names_of: Callable[[Iterable[torch.nn.Parameter]], list[str]],
-) -> list[ParameterShard]:
-    """Stage 3's frozen shards that hold these parameters, from here on trained; refused if they hold others too."""
-    wanted = set(parameters)
-    chosen = [shard for shard in shards if wanted & set(shard.parameters)]
-    for shard in chosen:
-        left = [p for p in shard.parameters if p not in wanted]
-        if left:
-            raise ConfigurationError(
-                f"add_param_group: stage 3 has cut {', '.join(names_of(shard.parameters)[:5])} over the ranks as one "
-                f"piece, of which {', '.join(names_of(left)[:5])} would stay frozen; unfreeze them together, make a "
-                "module a unit of its own (units=), or use stage 1 or 2"
-            )
-    for shard in chosen:
-        shard.trains = True
-    return chosen

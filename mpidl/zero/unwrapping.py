@@ -10,10 +10,35 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..consistency import refuse_everywhere
+from ..nonfinite import NonfiniteWatch
+from . import reduced_gradients
+from .build import Parts
+from .clearing import clears_alone
 from .groups import ShardGroup
+from .hooks import allow_copies
 from .shards import ParameterShard
 from .slices import Slice
+from .states import flush
 from .touch import unwatch
+
+
+def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
+    """Takes the parts' hooks off the model and makes it a plain one; `parts` are of no use then. Collective.
+
+    nonfinite: what watches the gradients' values. Errors as of `ZeroOptimizer.unwrap`; they change nothing.
+    """
+    flush(parts)
+    refuse_everywhere(parts.comm, parts.guard.inside("unwrap") or parts.guard.damage())
+    parts.parameters.release()
+    reduced_gradients.clear(parts, nonfinite, set_to_none=True)
+    for part in (parts.guard, parts.watch, parts.gradients, parts.parameters, nonfinite, *parts.hooks):
+        if part is not None:
+            part.remove()
+    allow_copies(parts.model)
+    clears_alone(parts.model)
+    make_whole(parts.group, parts.parameters.shards, parts.slices, parts.dtypes)
+    return parts.model
 
 
 @torch.no_grad()

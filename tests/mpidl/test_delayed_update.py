@@ -67,7 +67,7 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
                 for name, p in model.named_parameters():
                     torch.testing.assert_close(p.detach(), expected[step][name], rtol=0, atol=2e-5)
         optimizer.flush()
-        assert not optimizer._offloaded.pending
+        assert not optimizer._parts.offloaded.pending
         with optimizer.gathered(writable=False):
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p.detach(), expected[-1][name], rtol=0, atol=2e-5)
@@ -94,7 +94,7 @@ def test_an_update_runs_beside_the_next_passes_and_writes_no_weight(comm, monkey
     go_on(comm, model, optimizer, range(2))
     optimizer.flush()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    may, group = threading.Event(), optimizer._offloaded._groups[0]
+    may, group = threading.Event(), optimizer._parts.offloaded._groups[0]
     inner_step, threads = group.inner.step, []
 
     def step() -> None:
@@ -167,7 +167,7 @@ def test_a_delayed_update_that_fails_ends_the_next_step_on_every_rank(comm, monk
         raise OSError(errno.EIO, "deliberate")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(optimizer._offloaded._file, "write", fail)
+        monkeypatch.setattr(optimizer._parts.offloaded._file, "write", fail)
     go_on(comm, model, optimizer, range(1))
     for act in (lambda: go_on(comm, model, optimizer, range(1)), optimizer.flush, optimizer.model_state_dict):
         with pytest.raises(mpidl.TrainingError, match=f"failed on rank {comm.size - 1}: OSError"):

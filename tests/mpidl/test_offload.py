@@ -151,7 +151,7 @@ def test_any_optimizer_is_offloaded(comm, case: str) -> None:
         settings = {**settings, "optimizer": optimizer, "precision": PRECISIONS[precision]}
         expected = whole(trained(comm, "3", **settings)[1])
         _, small = trained(comm, "3", **settings, offload=SMALL)
-        assert len(small._offloaded._groups) > (precision == "bf16")
+        assert len(small._parts.offloaded._groups) > (precision == "bf16")
         assert differences(expected, whole(small)) == []
 
 
@@ -164,9 +164,9 @@ def test_parameters_on_another_device_give_the_same_bits(comm, monkeypatch, to: 
     monkeypatch.setattr(slices, "is_elsewhere", lambda _: True)
     _, found, optimizer = everything(comm, "2", offload=offload)
     assert differences(expected, found) == []
-    slices_of_rank = optimizer._slices.values()
+    slices_of_rank = optimizer._parts.slices.values()
     assert all(part.is_master and part.in_file == (to == "disk") for part in slices_of_rank)
-    held = measure(optimizer._model, optimizer)
+    held = measure(optimizer.model, optimizer)
     assert held.offloaded == pytest.approx(12 * sum(part.size for part in slices_of_rank), rel=0.5)
     assert held.optimizer <= (0.02 * 2**20 * 1.05 if to == "disk" else 0)
 
@@ -194,7 +194,7 @@ def test_state_that_was_not_foreseen_is_offloaded_too(comm, offload: Any) -> Non
     assert differences(expected, found) == []
     if comm.rank == 0:
         assert found[1]["state"][0]["signs"].dtype == torch.int8
-    inner = [e for group in optimizer._offloaded._groups for e in group.inner.state.values()]
+    inner = [e for group in optimizer._parts.offloaded._groups for e in group.inner.state.values()]
     assert all(not torch.is_tensor(value) for entry in inner for value in entry.values())
 
 
@@ -325,7 +325,7 @@ def test_a_disk_that_is_full_when_parameters_are_added_is_told_on_every_rank(com
         raise OSError(errno.ENOSPC, "deliberate")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(optimizer._offloaded._file, "_lengthen", fail)
+        monkeypatch.setattr(optimizer._parts.offloaded._file, "_lengthen", fail)
     model.branches[2].requires_grad_()
     with pytest.raises(mpidl.ConfigurationError, match=r"no room for the state of these parameters: .*deliberate"):
         optimizer.add_param_group({"params": [*model.branches[2].parameters()]})
@@ -342,7 +342,7 @@ def test_a_disk_that_fails_ends_the_step_on_every_rank(comm, monkeypatch, optimi
         if len(calls) == 3:
             raise OSError(errno.EIO, "deliberate")
 
-    file = zeroed._offloaded._file
+    file = zeroed._parts.offloaded._file
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(file, name, fail)
     x, y = sequences(0, 0)

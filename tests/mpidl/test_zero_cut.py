@@ -33,7 +33,7 @@ class Late(Work):
 
 def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
     """All ranks fail in the same place of a backward pass; rank 0 has started a round there, the others have not."""
-    parameters: Any = optimizer._parameters
+    parameters: Any = optimizer._parts.parameters
 
     def fail(_: torch.Tensor) -> None:
         while rank == 0 and not parameters._rounds.are_over:  # what all have started
@@ -52,7 +52,7 @@ def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
 
 
 def left_open(optimizer: Any) -> Any:
-    return optimizer._parameters._rounds._last
+    return optimizer._parts.parameters._rounds._last
 
 
 @pytest.mark.mpi
@@ -72,7 +72,7 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, befor
         comm.barrier()
         assert left.is_over() == (comm.rank != 0)
         count = count or len(lanes._lanes.get(comm, []))
-        parameters = torch.utils.weak.ref(optimizer._parameters)
+        parameters = torch.utils.weak.ref(optimizer._parts.parameters)
         del model, optimizer
         gc.collect()
         assert parameters() is None

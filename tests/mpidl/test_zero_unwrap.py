@@ -83,7 +83,9 @@ def test_it_can_be_wrapped_in_anything(comm) -> None:
         run = Run(engine, comm, model)
         losses += run.steps(0, 1)
         if engine != "ddp":
-            parts = [weakref.ref(getattr(run.optimizer, name)) for name in ("_parameters", "_gradients", "_guard")]
+            made = run.optimizer._parts
+            parts = [weakref.ref(part) for part in (made.parameters, made.gradients, made.guard)]
+            del made
             run.optimizer.unwrap()
             gc.collect()
             assert [part() for part in parts] == [None] * 3

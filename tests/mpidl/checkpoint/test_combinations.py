@@ -143,11 +143,11 @@ def test_a_pending_update_is_seen_at_once_where_nothing_is_delayed(comm, shared:
         run.save(shared, 4)
         other = run_of(comm, "2 hybrid", rank=1, offload=late("cpu"), precision=BF16)
         other.steps(0, 2)
-        assert other.optimizer._offloaded.pending
+        assert other.optimizer._parts.offloaded.pending
     else:
         other = Run(engine, comm, fresh(MODELS["gpt2"], rank=1))
     other.load(shared)
-    assert engine != "late" or not other.optimizer._offloaded.pending
+    assert engine != "late" or not other.optimizer._parts.offloaded.pending
     found = other.weights()
     assert comm.rank or all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -162,8 +162,8 @@ def test_a_pending_update_on_other_ranks(comm, shared: Path) -> None:
     comm.barrier()
     run = run_of(comm, "3 gathered hybrid", rank=1, offload=late("cpu"), precision=BF16)
     run.load(shared / "one")
-    assert run.optimizer._offloaded.pending
-    assert run.optimizer._offloaded.steps == 2
+    assert run.optimizer._parts.offloaded.pending
+    assert run.optimizer._parts.offloaded.steps == 2
     with_loss = run.micro_step(2)
     if half is not None:
         expected = alone.micro_step(2)
@@ -203,7 +203,7 @@ def test_models_without_values_and_checkpointed_blocks(comm, shared: Path, way: 
 
 def mapped(optimizer: Any) -> dict[tuple[int, int], int]:
     """Where its file is mapped, and how many bytes of it are in this process's memory."""
-    inode = str(os.fstat(optimizer._offloaded._file._file.fileno()).st_ino)
+    inode = str(os.fstat(optimizer._parts.offloaded._file._file.fileno()).st_ino)
     found = {}
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         fields = part.split(maxsplit=5)
