@@ -161,15 +161,15 @@ def aligned(elements: int, dtype: torch.dtype) -> int:
 class GradientBucket:
     """The flat gradient storage of a group of parameters of one dtype.
 
-    ranks: over how many the bucket is to be cut evenly. flat: the storage, `layout.padded` elements, or None while it
-    is not needed. views: the parameters' places in it. ready: per parameter, whether this backward pass is through
-    with it. launched: whether this pass has started the collective. work: the collective under way. streams: those
-    whose work has filled it in this pass (`Place.stream`).
+    layout: where each parameter lies, and how the bucket is cut over the ranks; by default not cut. flat: the storage,
+    `layout.padded` elements, or None while it is not needed. views: the parameters' places in it. ready: per parameter,
+    whether this backward pass is through with it. launched: whether this pass has started the collective. work: the
+    collective under way. streams: those whose work has filled it in this pass (`Place.stream`).
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: int = 1) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout | None = None) -> None:
         self.parameters = list(parameters)
-        self.layout = layout_of(parameters, ranks)
+        self.layout = layout_of(parameters, 1) if layout is None else layout
         self.dtype = parameters[0].dtype
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []

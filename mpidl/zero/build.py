@@ -51,7 +51,7 @@ from .shards import GradientShards, ParameterShard
 from .slices import Slice
 from .state import StateNames
 from .strategy import ParameterStrategy
-from .units import Unit, UnitRule, cut, flat_groups, warn_of_rest
+from .units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_rest
 from .whole import WholeParameters
 from .whole_steps import WholeSteps
 
@@ -190,9 +190,10 @@ def build(
     dtypes = {p: values.dtype for p, values in originals.items()}
     names = {p: name for name, p in model.named_parameters()}
 
-    parameters = _cut_parameters(model, plan, group, watch, options)
+    layouts = lay_out(plan.units, group.size) if options.stage == 3 else []
+    parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
-    gradients = _gradients(parameters, trains, plan, group, watch, names, options)
+    gradients = _gradients(parameters, trains, plan, layouts, group, watch, names, options)
     grads = GradAttributes(gradients, group.shards, watch, names, parameters.release)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
@@ -309,9 +310,17 @@ def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Paramet
 
 
 def _cut_parameters(
-    model: torch.nn.Module, plan: _Plan, group: ShardGroup, watch: BackwardWatch, options: Options
+    model: torch.nn.Module,
+    plan: _Plan,
+    layouts: list[UnitLayout],
+    group: ShardGroup,
+    watch: BackwardWatch,
+    options: Options,
 ) -> ParameterStrategy:
-    """Cuts the model's parameters over the ranks by the strategy that stage and ranks call for."""
+    """Cuts the model's parameters over the ranks by the strategy that stage and ranks call for.
+
+    layouts: of the units, for stage 3.
+    """
     comm = group.shards
     if options.stage < 3:
         precision = plan.conversion.precision
@@ -320,12 +329,12 @@ def _cut_parameters(
             bucket_bytes *= precision.param_dtype.itemsize / precision.reduce_dtype.itemsize
         return ReplicatedParameters(model, comm, plan.place, bucket_bytes)
     in_node = options.share_in_node or comm.size == 1
-    arenas = shared_arenas(plan.units, comm, plan.place) if in_node else None
+    arenas = shared_arenas(layouts, comm, plan.place) if in_node else None
     if arenas is not None:
-        return NodeSharedParameters(plan.units, comm, arenas, plan.place)
+        return NodeSharedParameters(layouts, comm, arenas, plan.place)
     return ShardedParameters(
         model,
-        plan.units,
+        layouts,
         comm,
         watch,
         plan.place,
@@ -339,6 +348,7 @@ def _gradients(
     parameters: ParameterStrategy,
     trains: list[ParameterShard],
     plan: _Plan,
+    layouts: list[UnitLayout],
     group: ShardGroup,
     watch: BackwardWatch,
     names: Mapping[torch.nn.Parameter, str],
@@ -347,9 +357,9 @@ def _gradients(
     """Makes the buckets of the shards that train, and the hooks that fill and reduce them."""
     rotating, lasting = 3, 0
     if options.stage == 3:
-        rotating, lasting = 2, sum(each[0].requires_grad for each in flat_groups(plan.units[-1:]))
+        rotating, lasting = 2, sum(flat.trains for flat in layouts[-1].groups)
     return GradientShards(
-        [shard.parameters for shard in trains],
+        trains,
         group,
         watch,
         options.stage == 1 and not options.step_in_backward,

@@ -18,34 +18,29 @@ from collectives import Communicator
 from collectives.cuda.pages import DevicePages
 from collectives.pages import Pages
 
-from ..buckets import Layout, layout_of
 from .construction.target import placeholder
 from .private_copy import PrivateCopy
 from .released import Touched, release, restore
 from .shards import ParameterShard
-from .units import Unit, flat_groups
+from .units import FlatGroup, UnitLayout
 
 _CONSUMERS = "_mpidl_consumers"  # of a tensor that is a unit's output: what to call when its gradient is there
 
 
 class FlatParameters:
-    """Parameters of a unit that have one dtype and all train, or all do not. start: of `whole` in the pages, bytes."""
+    """A flat group that is whole at times. start: of `whole` in the pages, bytes."""
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, pages: Pages | DevicePages, start: int
-    ) -> None:
-        first = parameters[0]
+    def __init__(self, group: FlatGroup, comm: Communicator, pages: Pages | DevicePages, start: int) -> None:
         self._pages, self._start = pages, start
-        self._parameters = list(parameters)
-        self._shapes = [p.shape for p in parameters]
-        self.layout: Layout = layout_of(parameters, comm.size)
-        values = comm.empty(self.layout.shard_size, first.dtype, device=first.device).zero_()
-        for p, piece in zip(parameters, self.layout.pieces(comm.rank), strict=True):
+        self._parameters, self._shapes, self._dtype = list(group.parameters), group.shapes, group.dtype
+        self.layout, self.nbytes = group.layout, group.nbytes
+        device = group.parameters[0].device
+        values = comm.empty(self.layout.shard_size, self._dtype, device=device).zero_()
+        for p, piece in zip(self._parameters, self.layout.pieces(comm.rank), strict=True):
             part = p.detach().reshape(-1)[piece.start : piece.stop]
             values[piece.offset : piece.offset + part.numel()] = part
-        self.shard = ParameterShard(self._parameters, self.layout, values, first.requires_grad)
-        self._dtype = first.dtype
-        self._fillers = [placeholder(shape, first.dtype, first.device) for shape in self._shapes]
+        self.shard = ParameterShard(self._parameters, self.layout, values, group.trains)
+        self._fillers = [placeholder(shape, self._dtype, device) for shape in self._shapes]
         self._private = PrivateCopy(self.shard, comm.rank)
 
     @property
@@ -64,16 +59,10 @@ class FlatParameters:
         start = self._pages.place(self._start)
         return start <= address < start + self.nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """Of all parameters, with the padding."""
-        return self.layout.padded * self._dtype.itemsize
-
     @staticmethod
-    def room(parameters: Sequence[torch.nn.Parameter], ranks: int) -> int:
-        """Bytes of pages that they take."""
-        nbytes = layout_of(parameters, ranks).padded * parameters[0].dtype.itemsize
-        return -(-nbytes // Pages.SIZE) * Pages.SIZE
+    def room(group: FlatGroup) -> int:
+        """Bytes of the whole pages that a group takes."""
+        return -(-group.nbytes // Pages.SIZE) * Pages.SIZE
 
     def gather(self, comm: Communicator, reserves: bool) -> None:
         """See `GatheredUnit.gather`. reserves: whether this rank brings the pages of its node."""
@@ -123,13 +112,15 @@ class GatheredUnit:
     inputs whose gradient is to come.
     """
 
-    def __init__(self, number: int, unit: Unit, comm: Communicator, pages: Pages | DevicePages, start: int) -> None:
-        self.number, self.name = number, unit.name
+    def __init__(
+        self, number: int, layout: UnitLayout, comm: Communicator, pages: Pages | DevicePages, start: int
+    ) -> None:
+        self.number, self.name = number, layout.unit.name
         self._reserves = comm.local_rank == 0 or not pages.shared
         self.flats: list[FlatParameters] = []
-        for parameters in flat_groups([unit]):
-            self.flats.append(FlatParameters(parameters, comm, pages, start))
-            start += FlatParameters.room(parameters, comm.size)
+        for group in layout.groups:
+            self.flats.append(FlatParameters(group, comm, pages, start))
+            start += FlatParameters.room(group)
         self.gathered_bytes = sum(flat.nbytes for flat in self.flats)
         self.trained = sum(len(flat.shard.parameters) for flat in self.flats if flat.shard.trains)
         self.frozen = any(not flat.shard.trains for flat in self.flats)
@@ -140,9 +131,9 @@ class GatheredUnit:
         self.open: dict[int, int] = {}
 
     @staticmethod
-    def room(unit: Unit, ranks: int) -> int:
-        """Bytes of pages that it takes."""
-        return sum(FlatParameters.room(parameters, ranks) for parameters in flat_groups([unit]))
+    def room(layout: UnitLayout) -> int:
+        """Bytes of the whole pages that a unit takes."""
+        return sum(map(FlatParameters.room, layout.groups))
 
     @property
     def through(self) -> bool:

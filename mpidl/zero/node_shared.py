@@ -18,36 +18,34 @@ import torch
 from collectives import Communicator
 from collectives.cuda.place import Place
 
-from ..buckets import Layout, aligned, layout_of
+from ..buckets import aligned
 from .private_copy import PrivateCopy
 from .shards import ParameterShard
 from .strategy import NamesOf, ParameterStrategy, thawed
 from .traffic import Traffic
-from .units import Unit, flat_groups
+from .units import FlatGroup, UnitLayout, backward_order
 
 
 class NodeSharedParameters(ParameterStrategy):
     """Moves a model's parameters into shared memory.
 
-    units: from `units.cut`. arenas: from `shared_arenas`. place: where both lie.
+    layouts: from `units.lay_out`. arenas: from `shared_arenas`. place: where both lie.
     """
 
     write_effect: ClassVar = "the node has one copy, which every rank that did so has changed once more"
 
     def __init__(
-        self, units: Sequence[Unit], comm: Communicator, arenas: dict[torch.dtype, torch.Tensor], place: Place
+        self, layouts: Sequence[UnitLayout], comm: Communicator, arenas: dict[torch.dtype, torch.Tensor], place: Place
     ) -> None:
         self._comm, self._place = comm, place
         self._arenas = arenas
         self._flats = []
         taken = dict.fromkeys(arenas, 0)
-        for parameters in flat_groups(units):
-            layout, dtype = layout_of(parameters, comm.size), parameters[0].dtype
-            start = taken[dtype]
-            taken[dtype] += aligned(layout.padded, dtype)
-            self._flats.append(
-                _SharedFlat(parameters, layout, arenas[dtype][start : start + layout.padded], comm.rank, place)
-            )
+        for group in _groups(layouts):
+            start = taken[group.dtype]
+            taken[group.dtype] += aligned(group.layout.padded, group.dtype)
+            whole = arenas[group.dtype][start : start + group.layout.padded]
+            self._flats.append(_SharedFlat(group, whole, comm.rank, place))
         if comm.local_rank == 0:
             for flat in self._flats:
                 flat.fill()
@@ -115,20 +113,13 @@ class NodeSharedParameters(ParameterStrategy):
 
 
 class _SharedFlat:
-    """Parameters of a unit that have one dtype and all train, or all do not. whole: their place in the arena."""
+    """A flat group in the memory that ranks share. whole: its place in the arena."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        layout: Layout,
-        whole: torch.Tensor,
-        rank: int,
-        place: Place,
-    ) -> None:
+    def __init__(self, group: FlatGroup, whole: torch.Tensor, rank: int, place: Place) -> None:
         self._whole = whole
-        self._views = layout.views(whole, [p.shape for p in parameters])
-        own = place.alone(layout.shard(whole, rank))
-        self.shard = ParameterShard(list(parameters), layout, own, parameters[0].requires_grad)
+        self._views = group.layout.views(whole, group.shapes)
+        own = place.alone(group.layout.shard(whole, rank))
+        self.shard = ParameterShard(list(group.parameters), group.layout, own, group.trains)
         self._private = PrivateCopy(self.shard, rank)
 
     @property
@@ -166,7 +157,13 @@ class _SharedFlat:
             self.share()
 
 
-def shared_arenas(units: Sequence[Unit], comm: Communicator, place: Place) -> dict[torch.dtype, torch.Tensor] | None:
+def _groups(layouts: Sequence[UnitLayout]) -> list[FlatGroup]:
+    return [group for layout in backward_order(layouts) for group in layout.groups]
+
+
+def shared_arenas(
+    layouts: Sequence[UnitLayout], comm: Communicator, place: Place
+) -> dict[torch.dtype, torch.Tensor] | None:
     """Memory that all ranks share for the units' parameters, one array a dtype; None if they cannot. Collective.
 
     Ranks with GPUs of their own would reach that of one of them only at the speed of what connects them.
@@ -174,8 +171,7 @@ def shared_arenas(units: Sequence[Unit], comm: Communicator, place: Place) -> di
     if not place.is_one_for(comm):
         return None
     sizes: dict[torch.dtype, int] = {}
-    for parameters in flat_groups(units):
-        dtype = parameters[0].dtype
-        sizes[dtype] = sizes.get(dtype, 0) + aligned(layout_of(parameters, comm.size).padded, dtype)
+    for group in _groups(layouts):
+        sizes[group.dtype] = sizes.get(group.dtype, 0) + aligned(group.layout.padded, group.dtype)
     arenas = {dtype: comm.shared(size, dtype, device=place.device) for dtype, size in sizes.items()}
     return arenas if comm.size == 1 or all(comm.is_shared(arena) for arena in arenas.values()) else None

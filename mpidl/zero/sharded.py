@@ -36,7 +36,7 @@ from .gathering import Forecast, Purpose, Round, Rounds, leave
 from .shards import ParameterShard
 from .strategy import NamesOf, ParameterStrategy, thawed
 from .traffic import Traffic
-from .units import Unit
+from .units import UnitLayout, backward_order
 
 _PATIENCE, _IMPATIENCE = 0.1, 0.002  # seconds: before the first round for others alone, and between further ones
 _APART = 10.0  # seconds for reductions that all ranks have started
@@ -46,7 +46,7 @@ _LOOK, _LOOKS = 0.5, 4  # seconds between looks at those that are waited for; ho
 class ShardedParameters(ParameterStrategy):
     """Gathers the units of a model as it runs, and lets them go.
 
-    units: from `units.cut`; the last one is the model's own. comm: the ranks that have shards. world: the user's
+    layouts: from `units.lay_out`; the last one is the model's own. comm: the ranks that have shards. world: the user's
     Communicator, in which others may wait for a rank that gathers. place: where the parameters lie. names: of the
     parameters. share_in_node: gather once for all ranks of a node, in the host's memory. reshard_after_forward: let
     units go between their forward and their backward pass.
@@ -57,7 +57,7 @@ class ShardedParameters(ParameterStrategy):
     def __init__(
         self,
         model: torch.nn.Module,
-        units: Sequence[Unit],
+        layouts: Sequence[UnitLayout],
         comm: Communicator,
         watch: BackwardWatch,
         place: Place = HOST,
@@ -73,11 +73,11 @@ class ShardedParameters(ParameterStrategy):
         weakref.finalize(self, lane.give_back).atexit = False
         self._world = world or comm
         self._comm = comm = lane.comm  # whose memory the pages must be, to be gathered into as what they are
-        lane.settle_by(partial(leave, comm, len(units)))
-        rooms = [GatheredUnit.room(unit, comm.size) for unit in units]
+        lane.settle_by(partial(leave, comm, len(layouts)))
+        rooms = [GatheredUnit.room(layout) for layout in layouts]
         pages = comm.pages(sum(rooms), shared=share_in_node, device=place.device)
         self._units = [
-            GatheredUnit(number, unit, comm, pages, sum(rooms[:number])) for number, unit in enumerate(units)
+            GatheredUnit(number, layout, comm, pages, sum(rooms[:number])) for number, layout in enumerate(layouts)
         ]
         self._root = self._units[-1]
         self._rounds = Rounds(comm, self._units, place.device)
@@ -89,11 +89,9 @@ class ShardedParameters(ParameterStrategy):
         self._unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
         self._flat_of = {p: flat for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
         self._names = names
-        # Backward order: the blocks from last to first, then the model's own.
-        order = [*reversed(self._units[:-1]), self._root]
-        self.shards = [flat.shard for unit in order for flat in unit.flats]
+        self.shards = [flat.shard for unit in backward_order(self._units) for flat in unit.flats]
         self._handles = [model.register_state_dict_pre_hook(self._refuse_state_dict)]
-        modules = [unit.module for unit in units]
+        modules = [layout.unit.module for layout in layouts]
         for unit, module in zip(self._units, modules, strict=True):
             self._hook(unit, module)
         for part in self._parts(model, modules):

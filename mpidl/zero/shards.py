@@ -142,11 +142,11 @@ class _Storage:
 class GradientShards:
     """Reduces every bucket's gradients, as backward fills it, so that each rank holds the mean of its shard.
 
-    groups: the parameters of each bucket, in the order in which they are reduced. over: the ranks. keep_whole: stage 1,
-    where the buckets stay allocated; else their storage rotates among a few. names: of the parameters. reduce_dtype: of
-    the buckets; by default that of their parameters. wait: waits for a reduction. end_pass: called when a pass has been
-    reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting: how
-    many groups, the last ones, have buffers of their own, as they fill all through a pass.
+    shards: of the parameters of each bucket, in the order in which they are reduced. over: the ranks. keep_whole: stage
+    1, where the buckets stay allocated; else their storage rotates among a few. names: of the parameters. reduce_dtype:
+    of the buckets; by default that of their parameters. wait: waits for a reduction. end_pass: called when a pass has
+    been reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting:
+    how many buckets, the last ones, have buffers of their own, as they fill all through a pass.
 
     stepper: if there is one, gradients are given to it, and forgotten, as they are reduced; may be set.
 
@@ -158,7 +158,7 @@ class GradientShards:
 
     def __init__(
         self,
-        groups: Sequence[Sequence[torch.nn.Parameter]],
+        shards: Sequence[ParameterShard],
         over: ShardGroup,
         watch: BackwardWatch,
         keep_whole: bool,
@@ -188,7 +188,8 @@ class GradientShards:
         self._flying: deque[_Gradients] = deque()
         self._late_sums: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
         self._foreign = ForeignSteps(names)
-        buckets = self._make(groups)
+        self._parameters: list[torch.nn.Parameter] = []  # of all buckets
+        buckets = self._make(shards)
         self._lasting = buckets[len(buckets) - lasting :]
         self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting, place.device)
         self.queue = BucketQueue(
@@ -204,15 +205,16 @@ class GradientShards:
         watch.at_begin += [_refuse_double_backward, self._begin_pass]
         watch.at_abandon += [self._finish, self._late_sums.clear, self._foreign.end]
 
-    def add(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def add(self, shards: Sequence[ParameterShard]) -> None:
         """More buckets, reduced after those there are. Collective."""
-        self.queue.set_buckets([*self.queue.buckets, *self._make(groups)])
+        self.queue.set_buckets([*self.queue.buckets, *self._make(shards)])
         if not self._keep_whole:  # they may need larger buffers
             self._storage = _Storage(self.queue.buckets, self._comm, self._rotating, self._lasting, self._place.device)
 
-    def _make(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[GradientBucket]:
-        buckets = [GradientBucket(group, self._comm.size) for group in groups]
+    def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:
+        buckets = [GradientBucket(shard.parameters, shard.layout) for shard in shards]
         for bucket in buckets:
+            self._parameters += bucket.parameters
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
             apart = self._keeps_shards and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
@@ -317,11 +319,6 @@ class GradientShards:
         whole += [gradient for sums in self._late_sums.values() for gradient in sums.values()]
         unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
         return {"gradients": shards + whole, "buckets": self._storage.free + unused}
-
-    @property
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        """Those of all buckets."""
-        return [p for bucket in self.queue.buckets for p in bucket.parameters]
 
     def _begin_pass(self) -> None:
         if self.stepper is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
+from ..buckets import Layout, layout_of
 from ..errors import ConfigurationError
 from .arguments import plain
 
@@ -17,6 +18,7 @@ _MARK = "_mpidl_unit"
 _LARGE = 4_000_000  # parameters
 _Lists = torch.nn.ModuleList | torch.nn.ModuleDict  # modules without a forward pass
 Module = TypeVar("Module", bound=torch.nn.Module)
+AnyUnit = TypeVar("AnyUnit")
 UnitRule = Callable[[torch.nn.Module], bool] | Iterable[type[torch.nn.Module]] | None
 
 
@@ -27,6 +29,38 @@ class Unit:
     name: str
     module: torch.nn.Module
     parameters: tuple[torch.nn.Parameter, ...]
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """Parameters of a unit that lie side by side.
+
+    parameters: in the order in which they lie. layout: where each lies, and how the group is cut over the ranks.
+    dtype: of all of them. trains: whether all of them do, else none.
+    """
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    layout: Layout
+    dtype: torch.dtype
+    trains: bool
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The parameters' shapes."""
+        return [p.shape for p in self.parameters]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole group, with the padding."""
+        return self.layout.padded * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """A unit and the flat groups of its parameters."""
+
+    unit: Unit
+    groups: tuple[FlatGroup, ...]
 
 
 def unit(module: Module) -> Module:
@@ -74,18 +108,24 @@ def warn_of_rest(units: Sequence[Unit], stacklevel: int) -> None:
         )
 
 
-def flat_groups(units: Sequence[Unit]) -> list[list[torch.nn.Parameter]]:
-    """The parameters that lie side by side, in the order in which their gradients are reduced.
+def lay_out(units: Sequence[Unit], ranks: int) -> list[UnitLayout]:
+    """Lays the units' parameters out in flat groups, each cut over `ranks`; to be done once, when dtypes are final.
 
-    Those of a unit that have one dtype and all train, or all do not; units from last to first, then the model's own.
+    A group has those parameters of a unit that are of one dtype and all train, or all do not.
     """
-    groups: list[list[torch.nn.Parameter]] = []
-    for unit in [*reversed(units[:-1]), units[-1]]:
+    layouts = []
+    for unit in units:
         kinds: dict[tuple[torch.dtype, bool], list[torch.nn.Parameter]] = {}
         for p in unit.parameters:
             kinds.setdefault((p.dtype, p.requires_grad), []).append(p)
-        groups += kinds.values()
-    return groups
+        groups = (FlatGroup(tuple(own), layout_of(own, ranks), *kind) for kind, own in kinds.items())
+        layouts.append(UnitLayout(unit, tuple(groups)))
+    return layouts
+
+
+def backward_order(units: Sequence[AnyUnit]) -> list[AnyUnit]:
+    """Orders units as their gradients are reduced: from last to first, then the model's own, which is the last one."""
+    return [*reversed(units[:-1]), *units[-1:]]
 
 
 def chosen(model: torch.nn.Module, rule: UnitRule, argument: str = "units") -> dict[str, torch.nn.Module]:

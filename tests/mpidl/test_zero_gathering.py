@@ -122,13 +122,13 @@ def test_memory_goes_back_when_a_step_is_over(comm) -> None:
     """Shared by the ranks of a node, as over several nodes."""
     from mpidl.backward import BackwardWatch
     from mpidl.zero.sharded import ShardedParameters
-    from mpidl.zero.units import cut
+    from mpidl.zero.units import cut, lay_out
 
     if comm.size == 1:
         return
     model, watch = Stack(), BackwardWatch()
     watch.attach(model)
-    sharded = ShardedParameters(model, cut(model), comm, watch, share_in_node=True)
+    sharded = ShardedParameters(model, lay_out(cut(model), comm.size), comm, watch, share_in_node=True)
     sharded.start()
     pages = sharded._units[0].flats[0]._pages
     assert pages.shared
