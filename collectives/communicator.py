@@ -25,7 +25,9 @@ import contextlib
 import itertools
 import operator
 import os
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,6 +69,7 @@ from .topology import discover, world_ranks
 from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
+_CLOSE_AFTER_ERROR = 2.0  # seconds
 _REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 Plain = Callable[[], None]
 Call = Plain | Task
@@ -120,6 +123,7 @@ class Communicator:
         self.node_ranks: tuple[int, ...] = place.members
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
+        self._crowded = place.crowded
         self._progress.naps = place.nodes > 1 or place.full
         self._progress.follows = place.full and not place.crowded and place.nodes == 1
         self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place, self._made)
@@ -600,10 +604,17 @@ class Communicator:
 
         Messages that were sent are delivered, or dropped if their receiver has not asked for them. Receives that
         nothing was sent for end with an OperationError.
+
+        While an exception is handled, as in a `finally` block, it waits two seconds for the other ranks. If they do not
+        come it frees nothing, so that the exception goes on and ends the job.
         """
         if self._closed:
             return
         self._when_dropped.detach()
+        everywhere = MPI.REQUEST_NULL if self._failed else self._apart.Ibarrier()
+        if not _all_arrive(everywhere):
+            self._leave_open(everywhere)
+            return
         if self._progress.at_end is not None:
             self._progress.at_end()
             self.before_end(None)
@@ -613,6 +624,7 @@ class Communicator:
         self._progress.close()
         if not self._failed:  # else the other ranks may never come here
             self._positions.enter(self._issued + 1, "close")
+            everywhere.Wait()
             self._messages.channels.close()
             self._positions.leave()
         if self._guard is not None:
@@ -620,6 +632,17 @@ class Communicator:
         self._dispatch.close()
         for comm in self._made:
             comm.Free()
+
+    def _leave_open(self, everywhere: MPI.Request) -> None:
+        """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory."""
+        self._closed, self._unusable = True, "it was closed after an exception, while other ranks were elsewhere"
+        self.before_end(None)
+        for made in self._duplicates:
+            made._when_dropped.detach()
+            made._leave_open(MPI.REQUEST_NULL)
+        self._progress.abandon()
+        self._positions.leave(failed=True)
+        keep_for_ever((self._dispatch, self._made, everywhere))
 
     def abort(self, status: int = 1) -> None:
         """Ends all processes of the job at once with an exit status. Does not return. From any thread."""
@@ -707,11 +730,12 @@ class Communicator:
 
         detail: from `details`.
         """
-        self._refuse_if_unusable(operation)
+        if self._unusable:
+            self._refuse_if_unusable(operation)
         if isinstance(task, Task):
             started = task.start(arrays, hold=async_op)
             return started.finish(self._issue(operation, started.run, detail, async_op, arrays, name))
-        if self._compound_in == threading.get_ident():
+        if self._compound_in is not None and self._compound_in == threading.get_ident():
             if async_op:
                 raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
             if operation in _REDUCTIONS:
@@ -754,7 +778,7 @@ class Communicator:
         if self._patient:
             self._positions.leave()  # for the watchdog it waits for nobody
         try:
-            if (queued or self._dispatch.topology.crowded) and not isinstance(task, MeetsInMemory):
+            if (queued or self._crowded) and not isinstance(task, MeetsInMemory):
                 self._positions.wait_for_all(number)
             if operation in _REDUCTIONS:
                 self._silently(task)
@@ -841,6 +865,18 @@ class Communicator:
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _numbers = itertools.count()
+
+
+def _all_arrive(everywhere: MPI.Request) -> bool:
+    """True unless an exception is being handled and the request does not complete within `_CLOSE_AFTER_ERROR`."""
+    if sys.exc_info()[0] is None:
+        return True
+    limit = time.monotonic() + _CLOSE_AFTER_ERROR
+    while not everywhere.Test():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(1e-3)
+    return True
 
 
 def _close_in_child() -> None:

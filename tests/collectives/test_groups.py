@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, OperationError, dropped
+from collectives import ArgumentError, Communicator, OperationError, dropped
 
 pytestmark = pytest.mark.mpi
 
@@ -176,3 +176,13 @@ def test_closing_finishes_what_is_queued(comm: Communicator) -> None:
     group.all_reduce(x, async_op=True)
     group.close()
     assert (x == comm.size).all()
+
+
+def test_ranks_that_close_after_the_same_exception_close_together(comm: Communicator) -> None:
+    with pytest.raises(ArgumentError):  # noqa: PT012
+        group = comm.duplicate()
+        try:
+            group.all_reduce(np.zeros(3), "median")
+        finally:
+            group.close()
+    assert all(made == MPI.COMM_NULL for made in group._made)

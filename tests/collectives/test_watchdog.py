@@ -105,6 +105,25 @@ def test_a_rank_that_has_left_an_operation_by_an_exception_is_told_at_its_end(jo
     assert "not arrived: rank 1, which is at the end of its program, after an exception in operation 2\n" in text
 
 
+def test_a_rank_that_closes_after_an_exception_does_not_wait_for_the_others(job: Callable) -> None:
+    """Long before the limit its exception is shown, and the others are told that it has ended."""
+    status, text, seconds = job(
+        """
+        group = comm.duplicate()
+        try:
+            if rank == 1:
+                raise ValueError("the reason")
+            comm.barrier()
+        finally:
+            comm.close()
+        """
+    )
+    assert status != 0
+    assert seconds < LONG / 2
+    assert "ValueError: the reason" in text
+    assert "not arrived: rank 1, which is at the end of its program" in text
+
+
 IN_FOURTH = Position(4, "all_reduce", inside=True, detail="sum of 5 float32 by ring")
 
 
