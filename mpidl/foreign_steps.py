@@ -88,7 +88,8 @@ class ForeignSteps:
         raise TrainingError(
             f"{self._names[parameters[number]]}: {what} during the backward pass on rank {rank}, as by an optimizer "
             "that a hook steps there, with the gradient of that rank alone; the ranks' weights differ from here on: "
-            "make the step after the pass, or by step_in_backward=True of ZeroOptimizer, and load the weights anew"
+            "make the step after the pass, or by step_in_backward of DistributedDataParallel or ZeroOptimizer, and "
+            "load the weights anew"
         )
 
 

@@ -88,12 +88,8 @@ class NonfiniteGuard:
         self._zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigurationError(f"scaler: got {type(scaler).__name__}; needs a GradScaler, or None")
-        if on_nan == "skip" and self._zero is not None and self._zero.step_in_backward:
-            raise ConfigurationError(
-                "on_nan: got 'skip', but with step_in_backward the backward pass has made the step when the guard is "
-                "asked; needs 'stop', or a ZeroOptimizer without it"
-            )
-        self._scaler = scaler
+        self._scaler, self._on_nan = scaler, on_nan
+        self._refuse_to_skip()
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         if self._zero is None and trainer_of_model(plain) is not None:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
@@ -106,7 +102,7 @@ class NonfiniteGuard:
         else:
             self._comm = default_communicator(process_group)
         refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")
-        self._on_nan, self._give_up_after = on_nan, give_up_after
+        self._give_up_after = give_up_after
         self._in_a_row = self.skipped = 0
         self._watch = NonfiniteWatch(plain) if watch else None
         self._buffers = KeptBuffers(model)
@@ -118,6 +114,7 @@ class NonfiniteGuard:
         loss: this rank's, a number or a tensor of one element. norm: of all gradients, as clip_grad_norm_ has given it,
         which tells whether they are finite; without it they are all read.
         """
+        self._refuse_to_skip()
         _check_number("loss", loss)
         if norm is not None:
             _check_number("norm", norm)
@@ -153,10 +150,25 @@ class NonfiniteGuard:
         if self._watch is not None:
             self._watch.remove()
 
+    @property
+    def _steps_in_backward(self) -> bool:
+        if self._zero is not None:
+            return self._zero.step_in_backward
+        return isinstance(self._model, DistributedDataParallel) and self._model.steps_in_backward
+
+    def _refuse_to_skip(self) -> None:
+        if self._on_nan == "skip" and self._steps_in_backward:
+            raise ConfigurationError(
+                "on_nan: got 'skip', but with step_in_backward the backward pass has made the step when the guard is "
+                "asked; needs 'stop', or passes without it"
+            )
+
     def _gradients(self) -> Spoilt | None:
         watched = self._watch.find(self._comm) if self._watch is not None else None
         if watched is not None:
             return [*watched]
+        if self._zero is None and self._steps_in_backward:
+            return None  # they are gone
         if self._zero is not None:
             return self._zero.find_nonfinite()
         found = find_nonfinite_gradients(self._model, self._comm)

@@ -8,6 +8,15 @@ from typing import Any
 
 import torch
 
+STEP_NOT_CALLED = (
+    "step_in_backward: the last backward pass has made a step, and optimizer.step() was not called after it; call it "
+    "after each, and accumulate gradients, or make several backward passes, under no_sync()"
+)
+STEP_INSIDE = "step() inside a backward pass, which has not reduced all gradients yet: step after it"
+NOT_REDUCED = (
+    "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step outside "
+    "of it, or call zero_grad()"
+)
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

@@ -33,9 +33,11 @@ from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from ..joining import Rounds, Stage
 from ..objects import broadcast_object
+from ..partial_steps import STEP_NOT_CALLED
 from ..replicate import broadcast_states
 from . import comm_hooks
 from .arena import Arena
+from .backward_steps import BackwardSteps
 from .contents import Contents
 from .incomplete import IncompletePass
 from .linear import destinations
@@ -83,7 +85,7 @@ class Reducer:
         group: Communicator,
         ignored: Container[str],
     ) -> None:
-        self.comm, self._lanes = comm, {group: comm}
+        self.comm, self._group, self._lanes = comm, group, {group: comm}
         self._ignored, self._contents = ignored, Contents(module, names, ignored)
         self._module, self._names = module, names
         self._cap, self._as_views = bucket_cap, as_views
@@ -112,6 +114,9 @@ class Reducer:
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
         self._foreign = ForeignSteps(names)
+        self.steps: BackwardSteps | None = None  # within the passes; then buckets lie in its buffers, not in the arena
+        self._given: set[torch.nn.Parameter] = set()  # what this rank gave a gradient in a pass that steps
+        self._lost: set[torch.nn.Parameter] = set()  # and what had it no more when its bucket was filled
         self.queue = BucketQueue(
             [],
             watch,
@@ -129,6 +134,7 @@ class Reducer:
             self._refuse_double_backward,
             self._begin_round,
             self._agree_on_buckets,
+            self._begin_steps,
             self._mark_unreached,
             self._note_versions,
         ]
@@ -153,16 +159,39 @@ class Reducer:
         """Before the first backward pass: as if it had been made with `static_graph`."""
         self._static_graph = self.queue.hold = True
 
+    def step_in_backward(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Between passes: from the next one on they step with these, or with none. Collective."""
+        self._watch.before_forward()  # gives up a pass that an exception has cut short
+        if self.steps is not None:
+            self.steps.remove()
+        self.steps = None
+        if optimizers:
+            self.steps = BackwardSteps(
+                optimizers,
+                self._names,
+                self.comm,
+                self._place,
+                self._foreign,
+                reduce=self._begin_reduction,
+                complete=self._complete,
+                is_unsent=lambda p: p in self._quietly and p.grad is not None,
+            )
+        self._arena = Arena(self.comm, self._place.device)
+        self._lay_out([p for bucket in self.queue.buckets for p in bucket.parameters])
+
     def _agree_on_buckets(self) -> None:
         """At the begin of a backward pass: takes up a new order of the buckets, or a new choice of what trains.
 
         Or other dtypes of it. Collective, but under `no_sync`. Raises on every rank ModelMismatch where the choice
-        differs, and TrainingError where any has parameters that were replaced, resized or added.
+        differs, and TrainingError where any has parameters that were replaced, resized or added, or has not closed the
+        step of the pass before.
         """
         if not self.queue.synchronise:
             return
         code = zlib.crc32(repr((self._wanted, self._static_graph)).encode())
         problem = self._contents.problem()
+        if self.steps is not None and self.steps.is_open:
+            problem = STEP_NOT_CALLED
         told = np.array([code, -code, problem is not None])
         self.comm.all_reduce(told, "max")
         if told[2]:
@@ -216,6 +245,8 @@ class Reducer:
         self.queue.set_buckets([])
         self._results = []
         self._foreign.end()
+        if self.steps is not None:
+            self.steps.remove()
         if self._averages is not None:
             self._averages.abandon()
         for destination in self._destinations.values():
@@ -236,14 +267,16 @@ class Reducer:
             if p.grad is not None and p.grad.data_ptr() == view.data_ptr() and p.numel()
         }
         self._averages = None
-        self._arena.lay_out(buckets[: len(dense)])
-        if self.comm.size > 1 and dense:
+        if self.steps is not None:
+            self.steps.lay_out(buckets[: len(dense)])
+        else:
+            self._arena.lay_out(buckets[: len(dense)])
+        if self.steps is None and self.comm.size > 1 and dense:
             flats = [bucket.flat for bucket in buckets[: len(dense)]]
             self._averages = self.comm.partitioned_all_reduce(flats, "avg", algorithm=by_rank(self.comm, "all_reduce"))
         self.queue.set_buckets(buckets)
-        views = {
-            p: view for bucket in buckets[: len(dense)] for p, view in zip(bucket.parameters, bucket.views, strict=True)
-        }
+        placed = [bucket for bucket in buckets if bucket.flat is not None]
+        views = {p: view for bucket in placed for p, view in zip(bucket.parameters, bucket.views, strict=True)}
         for p, destination in self._destinations.items():
             destination.move(views.get(p))
         for p in moved.keys() & views.keys():
@@ -317,6 +350,11 @@ class Reducer:
                 "through the averaging; train the plain module (`.module`) and average the gradients yourself"
             )
 
+    def _begin_steps(self) -> None:
+        self._given, self._lost = set(), set()
+        if self.steps is not None:
+            self.steps.begin(self.queue.synchronise)
+
     def _note_versions(self) -> None:
         if self.queue.synchronise:
             self._foreign.begin(self._trained)
@@ -334,15 +372,17 @@ class Reducer:
             self._without.discard(parameter)
         if parameter in self._sparse:
             return
-        view = bucket.views[index]
-        if gradient is None:
-            view.zero_()
-            return
-        if gradient.layout != torch.strided:
+        if gradient is not None and gradient.layout != torch.strided:
             raise TrainingError(
                 f"{self._names[parameter]}: its gradient is sparse, but it belongs to no torch.nn.Embedding made with "
                 "sparse=True, so that its place is in a dense bucket"
             )
+        if self.steps is not None:
+            return  # the bucket has no memory before it is launched
+        view = bucket.views[index]
+        if gradient is None:
+            view.zero_()
+            return
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             if self._as_views:
@@ -351,7 +391,7 @@ class Reducer:
     def _miss(self, bucket: GradientBucket, index: int) -> None:
         """A parameter that this rank's pass did not reach contributes what it has accumulated, or zero."""
         parameter = bucket.parameters[index]
-        if parameter in self._sparse:
+        if parameter in self._sparse or self.steps is not None:
             return
         gradient, view = parameter.grad, bucket.views[index]
         if gradient is None:
@@ -370,35 +410,55 @@ class Reducer:
             )
 
     def _launch(self, bucket: GradientBucket) -> None:
-        if bucket.flat is None:
-            return  # sparse ones follow at the end, in their order
-        if self.hook is None:
-            if self._averages is not None:
-                self._averages.hand_in(bucket.flat)
-                self._results.append((bucket, self._averages))
-            return
-        state, hook = self.hook
-        index = len(self._results)
-        last = index == self._dense - 1
-        seen = comm_hooks.GradBucket(index, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)
+        given = {p for p in bucket.parameters if self._gives(p)} if self.steps is not None else set()
+        self._given |= given
+        self._lost |= {p for p in given if p.grad is None}
+        if bucket.parameters[0] in self._sparse:
+            return  # they follow at the end, in their order
+        if self.steps is not None:
+            self.steps.launch(bucket, [p in given for p in bucket.parameters])
+        elif self.hook is not None:
+            self._results.append((bucket, self._begin_reduction(bucket, len(self._results))))
+        elif self._averages is not None:
+            assert bucket.flat is not None
+            self._averages.hand_in(bucket.flat)
+            self._results.append((bucket, self._averages))
+
+    def _gives(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether passes of this rank gave the parameter a gradient since the last one that was averaged."""
+        arrived = parameter in self.queue.arrivals and parameter not in self._without
+        return arrived or (parameter in self._quietly and parameter.grad is not None)
+
+    def _begin_reduction(self, bucket: GradientBucket, number: int) -> comm_hooks.Handle:
+        """By the user's hook, or else by an operation of the bucket's own."""
+        assert bucket.flat is not None
+        state, hook = self.hook or (self._group, comm_hooks.allreduce)
+        last = number == self._dense - 1
+        seen = comm_hooks.GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)
         handle = hook(state, seen)
         if not hasattr(handle, "wait"):
             raise TrainingError(f"the communication hook returned {handle!r}; needs a handle with wait()")
-        self._results.append((bucket, handle))
+        return handle
+
+    def _complete(self, bucket: GradientBucket, handle: comm_hooks.Handle) -> None:
+        """Waits until the bucket holds the mean."""
+        assert bucket.flat is not None
+        values = handle.wait()
+        if values is not None:
+            values = values[0] if isinstance(values, list) else values
+            if values.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(values.view(-1))
+        if self.share != 1.0:
+            bucket.flat.mul_(self.share)
 
     def _finish(self) -> None:
         if self.joining is not None and not self.stands_in:
             self.joining.tell(Stage.END_OF_BACKWARD)
         results, self._results, self._opaque = self._results, [], False
         for bucket, handle in results:
-            assert bucket.flat is not None
-            values = handle.wait()
-            if values is not None:
-                values = values[0] if isinstance(values, list) else values
-                if values.data_ptr() != bucket.flat.data_ptr():
-                    bucket.flat.copy_(values.view(-1))
-            if self.share != 1.0:
-                bucket.flat.mul_(self.share)
+            self._complete(bucket, handle)
+        if self.steps is not None:
+            self.steps.finish()
         reached, wrong, waits = self._agreed()
         for bucket in self.queue.buckets:
             for index, p in enumerate(bucket.parameters):
@@ -406,6 +466,8 @@ class Reducer:
                     mean = mean_of_sparse(self.comm, p, p.grad)
                     if p in reached:
                         p.grad = mean if self.share == 1.0 else mean * self.share
+                elif self.steps is not None:
+                    continue  # it has what it is to have
                 elif p not in reached:
                     if p in self._kept and p.grad is not None:
                         p.grad.copy_(self._kept[p])
@@ -416,6 +478,9 @@ class Reducer:
                 else:
                     p.grad.copy_(bucket.views[index])
         self._kept, self._quietly, self._without = {}, set(), set()
+        if self.steps is not None:
+            self.steps.step([p for p in self._trained if p in self._sparse and p in reached])
+            self.steps.end()
         if waits:
             self._incomplete = self._incomplete or IncompletePass(self._watch.forwards)
             self._incomplete.arrived.update(self.queue.arrivals)
@@ -433,6 +498,8 @@ class Reducer:
         results, self._results, self._opaque = self._results, [], False
         for _, handle in results:
             handle.wait()
+        if self.steps is not None:
+            self.steps.abandon()
         self._kept, self._without, self._incomplete = {}, set(), None
         self._foreign.end()
 
@@ -446,10 +513,10 @@ class Reducer:
         before = () if self._incomplete is None else self._incomplete.arrived
         status = np.full(2 * len(parameters) + 2, -1, np.int64)
         reached, missed_by = status[:-2].reshape(2, -1)  # by the highest rank that did; -1: by none
-        lost = {p for p in arrivals if p.grad is None and p not in self._without}
+        lost = {p for p in arrivals if p.grad is None and p not in self._without} if self.steps is None else self._lost
         status[-2] = self._foreign.found(self.comm, lost)
         for number, p in enumerate(parameters):
-            if (p in arrivals and p not in self._without) or (p in self._quietly and p.grad is not None):
+            if self._gives(p) or p in self._given:
                 reached[number] = self.comm.rank
             if self._counts_known:
                 fine = arrivals.get(p, 0) == self.queue.expected[p]

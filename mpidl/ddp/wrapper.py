@@ -35,7 +35,7 @@ from ..mesh.placement import refuse_experts
 from ..place import place_of
 from ..replicate import broadcast_states
 from ..sync_batch_norm import SyncBatchNorm
-from . import arguments, comm_hooks
+from . import arguments, comm_hooks, steppable
 from .first_pass import FirstPass
 from .joining import WrapperJoinHook
 from .reducer import Reducer
@@ -312,6 +312,38 @@ class DistributedDataParallel(torch.nn.Module):
         if self._reducer is not None:
             self._reducer.hook = self._hook
 
+    def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
+        """From now on backward passes make the optimizers' steps; without any they are ordinary ones again. Collective.
+
+        optimizers: over some or all of the module's parameters, each in one of them; those of torch.optim, mpidl.optim
+            and others whose step on a parameter depends on no other parameter.
+
+        When a bucket's gradients are averaged, its parameters are stepped and their gradients released: gradients take
+        about three buckets of `bucket_cap_mb` instead of a model's worth, and weights and states have the bits of the
+        step after the pass. `optimizer.step()` must follow each pass all the same, and only closes it; the next pass
+        is refused before. Until then `.grad` has a shape, and what reads it raises TrainingError: clipping, GradScaler
+        and the like need all gradients before the step. Gradients are accumulated under `no_sync`. Parameters that
+        none of the optimizers has keep their averaged gradients. Raises ConfigurationError on every rank.
+        """
+        comm, names = self.process_group, self._named_parameters(frozen=True)
+
+        def check() -> None:
+            if inside_backward() or (self._reducer is not None and self._reducer.joining is not None):
+                raise ConfigurationConflict("step_in_backward: got called in a backward pass or a join; call it before")
+            steppable.check(optimizers, names, set(self.module.parameters()).difference(names))
+
+        check_everywhere(comm, check)
+        check_settings_agree(comm, "step_in_backward", steppable.agreement(optimizers, names))
+        if self._reducer is None:
+            self._set_up()
+        assert self._reducer is not None
+        self._reducer.step_in_backward(optimizers)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether backward passes make the step."""
+        return self._reducer is not None and self._reducer.steps is not None
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -335,6 +367,11 @@ class DistributedDataParallel(torch.nn.Module):
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """What a `Join` calls on a rank whose batches have run out. Collective where a copy begins."""
+        if self.steps_in_backward:
+            raise ConfigurationConflict(
+                "join: with step_in_backward a rank without batches would hold the others up in each bucket, which it "
+                "stands in for all at once; needs passes without it"
+            )
         if self._reducer is None:
             self._set_up()
         assert self._reducer is not None
@@ -356,7 +393,9 @@ class DistributedDataParallel(torch.nn.Module):
         return self.device
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The memory of the buckets, in which the gradients lie; of which there is none before the first pass."""
+        """The memory of the buckets, in which the gradients lie; of which a copy has none before its first pass."""
+        if self._reducer is not None and self._reducer.steps is not None:
+            return {"gradients": self._reducer.steps.held}
         buckets = [] if self._reducer is None else self._reducer.queue.buckets
         return {"gradients": [bucket.flat for bucket in buckets if bucket.flat is not None]}
 

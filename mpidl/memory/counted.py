@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..ddp import DistributedDataParallel
+from ..ddp.used_gradient import UsedGradient
 from ..zero.sharded_gradient import ShardedGradient
 from .activations import SavedActivations
 from .process import MIB, pss_mib, rss_mib
@@ -99,7 +100,7 @@ def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         tensors["parameters"] += [p.detach() for p in model.parameters()]
     tensors["parameters"] += model.buffers()
     given = [p.grad for p in model.parameters() if p.grad is not None]
-    tensors["gradients"] += [gradient for gradient in given if not isinstance(gradient, ShardedGradient)]
+    tensors["gradients"] += [gradient for gradient in given if not isinstance(gradient, ShardedGradient | UsedGradient)]
     tensors["buckets"] += _ddp_buckets(model)
     held: dict[str, dict[int, int]] = {}
     seen: set[int] = set()

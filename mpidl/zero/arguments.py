@@ -16,8 +16,9 @@ from ..errors import ConfigurationError
 from ..mesh import Mesh
 from ..mesh.placement import refuse_cut, refuse_experts
 from ..optim.trust import TrustRatioOptimizer
+from ..optimizer_trial import comparable
 from ..trained_by import refuse_trained
-from .optimizer_class import comparable, refuse_class
+from .optimizer_class import refuse_class
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None
 

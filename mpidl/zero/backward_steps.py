@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..errors import TrainingError
-from ..partial_steps import PartialSteps
+from ..partial_steps import STEP_NOT_CALLED, PartialSteps
 from .guard import WeightGuard
 from .shards import ParameterShard
 from .slices import Slice
@@ -56,10 +56,7 @@ class BackwardSteps:
     def begin(self) -> None:
         """A pass that steps begins."""
         if self._is_open:
-            raise TrainingError(
-                "step_in_backward: the last backward pass has made a step, and optimizer.step() was not called after "
-                "it; call it after each, and accumulate gradients, or make several backward passes, under no_sync()"
-            )
+            raise TrainingError(STEP_NOT_CALLED)
         self._counted, self._stepped = set(), []
         self._agree()
 

@@ -30,6 +30,7 @@ from ..ddp.arguments import communicator, flag
 from ..mesh import Mesh
 from ..mesh.groups import data_group
 from ..optim.trust import TrustRatioOptimizer, squared_norms_over
+from ..optimizer_trial import comparable
 from ..place import place_of
 from ..replicate import broadcast_states
 from . import arguments
@@ -42,7 +43,7 @@ from .guard import WeightGuard
 from .hooks import Hook, refuse_copies
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
-from .optimizer_class import Needs, comparable, needs, prototype
+from .optimizer_class import Needs, needs, prototype
 from .own_storages import with_own_storages
 from .precision import Conversion, Precision
 from .replicated import ReplicatedParameters

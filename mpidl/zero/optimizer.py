@@ -24,6 +24,7 @@ from collectives import Communicator
 from ..errors import TrainingError
 from ..mesh import Mesh
 from ..nonfinite import NonfiniteWatch
+from ..optimizer_trial import without_parameters
 from . import arguments, reduced_gradients, states, step
 from .build import Options, Parts, build
 from .clearing import clears_with
@@ -32,7 +33,6 @@ from .construction.modules import InitFn
 from .construction.weights import Rename
 from .hooks import refuse_copy
 from .offload import Offload
-from .optimizer_class import without_parameters
 from .owned import OwnedState
 from .owned_weights import OwnedWeights
 from .precision import Precision

@@ -29,6 +29,7 @@ from ..bucket_queue import BucketQueue
 from ..buckets import GradientBucket, Layout, aligned, by_rank
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
+from ..partial_steps import NOT_REDUCED
 from .groups import ShardGroup
 from .sharded_gradient import ShardedGradient
 
@@ -240,10 +241,7 @@ class GradientShards:
     def refuse_unsent(self) -> None:
         """Raises TrainingError if there were passes that did not communicate."""
         if self.queue.unsent:
-            raise TrainingError(
-                "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step "
-                "outside of it, or call zero_grad()"
-            )
+            raise TrainingError(NOT_REDUCED)
 
     def widen(self) -> None:
         """Keeps reduced 16-bit gradients in fp32 until `clear`.

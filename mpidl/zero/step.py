@@ -22,6 +22,7 @@ import torch
 from ..backward import inside_backward
 from ..consistency import check_settings_agree, raise_everywhere
 from ..errors import TrainingError
+from ..partial_steps import STEP_INSIDE
 from ..replicate import broadcast_states
 from . import arguments
 from .build import Parts
@@ -37,7 +38,7 @@ def make_step(
     """
     parts.place.refuse_capture("ZeroOptimizer.step")
     if inside_backward():
-        raise TrainingError("step() inside a backward pass, which has not reduced all gradients yet: step after it")
+        raise TrainingError(STEP_INSIDE)
     problem = parts.guard.problem(parts.slices) or parts.grads.foreign()
     loss = None
     if closure is not None:

@@ -72,6 +72,7 @@ model = mpidl.DistributedDataParallel(MyModel())
 micro_batches = [(torch.randn(2, 3, 8), torch.randint(4, (2, 3)), torch.ones(2, 3)) for _ in range(2)]
 masks, last = [mask for _, _, mask in micro_batches], 1
 """,
+    "ddp-3": BATCH,
     "faults-1": TRAINED + TRAIN_ONE_STEP,
     "faults-2": ZERO + "loss = model(x).square().mean()\n",
     "faults-3": ZERO,

@@ -18,7 +18,7 @@ from collectives import Communicator
 from ...consistency import check_everywhere
 from ...errors import ConfigurationError
 from ...objects import all_gather_object
-from ..optimizer_class import without_parameters
+from ...optimizer_trial import without_parameters
 from .settings import Offload
 from .slices import HALVES
 from .swap import SwapFile

@@ -25,8 +25,9 @@ from ...consistency import check_everywhere, check_settings_agree
 from ...errors import ConfigurationError, TrainingError
 from ...objects import all_gather_object
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
+from ...optimizer_trial import without_parameters
 from ..groups import ShardGroup
-from ..optimizer_class import frozen, without_parameters
+from ..optimizer_class import frozen
 from ..shards import ParameterShard
 from .entries import Entries
 from .groups import MASTER, Chunk, SubGroup, cut

@@ -1,0 +1,259 @@
+"""Steps within the backward pass: a bucket's parameters are stepped when it is reduced, and their gradients released.
+
+    backward    g9 g8 | g7 g6           | g5 g4                   | g3 g2 ...
+    bucket 0    fills   is reduced in A                             stepped: its buffer is needed again
+    bucket 1            fills             is reduced in B
+    bucket 2                              fills                     is reduced in A
+
+Two buffers rotate in place of the arena that holds all gradients, as large as the two largest buckets of a dtype. A
+gradient stays where autograd has put it until its bucket is filled; then it is copied to the buffer and released.
+
+Who runs what: everything here is called by the thread of the backward pass, and each rank steps on parameters of its
+own. The ranks begin the same collectives in the order of the buckets: of each bucket its reduction, and one of flags
+that tell which of its parameters any rank has reached. A rank waits for the oldest two when no buffer is free, a
+condition that depends on the buckets' sizes alone, so that all ranks wait for the same ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Communicator, Work
+from collectives.cuda.place import Place
+
+from ..backward import inside_backward
+from ..buckets import GradientBucket
+from ..errors import TrainingError
+from ..foreign_steps import ForeignSteps
+from ..partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
+from .comm_hooks import Handle
+from .used_gradient import UsedGradient
+
+
+@dataclass
+class _InFlight:
+    """A bucket that is being reduced. reached: flags of its parameters, of all ranks once `agreed` is complete."""
+
+    bucket: GradientBucket
+    buffer: torch.Tensor
+    handle: Handle
+    reached: np.ndarray
+    agreed: Work | None
+
+
+class BackwardSteps:
+    """Reduces buckets in rotating buffers and steps on their parameters.
+
+    names: of the module's parameters. reduce(bucket, number): begins a bucket's reduction. complete(bucket, handle):
+    waits for it. is_unsent(p): whether a pass under no_sync gave the parameter something that none has reduced.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: Mapping[torch.nn.Parameter, str],
+        comm: Communicator,
+        place: Place,
+        foreign: ForeignSteps,
+        reduce: Callable[[GradientBucket, int], Handle],
+        complete: Callable[[GradientBucket, Handle], None],
+        is_unsent: Callable[[torch.nn.Parameter], bool],
+    ) -> None:
+        self._optimizers, self._names = list(optimizers), names
+        self._comm, self._place, self._foreign = comm, place, foreign
+        self._reduce, self._complete, self._is_unsent = reduce, complete, is_unsent
+        self._partial = {optimizer: PartialSteps(optimizer) for optimizer in optimizers}
+        self._of: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._streams: set[Any] = set()  # that were the last to read a buffer
+        self._number = 0  # of buckets launched in this pass
+        self._stepped: list[torch.nn.Parameter] = []  # in this pass
+        self._open: set[torch.optim.Optimizer] = set()  # that have stepped in a pass since their `step` was called
+        self._inside: set[torch.optim.Optimizer] = set()  # whose `step` runs, and may run a pass as its closure
+        self._handles = [handle for optimizer in optimizers for handle in _listen(optimizer, self)]
+
+    # ---- between passes ---------------------------------------------------------------------------------------------
+
+    def lay_out(self, buckets: Sequence[GradientBucket]) -> None:
+        """Makes room for the two largest buckets of each dtype. Collective."""
+        sizes: dict[torch.dtype, list[int]] = {}
+        for bucket in buckets:
+            sizes.setdefault(bucket.dtype, []).append(bucket.layout.padded)
+        self._free = self._buffers = []  # gone before new ones are made
+        self._buffers = [
+            self._comm.empty(size, dtype, device=self._place.device)
+            for dtype, every in sizes.items()
+            for size in sorted(every)[-2:]
+        ]
+        self._free = list(self._buffers)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """`optimizer.step()` begins: it finds none of the gradients that a pass has used."""
+        if inside_backward():
+            raise TrainingError(STEP_INSIDE)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not has_closure and any(self._is_unsent(p) for p in parameters):
+            raise TrainingError(NOT_REDUCED)
+        _forget_used(parameters)
+        self._open.discard(optimizer)
+        self._inside.add(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()` ends."""
+        self._open.discard(optimizer)
+        self._inside.discard(optimizer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an optimizer has stepped in a pass, and its `step` was not called after it."""
+        return bool(self._open)
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The rotating buffers."""
+        return self._buffers
+
+    def remove(self) -> None:
+        """Passes step no more."""
+        for handle in self._handles:
+            handle.remove()
+        _forget_used(list(self._names))
+        self._buffers = self._free = []
+
+    # ---- within a pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, synchronise: bool) -> None:
+        """A pass begins. Raises TrainingError for one that does not communicate after one that has stepped."""
+        if not synchronise:
+            if self.is_open:
+                raise TrainingError(STEP_NOT_CALLED)
+            return
+        self._number, self._stepped = 0, []
+        self._of = {
+            p: optimizer for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+
+    @torch.no_grad()
+    def launch(self, bucket: GradientBucket, given: Sequence[bool]) -> None:
+        """Begins the reduction of a filled bucket. given: per parameter, whether this rank gives it a gradient."""
+        buffer = self._take_buffer(bucket)
+        bucket.allocate(buffer)
+        for p, view, is_given in zip(bucket.parameters, bucket.views, given, strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                view.copy_(p.grad)
+                if is_given and p in self._of:
+                    self._place.keep(p.grad)
+                    p.grad = None
+        reached = np.array(given, np.uint8)
+        handle = self._reduce(bucket, self._number)
+        agreed = self._comm.all_reduce(reached, "max", async_op=True) if self._comm.size > 1 else None
+        self._in_flight.append(_InFlight(bucket, buffer, handle, reached, agreed))
+        self._number += 1
+
+    def _take_buffer(self, bucket: GradientBucket) -> torch.Tensor:
+        """The smallest free one with room for the bucket."""
+        while True:
+            fitting = [b for b in self._free if b.dtype == bucket.dtype and len(b) >= bucket.layout.padded]
+            if fitting:
+                found = min(fitting, key=len)
+                self._free = [b for b in self._free if b is not found]
+                self._place.follow(self._streams)
+                return found
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Waits for a bucket's reduction, and steps on its parameters."""
+        done = self._in_flight.popleft()
+        self._complete(done.bucket, done.handle)
+        if done.agreed is not None:
+            done.agreed.wait()
+        mine = []
+        for p, view, reached in zip(done.bucket.parameters, done.bucket.views, done.reached.tolist(), strict=True):
+            if not reached:
+                continue
+            if p in self._of:
+                p.grad = view
+                mine.append(p)
+            elif p.grad is None:
+                p.grad = view.clone()
+            else:
+                p.grad.copy_(view)
+        self.step(mine)
+        self._release(done)
+        self._streams.add(self._place.stream())
+
+    def _release(self, done: _InFlight) -> None:
+        done.bucket.release()
+        self._free.append(done.buffer)
+
+    @torch.no_grad()
+    def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Steps on these, of those that an optimizer has, and releases their gradients."""
+        chosen: dict[torch.optim.Optimizer, list[torch.nn.Parameter]] = {}
+        for p in parameters:
+            if p in self._of:
+                chosen.setdefault(self._of[p], []).append(p)
+        for optimizer, some in chosen.items():
+            self._open.add(optimizer)
+            with self._foreign.own(some):
+                self._partial[optimizer].step(some)
+                torch.autograd.graph.increment_version(some)  # fused optimizers write what torch does not count
+            for p in some:
+                p.grad = None
+            self._stepped += some
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All buckets have been launched: steps on what is left."""
+        while self._in_flight:
+            self._finish_oldest()
+        self._streams.clear()  # the next pass comes after this one
+
+    def end(self) -> None:
+        """The pass is over: whoever reads a gradient that is used up learns it."""
+        for p in self._stepped:
+            if p.grad is None and self._of[p] not in self._inside:
+                p.grad = UsedGradient(p, self._names[p])
+
+    def abandon(self) -> None:
+        """An exception cut the pass short: what was launched on all ranks is waited for, and not stepped."""
+        while self._in_flight:
+            done = self._in_flight.popleft()
+            done.handle.wait()
+            if done.agreed is not None:
+                done.agreed.wait()
+            self._release(done)
+
+
+def _listen(optimizer: torch.optim.Optimizer, steps: BackwardSteps) -> list[torch.utils.hooks.RemovableHandle]:
+    """Tells `steps` of calls of the optimizer's step, and does not keep it."""
+    where = weakref.ref(steps)
+
+    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = where()
+        if alive is not None:
+            alive.before_step(optimizer, any(callable(given) for given in (*args, *kwargs.values())))
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = where()
+        if alive is not None:
+            alive.after_step(optimizer)
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def _forget_used(parameters: Sequence[torch.Tensor]) -> None:
+    for p in parameters:
+        if isinstance(p.grad, UsedGradient):
+            p.grad = None

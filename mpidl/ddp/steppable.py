@@ -1,0 +1,103 @@
+"""Which optimizers can step on the parameters of one bucket after another, as a step within the backward pass does.
+
+    AdamW, SGD, Muon, LAMB, ...     a step on a parameter is one of its own
+    LBFGS                           it works on all gradients at once: refused
+
+Of classes that are neither torch's nor mpidl's nothing is known: they are tried out on a few elements.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError, ConfigurationTypeError
+from ..optimizer_trial import NOT_SEQUENTIAL, notes_in_groups, try_steps
+from ..trained_by import trainer_of
+
+_REFUSED = {
+    "LBFGS": "it works on all gradients at once",
+    "PostLocalSGDOptimizer": "it counts steps and averages weights in them; step_in_backward takes the optimizer in it",
+}
+_KNOWN = ("torch.optim.", f"{__name__.partition('.')[0]}.optim.")
+
+
+def check(
+    optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str], ignored: Collection[torch.nn.Parameter]
+) -> None:
+    """Raises ConfigurationError for what cannot step within the passes of a module.
+
+    names: of the parameters whose gradients the module's passes average. ignored: its other ones.
+    """
+    seen: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationTypeError(
+                f"step_in_backward: got {type(optimizer).__name__}; needs optimizers of torch.optim's kind"
+            )
+        _check_class(optimizer)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p not in names:
+                whose = "is in parameters_to_ignore" if p in ignored else "is none of the module's"
+                raise ConfigurationError(
+                    f"step_in_backward: {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that "
+                    f"{whose}, so that its passes do not average the gradient; give it an optimizer of its own"
+                )
+            if p in seen:
+                twice = "twice" if seen[p] is optimizer else "in two optimizers"
+                raise ConfigurationError(f"step_in_backward: got {names[p]} {twice}; needs each parameter once")
+            seen[p] = optimizer
+
+
+def agreement(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.nn.Parameter, str]) -> dict[str, str]:
+    """What all ranks must give alike, by optimizer: its class, and its parameters."""
+    found = {}
+    for number, optimizer in enumerate(optimizers):
+        given = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        code = zlib.crc32("\n".join(given).encode())
+        found[f"optimizer {number}"] = f"{type(optimizer).__name__} of {len(given)} parameters, {code:08x}"
+    return found
+
+
+def _check_class(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _REFUSED:
+            raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {_REFUSED[base.__name__]}")
+    if any(trainer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigurationError("step_in_backward: a ZeroOptimizer trains the module; it has step_in_backward=True")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "step_in_backward: got differentiable=True; autograd does not follow a step within a backward pass"
+        )
+    if f"{type(optimizer).__module__}.".startswith(_KNOWN):
+        return
+    trial = try_steps(partial(_like, optimizer), optimizer.param_groups)
+    if trial.failed:
+        raise ConfigurationError(f"step_in_backward: {name} fails on a few elements, on which its steps were tried")
+    if trial.together:
+        raise ConfigurationError(
+            f"step_in_backward: a step of {name} on a parameter depends on the others beside it, or on random numbers"
+        )
+    if not trial.sequential:
+        raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
+    if trial.noted:
+        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(trial.noted)}")
+
+
+def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of other groups that has made no step, with copies of all else that the given one holds."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    hooks = {
+        name: type(value)() for name, value in own.items() if name.startswith("_optimizer_") and name.endswith("_hooks")
+    }
+    held = {name: value for name, value in own.items() if name not in hooks}
+    made.__dict__.update(copy.deepcopy(held), **hooks, state=defaultdict(dict), param_groups=groups)
+    return made

@@ -1,0 +1,118 @@
+"""Trial steps of an optimizer's class of which nothing is known, on a few elements: how does it step?
+
+one parameter alone | the same in parts | with another one beside it | one after the other        equal?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .partial_steps import PartialSteps
+
+NOT_SEQUENTIAL = "makes other steps on one parameter after another than on all at once, as what counts its steps does"
+_STEPS = 8  # some change their manner after a few
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What trial steps have shown.
+
+    wholes: a step on a parameter is not one on its parts. together: it depends on other parameters too, or on random
+    numbers. sequential: on one parameter after another it is the same as on all at once. noted: settings of its groups
+    that it changes. failed: it raised something.
+    """
+
+    wholes: bool
+    together: bool
+    sequential: bool
+    noted: frozenset[str]
+    failed: bool
+
+
+def notes_in_groups(noted: Iterable[str]) -> str:
+    """Says why it cannot step in the backward pass."""
+    return f"changes {', '.join(sorted(noted))} of its groups in a step, and a backward pass makes one for each bucket"
+
+
+def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial:
+    """Makes optimizers of groups with these groups' settings, and steps with them.
+
+    In double precision, as a rate may be small. What changes nothing is taken to need wholes.
+    """
+    noted: set[str] = set()
+    wholes = together = failed = False
+    sequential = True
+
+    def run(group: Mapping[str, Any], *starts: torch.Tensor, one_by_one: bool = False) -> torch.Tensor:
+        """What some steps change in parameters that begin with these."""
+        nonlocal failed, sequential, wholes
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+        try:
+            made = make([{**group, "params": parameters}])
+            before = dict(made.param_groups[0])
+            for step in range(_STEPS):
+                for p, start in zip(parameters, starts, strict=True):
+                    p.grad = torch.sin((step + 1.0) * start + step)
+                if one_by_one:
+                    for p in parameters:
+                        PartialSteps(made).step([p])
+                else:
+                    made.step()
+            noted.update(n for n, value in comparable(made.param_groups[0]).items() if before.get(n) != value)
+            states = [(p, value) for p in parameters for value in made.state.get(p, {}).values()]
+            wholes |= any(torch.is_tensor(v) and v.dim() > 0 and v.shape != p.shape for p, v in states)
+        except Exception:  # what it needs besides is for the real step to say
+            failed |= not one_by_one
+            sequential &= not one_by_one
+        pairs = zip(parameters, starts, strict=True)
+        return torch.cat([(p.detach() - start).flatten() for p, start in pairs])
+
+    with torch.random.fork_rng(devices=[]):
+        for group in _unlike(groups):
+            for dimensions in sorted({p.dim() for p in group["params"]}):
+                shape = [*[1] * (dimensions - 2), 4, 3][-dimensions:] if dimensions else []
+                count = math.prod(shape)
+                first = torch.linspace(-1.0, 2.0, count, dtype=torch.float64).view(shape)
+                second = torch.linspace(0.5, -2.0, count, dtype=torch.float64).view(shape)
+                alone = run(group, first)
+                parts = first.flatten().split((1, count - 1)) if dimensions else [first.flatten()]  # as slices are
+                wholes |= not (_alike(alone, run(group, *parts)) and alone.any())
+                both = run(group, first, second)
+                together |= not _alike(both, torch.cat([alone, run(group, second)]))
+                sequential &= _alike(both, run(group, first, second, one_by_one=True))
+    return Trial(wholes, together, sequential, frozenset(noted), failed)
+
+
+def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, those with equal settings as one, as there may be one for each parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        settings = without_parameters(group)
+        found.setdefault(repr(settings), {**settings, "params": []})["params"].extend(group["params"])
+    return [*found.values()]
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """But for rounding, also of what is computed in single precision in between."""
+    return bool((first - second).abs().max() <= 1e-6 * first.abs().max())
+
+
+def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of an optimizer's settings that look alike on all ranks when they are alike."""
+    numbers = {n: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for n, v in settings.items()}
+    return {
+        n: v for n, v in numbers.items() if n != "params" and isinstance(v, bool | int | float | str | tuple | list)
+    }
