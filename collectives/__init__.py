@@ -2,6 +2,9 @@
 
 Read `communicator` first, then `executor`, `schedule` and `algorithms`. A new algorithm of messages goes into
 `algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
+
+Public are the names in `__all__` here, in `devices` (the memory that tensors lie in) and in `diagnostics` (where ranks
+are, and how a job ends); all else is private.
 """
 
 from . import find_mpi as find_mpi  # before anything else imports mpi4py

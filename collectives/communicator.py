@@ -40,7 +40,7 @@ from mpi4py import MPI
 from . import arguments, buffers, coalesced, details, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
-from .backends.checks import CheckedDispatch, wanted
+from .backends.checks import CheckedDispatch, is_debugging
 from .backends.dispatch import Dispatch
 from .backends.selection import Selection, read_tables
 from .buffers import Buffer, DeviceBuffer, signature
@@ -126,7 +126,7 @@ class Communicator:
         self._crowded = place.crowded
         self._progress.naps = place.nodes > 1 or place.full
         self._progress.follows = place.full and not place.crowded and place.nodes == 1
-        self._dispatch = (CheckedDispatch if wanted() else Dispatch)(self._collective, place, self._made)
+        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})

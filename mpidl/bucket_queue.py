@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from collectives.cuda.place import HOST, Place
-from collectives.labels import label
+from collectives.devices import HOST, Place
+from collectives.diagnostics import label
 
 from .backward import BackwardWatch
 from .buckets import GradientBucket

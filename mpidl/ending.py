@@ -31,7 +31,8 @@ from typing import NoReturn
 
 import torch
 
-from collectives import Communicator, OperationError, exit_status
+from collectives import Communicator, OperationError
+from collectives.diagnostics import exit_status
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks

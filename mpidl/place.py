@@ -1,4 +1,4 @@
-"""Where a model lies: in the host's memory, or on one GPU; see `collectives.cuda.place`."""
+"""Where a model lies: in the host's memory, or on one GPU; see `collectives.devices`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from collectives import ArgumentError
-from collectives.cuda.place import Place, place_at
+from collectives.devices import Place, place_at
 
 from .errors import ConfigurationError
 

@@ -17,9 +17,8 @@ from typing import TypeVar
 import torch
 
 from collectives import Communicator
-from collectives.cores import usable
-from collectives.cuda.place import take_turn, why_not
-from collectives.witness import tell, witnessed
+from collectives.devices import take_turn, why_not
+from collectives.diagnostics import tell, usable, witnessed
 
 from .ending import end_job_with_any_rank
 from .errors import CheckpointError, CheckpointMismatch, TrainingError, UsageError

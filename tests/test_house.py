@@ -99,7 +99,7 @@ LAYERS = {
     "messages": "message_work messages dropped",
     "dispatch": "backends.registry backends.dispatch backends.checks",
     "API": "communicator",
-    "over it": "__init__ cuda.place deadlock timing tune",
+    "over it": "__init__ devices deadlock diagnostics timing tune",
 }
 
 
@@ -187,6 +187,48 @@ def test_circles_and_imports_of_higher_layers_are_found() -> None:
     assert upwards(imports) == ["buffers imports cuda.arrays"]
     sources["buffers.py"] = "import numpy"
     assert not circles(imports_within("collectives", sources))
+
+
+PUBLIC = ("collectives", "collectives.devices", "collectives.diagnostics")
+
+
+def exported(module: str) -> set[str]:
+    """The names in the `__all__` of a public module."""
+    path = ROOT / module.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"{module} has no __all__")
+
+
+def private_imports(source: str) -> list[str]:
+    """What a source outside of collectives imports of it that is not public."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.startswith("collectives.") and a.name not in PUBLIC]
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "collectives":
+            given = {f"{node.module}.{alias.name}" for alias in node.names} - set(PUBLIC)
+            public = {f"{node.module}.{name}" for name in exported(node.module)} if node.module in PUBLIC else set()
+            found += sorted(given - public)
+    return found
+
+
+def test_what_mpidl_and_the_examples_import_of_collectives_is_public() -> None:
+    paths = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("mpidl", "examples")]
+    found = {path.relative_to(ROOT).as_posix(): private_imports(path.read_text()) for path in paths}
+    assert not {path: names for path, names in found.items() if names}
+
+
+def test_private_imports_are_found() -> None:
+    assert private_imports("from collectives.labels import label") == ["collectives.labels.label"]
+    assert private_imports("def f():\n    from collectives import exit_status") == ["collectives.exit_status"]
+    assert private_imports("import collectives.progress") == ["collectives.progress"]
+    assert private_imports("from collectives.devices import Place, torch") == ["collectives.devices.torch"]
+    for module in PUBLIC:
+        assert not private_imports(f"import {module}\nfrom {module} import {min(exported(module))}")
+    assert not private_imports("from collectives import devices\nfrom .collectives import x")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -26,7 +26,7 @@ from .dispatch import Dispatch
 DEBUG = "MPIDL_DEBUG"
 
 
-def wanted() -> bool:
+def is_debugging() -> bool:
     """Whether the environment asks for checks."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
 

@@ -1,4 +1,4 @@
-"""Copies between a model's place and the host's memory, beside what computes in either.
+"""Copies between the memory that tensors lie in and the host's, beside what computes in either.
 
     current stream   ... gradients  B  . . . . . . . . . . . . . .  E  ...   (join)
     line of copies                    g0 | g1 | g2 | ...
@@ -30,7 +30,7 @@ class _Done:
 
 
 class Copies:
-    """Of a model in the host's memory: done at once."""
+    """Copies within the host's memory, done at once."""
 
     def room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host from and to which is copied: so many elements."""
@@ -49,7 +49,7 @@ class Copies:
 
 
 class GpuCopies(Copies):
-    """Of a model on a GPU: on a stream of their own. Tensors are held until their copy is done."""
+    """Copies from and to a GPU, on a stream of their own. Tensors are held until their copy is done."""
 
     def __init__(self, gpu: Device) -> None:
         self._gpu = gpu

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from collectives import Communicator
-from collectives.backends.checks import wanted as debugging
-from collectives.partition import even_counts
+from collectives import Communicator, even_counts
+from collectives.diagnostics import is_debugging
 
 from ..consistency import check_everywhere, check_settings_agree
 from ..errors import ConfigurationError, TrainingError
@@ -84,7 +83,7 @@ class CheckpointStore:
         self._seen: Any = WeakTensorKeyDictionary()
         self._latest: Callable[[], _Call | None] = lambda: None
         self._compared = 0
-        self._debugging = debugging()
+        self._debugging = is_debugging()
 
     # ---- what is held -----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator, Work
-from collectives.cuda.place import Place
+from collectives.devices import Place
 
 from ..backward import inside_backward
 from ..buckets import GradientBucket

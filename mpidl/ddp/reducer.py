@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from collectives import Communicator, PartitionedAllReduce
-from collectives.cuda.place import Place
-from collectives.positions import listing
+from collectives.devices import Place
+from collectives.diagnostics import listing
 
 from ..backward import BackwardWatch, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue

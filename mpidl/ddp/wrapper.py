@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from collectives import Communicator
-from collectives.labels import label
+from collectives.diagnostics import label
 
 from .. import lanes
 from ..backward import BackwardWatch, inside_backward

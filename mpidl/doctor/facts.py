@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from collectives import Communicator
-from collectives.about import about_mpi
-from collectives.cores import usable
-from collectives.symmetric.shared_memory import directories
+from collectives.diagnostics import about_mpi, directories, usable
 
 from ..control_group import cpu_quota, memory_limit
 

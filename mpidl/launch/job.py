@@ -21,9 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from collectives.leftovers import mapped
-from collectives.symmetric.shared_memory import JOB, directories
-from collectives.witness import Witness
+from collectives.diagnostics import JOB, Witness, directories, mapped
 
 from ..control_group import killed_for_memory
 from .command import is_launcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from collectives.positions import Position, listing
+from collectives.diagnostics import Position, listing
 
 Group = Mapping[int, Position]
 

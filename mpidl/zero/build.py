@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from collectives import Communicator
-from collectives.cuda.place import Place
+from collectives.devices import Place
 
 from ..backward import BackwardWatch, goes_to, replacement_test
 from ..buckets import MIB

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives import Communicator
-from collectives.cuda.pages import DevicePages
-from collectives.pages import Pages
+from collectives.devices import DevicePages, Pages
 
 from .construction.target import placeholder
 from .private_copy import PrivateCopy

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator, Work
-from collectives.cuda.place import HOST
+from collectives.devices import HOST
 
 from .traffic import Traffic
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from collectives import Communicator
-from collectives.cuda.place import Place
+from collectives.devices import Place
 
 from ..buckets import aligned
 from .private_copy import PrivateCopy

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from collectives import Communicator, Work
-from collectives.cuda.place import Place
+from collectives.devices import Place
 
 from .. import lanes
 from ..buckets import assign, layout_of

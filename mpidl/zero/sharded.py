@@ -22,10 +22,8 @@ from typing import Any, ClassVar
 import torch
 
 from collectives import Communicator, Work, WorkTimeout
-from collectives.cuda.place import HOST, Place
-from collectives.deadlock import deadlocked
-from collectives.labels import label
-from collectives.positions import listing
+from collectives.devices import HOST, Place
+from collectives.diagnostics import deadlocked, label, listing
 
 from .. import lanes
 from ..backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient

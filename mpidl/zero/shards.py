@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator, Work
-from collectives.cuda.place import HOST, Place
+from collectives.devices import HOST, Place
 
 from ..backward import BackwardWatch
 from ..bucket_queue import BucketQueue

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives.cuda.place import HOST, Place
+from collectives.devices import HOST, Place
 
 from ...buckets import MIB, Piece
 from ...consistency import check_everywhere, check_settings_agree

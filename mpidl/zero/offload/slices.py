@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from collectives.cuda.copies import Arrival, Copies
+from collectives.devices import Arrival, Copies
 
 from ...buckets import Piece
 from ..shards import ParameterShard

@@ -1,8 +1,8 @@
-"""Where a model's tensors lie, and what differs by it: the host's memory, or that of one GPU.
+"""The memory that tensors lie in, the host's or that of one GPU, and what differs by it.
 
-On the host, work is done when its call returns. On a GPU it is queued on streams, and whoever uses it on another
-stream, in another process or on the host has to be ordered after it. What trains models asks its Place for that, and
-knows of no GPU itself.
+On the host, work is done when its call returns. On a GPU it is queued on streams, and what uses a tensor on another
+stream, in another process or on the host has to be ordered after it. Code for tensors of either kind asks their Place
+for that, and knows of no GPU itself.
 """
 
 from __future__ import annotations
@@ -12,14 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ArgumentError
-from . import driver
-from .arrays import gpu_index
-from .copies import Copies, GpuCopies
-from .device import Stream
+from .cuda import driver
+from .cuda.arrays import gpu_index
+from .cuda.copies import Arrival, Copies, GpuCopies
+from .cuda.device import Stream
+from .cuda.pages import DevicePages
+from .errors import ArgumentError
+from .pages import Pages
 
 if TYPE_CHECKING:
-    from ..communicator import Communicator
+    from .communicator import Communicator
+
+__all__ = [
+    "HOST",
+    "Arrival",
+    "Copies",
+    "DevicePages",
+    "GpuPlace",
+    "Pages",
+    "Place",
+    "place_at",
+    "take_turn",
+    "why_not",
+]
 
 
 class Place:

@@ -1,4 +1,4 @@
-"""What code that trains models asks of a GPU: order among streams, copies beside them, compounds; on the stand-in."""
+"""The memory that tensors lie in: order among streams, copies beside them, compounds; on the stand-in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from collectives import ArgumentError, Communicator
 from collectives.cuda.copies import GpuCopies
-from collectives.cuda.place import HOST, GpuPlace, place_at, why_not
+from collectives.devices import HOST, GpuPlace, place_at, why_not
 from tests.collectives.cuda.standin import Gpu
 
 
