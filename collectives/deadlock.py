@@ -3,7 +3,7 @@
     rank 0   in "gather units" of one communicator, to which rank 1 has not come
     rank 1   in "barrier" of another one, to which rank 0 has not come
 
-Ranks of one node see each other's positions; of others nothing is known here, and the watchdog reports them later.
+Ranks of one node see each other's positions; those of others are asked of their watchdogs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from .communicator import Communicator
+from .positions import Position
 
 
 def deadlocked(here: Communicator, there: Communicator) -> dict[int, str]:
@@ -22,15 +23,21 @@ def deadlocked(here: Communicator, there: Communicator) -> dict[int, str]:
     here: in an operation of which this rank is now. there: a communicator that has the ranks of `here` among its own,
     by whose numbers the result goes.
     """
-    if not (here._positions.shared and there._positions.shared):
-        return {}
-    members = here._dispatch.topology.members
-    numbers = MPI.Group.Translate_ranks(here.mpi.Get_group(), list(members), there.mpi.Get_group())
-    positions = dict(zip(there._dispatch.topology.members, there._positions.all(), strict=True))
+    group = here.mpi.Get_group()
+    numbers = MPI.Group.Translate_ranks(group, list(range(here.size)), there.mpi.Get_group())
+    waiting, gathering = _positions(there), _positions(here)
     found = {}
-    for local, number in enumerate(numbers):
-        position = positions[number]
-        waits = position.inside and not position.queued and position.number > positions[there.rank].number
-        if waits and not here._positions.has_come(local):
-            found[number] = f"{position.operation} (operation {position.number})"
+    for rank, number in enumerate(numbers):
+        if rank in gathering and number in waiting and gathering[rank].number < gathering[here.rank].number:
+            position = waiting[number]
+            if position.inside and not position.queued and position.number > waiting[there.rank].number:
+                found[number] = f"{position.operation} (operation {position.number})"
     return found
+
+
+def _positions(comm: Communicator) -> dict[int, Position]:
+    """Positions by rank, of this rank and of those that can be asked."""
+    if comm._guard is not None:
+        return comm._guard.positions_of_all()
+    members = comm._dispatch.topology.members if comm._positions.shared else [comm.rank]
+    return dict(zip(members, comm._positions.all(), strict=True))

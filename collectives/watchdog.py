@@ -39,6 +39,7 @@ TIMEOUT = "MPIDL_TIMEOUT"
 TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
 _DEFAULT = 600.0
 _ANSWER = 3.0  # seconds that other nodes have to say where their ranks are
+_FRESH = 2.0  # seconds for which an answer counts as where a rank is
 _LAST_MESSAGE = 10.0  # seconds that a message of a rank that has come to its end may still take
 _GRACE = 5.0  # seconds by which other waiting ranks let the lowest report first
 _LAST_WORDS = 2.0  # seconds that late ranks have at most to print where they are
@@ -107,6 +108,8 @@ class Guard:
     _seen: list[_Seen] = field(default_factory=list)
     _asked: float | None = None
     _answers: dict[int, tuple[Position, float]] = field(default_factory=dict)  # with the seconds since its last beat
+    _heard: dict[int, tuple[Position, float]] = field(default_factory=dict)  # with the time at which it came
+    _questioned: float = -math.inf
     _looked: float = math.inf
     _shown: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)  # held while it looks
@@ -131,6 +134,22 @@ class Guard:
         """Looks no more, and sends no more messages."""
         with self._lock:
             self._closed = True
+
+    def positions_of_all(self) -> dict[int, Position]:
+        """Returns where each rank of the group is, as far as is known, and asks other nodes, for the next call.
+
+        The watchdogs there answer at their next look; answers of the last two seconds count.
+        """
+        with self._lock:
+            found = dict(zip(self.ranks, self.positions.all(), strict=True))
+            if not self.sees_all and not self._closed:
+                now = time.monotonic()
+                self._answer(now)
+                found |= {rank: there for rank, (there, came) in self._heard.items() if now - came < _FRESH}
+                if now - self._questioned >= self.interval:
+                    self._questioned = now
+                    self._ask()
+            return found
 
     def look(self, now: float) -> None:
         """Compares with the last look; may end the job."""
@@ -231,8 +250,9 @@ class Guard:
             self.messages.isend((self.ranks, self.positions.snapshot(), silent), asker, TAGS[1])
         while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[1], status):
             ranks, snapshot, silent = self.messages.recv(None, status.Get_source(), TAGS[1])
-            told = zip(Positions.decode(snapshot), silent, strict=True)
-            self._answers.update(zip(ranks, told, strict=True))
+            told = Positions.decode(snapshot)
+            self._answers.update(zip(ranks, zip(told, silent, strict=True), strict=True))
+            self._heard.update((rank, (there, time.monotonic())) for rank, there in zip(ranks, told, strict=True))
 
 
 def _comes_first(there: Position, mine: Position) -> bool:

@@ -107,11 +107,13 @@ def test_training_goes_on(comm, way: str, how: str) -> None:
             torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.one_node
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("waits", [False, True], ids=["", "waits"])
 def test_what_is_gathered_by_all(comm, how: str, waits: bool) -> None:
-    """Others take part in it when they gather; where they wait for this rank, it is an error at once."""
+    """Others take part in it when they gather; where they wait for this rank, it is an error at once.
+
+    So it is between nodes, where a rank's watchdog is asked for its position.
+    """
     model, optimizer = zero.engine(comm, zero.Several, "3-gathered")
     if comm.rank == 0 and comm.size > 1 and waits:
         with pytest.raises(mpidl.TrainingError, match=r"rank 1 is in barrier .*optimizer.gathered\(writable=False\)"):
