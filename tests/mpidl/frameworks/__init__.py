@@ -1,0 +1,1 @@
+"""A Trainer of transformers, a loop with accelerate and a Lightning module beside mpidl."""
