@@ -26,6 +26,7 @@ import torch
 from collectives import Communicator, Work
 
 MIB = 1 << 20
+FIRST_BUCKET_MB = 1.0  # of DDP
 _CACHE_LINE = 64  # bytes
 
 

@@ -5,7 +5,9 @@ reducer        gradients -> buckets -> their means; the buckets' order; what a p
 comm_hooks     what may stand in for the all-reduce of a bucket
 sparse         gradients of sparse embeddings
 joining        ranks with fewer batches than others
-backward_steps steps within the backward pass; steppable: of which optimizers; used_gradient: what it leaves in `.grad`
+backward_steps steps within the backward pass
+steppable      which optimizers can make them
+used_gradient  what they leave in `.grad`
 first_pass     where a copy of a wrapper begins
 """
 

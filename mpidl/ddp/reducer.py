@@ -27,7 +27,7 @@ from collectives.diagnostics import listing
 
 from ..backward import BackwardWatch, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
-from ..buckets import MIB, GradientBucket, assign, by_rank
+from ..buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree, check_settings_agree, raise_everywhere
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
@@ -42,8 +42,6 @@ from .contents import Contents
 from .incomplete import IncompletePass
 from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
-
-FIRST_BUCKET_MB = 1.0
 
 
 class Joining(Protocol):

@@ -83,6 +83,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-masters", action="store_true", help="16-bit parameters have no fp32 copies")
     parser.add_argument("--offload", choices=OFFLOAD, help="where optimizer state and masters lie, if elsewhere")
+    parser.add_argument("--step-in-backward", action="store_true", help="gradients are not kept, but pass by buckets")
     parser.add_argument(
         "--unit", type=_number, default=0, metavar="N", help="with --params: parameters of the largest unit"
     )
@@ -124,6 +125,7 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
     stages = STAGES if options.stage == "all" else (int(options.stage),)
     settings = {"dtype": options.dtype, "offload": options.offload or False, "optimizer": options.optimizer}
     settings |= {"masters": not options.no_masters, "activations": kept, "unit": options.unit}
+    settings["step_in_backward"] = options.step_in_backward
     of_zero = {"shard_ranks": options.shard_ranks, "reduce_dtype": options.reduce_dtype}  # DDP has neither
     rows = [
         estimate(model, options.ranks, options.nodes, stage, **settings, **(of_zero if stage else {}))
@@ -157,7 +159,8 @@ def heading(options: argparse.Namespace, count: float) -> str:
     state = options.optimizer if isinstance(options.optimizer, str) else f"{options.optimizer:g} bytes of state"
     cut = f", state cut over {options.shard_ranks}" if options.shard_ranks else ""
     reduced = f", gradients of ZeRO in {options.reduce_dtype}" if options.reduce_dtype else ""
-    how = f"{options.ranks} ranks on {where}{cut}, {options.dtype}{masters}{reduced}, {state}"
+    within = ", stepped in backward" if options.step_in_backward else ""
+    how = f"{options.ranks} ranks on {where}{cut}, {options.dtype}{masters}{reduced}, {state}{within}"
     return f"{named}{count / size:.4g} {suffix} parameters, {how}"
 
 

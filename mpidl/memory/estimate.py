@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..buckets import assign
+from ..buckets import FIRST_BUCKET_MB, assign
 from ..errors import ConfigurationError
 from .process import MIB
 
@@ -80,8 +80,9 @@ class Estimate:
 class _Whole:
     """Bytes of a model that nothing has cut.
 
-    buckets: of the gradient buckets of stage 2 that are there at a time. unit: of the largest unit of stage 3; own: of
-    the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their
+    buckets: of the gradient buckets of stage 2 that are there at a time. ddp_buckets: of those of DDP that steps in
+    the backward pass: the one that fills and the two largest of each dtype. unit: of the largest unit of stage 3; own:
+    of the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their
     buckets in the dtype in which they are reduced.
     """
 
@@ -90,6 +91,7 @@ class _Whole:
     gradients: int
     optimizer: int
     buckets: int
+    ddp_buckets: int
     unit: int
     own: int
     unit_gradients: int
@@ -110,6 +112,7 @@ def estimate(
     bucket_cap_mb: float = 25.0,
     shard_ranks: int | None = None,
     reduce_dtype: str | None = None,
+    step_in_backward: bool = False,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.
 
@@ -129,12 +132,16 @@ def estimate(
     shard_ranks: over how many neighbours state is cut, in hybrid sharding; by default over all ranks.
     reduce_dtype: as `dtype`, of gradients and their buckets in stages 1 to 3 (`zero.Precision`); by default that of the
         parameters.
+    step_in_backward: the backward pass makes the step, so that no gradients are kept beside the buckets by which they
+        pass: `DistributedDataParallel.step_in_backward`, or ZeroOptimizer's argument.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
     the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
     Raises ConfigurationError.
     """
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb)
+    if step_in_backward and offload:
+        raise ConfigurationError("step_in_backward: got offload with it; what is offloaded is stepped after the pass")
     over = ranks if shard_ranks is None else shard_ranks
     local = min(over, ranks // nodes)  # of them, those on one node
     _check_groups(ranks, nodes, stage, over)
@@ -154,7 +161,8 @@ def estimate(
         return -(-nbytes // over) if stage >= cut_from else nbytes
 
     state_share = share(whole.optimizer, 1)
-    buckets = {2: whole.buckets, 3: whole.unit_gradients}.get(stage, 0)
+    passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
+    buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
     if stage == 3 and over > local:
         units = min(whole.own + _UNITS_AHEAD * whole.unit, whole.parameters)
         buckets += units // local
@@ -163,7 +171,7 @@ def estimate(
         ranks,
         nodes,
         parameters=share(whole.parameters, 3) + whole.buffers,
-        gradients=share(whole.gradients, 2),
+        gradients=0 if step_in_backward else share(whole.gradients, 2),
         optimizer=0 if offload else state_share,
         buckets=buckets,
         activations=activations,
@@ -260,6 +268,7 @@ def _of_number(
         gradients=gradients,
         optimizer=round(number * state.of(dtype)),
         buckets=min(gradients, round(_ROTATING * cap * itemsize / dtype.itemsize)),
+        ddp_buckets=min(gradients, round(_ROTATING * cap)),
         unit=largest,
         own=largest,
         unit_gradients=min(gradients, _ROTATING * round(unit * itemsize)),
@@ -280,6 +289,7 @@ def _of_model(
     trained = [q for q in of.values() if q.requires_grad]
     units = [[of[p] for p in unit.parameters] for unit in cut(model)]
     buckets = [_bytes(bucket, reduced) for bucket in assign(reversed(trained), cap)]  # type: ignore[arg-type]
+    of_ddp = assign(reversed(trained), cap, min(cap, FIRST_BUCKET_MB * MIB))  # type: ignore[arg-type]
     flats = [_bytes([q for q in unit if q.requires_grad], reduced) for unit in units]
     return _Whole(
         parameters=_bytes(list(of.values())),
@@ -287,10 +297,19 @@ def _of_model(
         gradients=_bytes(trained, reduced),
         optimizer=round(sum(q.numel() * state.of(q.dtype) for q in trained)),
         buckets=sum(sorted(buckets)[-_ROTATING:]),
+        ddp_buckets=_of_ddp(of_ddp),
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),
         own=_bytes(units[-1]),
         unit_gradients=flats[-1] + sum(sorted(flats[:-1])[1 - _ROTATING :]),
     )
+
+
+def _of_ddp(buckets: Sequence[Sequence[torch.Tensor]]) -> int:
+    """The bucket that fills, and two buffers of each dtype."""
+    sizes: dict[torch.dtype, list[int]] = {}
+    for bucket in buckets:
+        sizes.setdefault(bucket[0].dtype, []).append(_bytes(bucket))
+    return max(map(max, sizes.values()), default=0) + sum(sum(sorted(each)[-2:]) for each in sizes.values())
 
 
 def _bytes(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> int:

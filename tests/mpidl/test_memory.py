@@ -99,6 +99,19 @@ def test_buckets_of_stage_2_keep_to_the_cap_of_the_dtype_that_zero_optimizer_goe
     assert [estimate(7.5e9, 64, stage=2, **each).buckets for each in settings] == [75 * MIB, 37.5 * MIB, 75 * MIB]
 
 
+def test_gradients_pass_by_buckets_where_the_backward_pass_steps() -> None:
+    """Those of stages 2 and 3; of DDP one that fills beside the two largest of a dtype."""
+    for stage, buckets in {0: 75 * MIB, 1: 75 * MIB, 2: 75 * MIB, 3: 3 * 4e8}.items():
+        after, within = (estimate(7.5e9, 64, stage=stage, unit=1e8, step_in_backward=flag) for flag in (False, True))
+        assert (within.gradients, within.buckets) == (0, buckets)
+        assert (within.parameters, within.optimizer) == (after.parameters, after.optimizer)
+    model = nn.Sequential(*(nn.Linear(1, n, bias=False) for n in (10, 20, 30)), nn.Linear(1, 5, False).double())
+    found = [estimate(model, 2, stage=0, bucket_cap_mb=cap, step_in_backward=True).buckets for cap in (1e-6, 1)]
+    assert found == [4 * 30 + 4 * (20 + 30) + 8 * 5, 4 * 60 + 4 * 60 + 8 * 5]
+    with pytest.raises(mpidl.ConfigurationError, match="step_in_backward: got offload"):
+        estimate(1e6, 4, offload="cpu", step_in_backward=True)
+
+
 def test_offloaded_state_lies_elsewhere() -> None:
     here, away = (estimate(1e6, 4, stage=2, dtype="bf16", offload=offload) for offload in (False, "cpu"))
     assert (away.optimizer, away.offloaded) == (0, here.optimizer) == (0, 3_000_000)
@@ -227,6 +240,14 @@ def test_the_command_knows_the_dtype_of_the_reduction(capsys) -> None:
     assert status == 0
     assert "bf16 with fp32 masters, gradients of ZeRO in fp32, adam" in out
     assert [line[len("0 (DDP)") :].split()[3] for line in out.splitlines()[3:7]] == ["120.0", "46.4", "16.9", "2.1"]
+
+
+def test_the_command_knows_the_step_in_backward(capsys) -> None:
+    status, out, _ = run_here(capsys, "--params 7.5e9 --ranks 64 --unit 1e8 --step-in-backward")
+    assert status == 0
+    assert "fp32, adam, stepped in backward" in out
+    rows = [line[len("0 (DDP)") :].split() for line in out.splitlines()[3:7]]
+    assert [(row[1], row[4]) for row in rows] == [("0.0", "0.1"), ("0.0", "0.1"), ("0.0", "0.1"), ("0.0", "1.2")]
 
 
 def run_here(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
@@ -395,6 +416,40 @@ def test_counted_bytes_agree_with_the_estimate(comm, stage: int, dtype: str) -> 
     assert found.activations == 0
     if comm.nodes == 1:
         assert found.buckets <= 1.02 * expected.buckets
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_counted_bytes_of_a_step_in_backward_agree_with_the_estimate(comm, stage: int) -> None:
+    """At their most within a pass, as seen at each block: no more than the estimate, and half of it at least."""
+    model = GPT2(COUNTED)
+    if stage:
+        settings = {"process_group": comm, "bucket_cap_mb": 0.2, "step_in_backward": True}
+        call, optimizer = model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **settings)
+    else:
+        call = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=0.2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        call.step_in_backward(optimizer)
+    seen: list[int] = []
+
+    def look(*_) -> None:
+        now = measure(call, optimizer)
+        seen.append(now.gradients + now.buckets)
+
+    for block in model.transformer["h"]:
+        block.register_full_backward_hook(look)
+    tokens = torch.arange(32).expand(1, 32)
+    for _ in range(2):
+        call(tokens, tokens).backward()
+        look()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = measure(call, optimizer)
+    expected = estimate(model, comm.size, comm.nodes, stage, bucket_cap_mb=0.2, step_in_backward=True)
+    assert found.gradients == expected.gradients == 0
+    assert expected.total < estimate(model, comm.size, comm.nodes, stage, bucket_cap_mb=0.2).total or stage > 1
+    if comm.nodes == 1:
+        assert expected.buckets / 2 <= max(seen) <= 1.02 * expected.buckets
 
 
 @pytest.mark.mpi
