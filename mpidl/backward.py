@@ -1,8 +1,15 @@
-"""Knows when a backward pass through a model begins and ends.
+"""Knows when a backward pass through a model begins and ends, and leads an engine through its phases.
 
 autograd has no event for either. The pass begins when the gradient of the model's output arrives (or, for losses
 that do not come from the output, the first gradient of a parameter), and a callback queued then runs when the whole
 pass is over. Passes nested in it, as re-entrant activation checkpoints start them, belong to it.
+
+    thread of backward()   begun | reached, reached, ...            | filled | reduced         | finished
+    DDP and ZeRO           agree | fill buckets, launch full ones   |        | launch, wait    |
+    ZeRO                         | release units                    | release| drain rounds    | show .grad
+
+All phases run in the thread that calls `backward()`. Collectives are in `begun`, in launches, which are in the order of
+the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order (`PassPhases`).
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -125,6 +132,43 @@ def _accumulator(parameter: torch.Tensor) -> Any:
     return node.next_functions[0][0]
 
 
+@dataclass(frozen=True)
+class PassPhases:
+    """The functions that an engine runs in each phase of a backward pass, in the order in which they are given.
+
+    begun: once, when the pass begins, before any gradient of a parameter is complete.
+    reached: of a parameter, each time when autograd has completed its gradient in this pass.
+    filled: once, when autograd has computed all gradients of this rank, so that the pass reads no weight any more.
+    reduced: after that, if `communicates()`; they return when all buckets are reduced, on every rank.
+    finished: after that, also where nothing was communicated; gradients are then what the program reads.
+    abandoned: in place of the phases that are left, when an exception has cut the pass short. It is noticed when the
+        model is next called or the next pass begins, and at once if a phase itself has raised it.
+    """
+
+    begun: tuple[Callable[[], None], ...] = ()
+    reached: tuple[Callable[[torch.nn.Parameter], None], ...] = ()
+    filled: tuple[Callable[[], None], ...] = ()
+    reduced: tuple[Callable[[], None], ...] = ()
+    finished: tuple[Callable[[], None], ...] = ()
+    abandoned: tuple[Callable[[], None], ...] = ()
+    communicates: Callable[[], bool] = lambda: True
+
+    def begin(self) -> None:
+        """Runs the first phase."""
+        for call in self.begun:
+            call()
+
+    def end(self) -> None:
+        """Runs the phases after the last gradient."""
+        for call in self.filled:
+            call()
+        if self.communicates():
+            for call in self.reduced:
+                call()
+        for call in self.finished:
+            call()
+
+
 class _LastCallback:
     """What autograd calls at the end of a pass. It lives as long as the pass does, also one that an exception ends."""
 
@@ -134,8 +178,7 @@ class _LastCallback:
     def __call__(self) -> None:
         self._watch.active = False
         try:
-            for callback in self._watch.at_end:
-                callback()
+            self._watch.phases.end()
         except Exception:
             with suppress(Exception):  # the first one tells more
                 self._watch._abandon()
@@ -165,12 +208,13 @@ class _OutputHook:
 
 
 class BackwardWatch:
-    """Calls `at_begin` and `at_end` around every backward pass through a model.
+    """Runs `phases` in every backward pass through a model.
 
-    `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it.
+    `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it. Who listens to
+    the parameters' gradients (`BucketQueue`) calls `begin` and the phase `reached` for each.
 
-    active: whether a pass is under way. number: of the pass, or of the last; from 1 on. A pass that an exception
-    cut short is noticed when the model is next called or the next pass begins; then `at_abandon` is called instead.
+    active: whether a pass is under way. number: of the pass, or of the last; from 1 on. phases: may be set, also by
+    one of `begun`, which then runs the new ones itself.
     concerns(nodes): asked when the gradient of an output arrives, with the nodes of autograd's graph that follow
     the output, whether this backward pass is one through the model's parameters. nodes: None where other tensors were
     in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`. forwards: number of
@@ -182,9 +226,7 @@ class BackwardWatch:
         self.concerns: Callable[[list[Any] | None], bool] = lambda _: True
         self.are_replaced: Callable[[], bool] = lambda: False
         self._pass: Callable[[], Any] = lambda: None
-        self.at_begin: list[Callable[[], None]] = []
-        self.at_end: list[Callable[[], None]] = []
-        self.at_abandon: list[Callable[[], None]] = []
+        self.phases = PassPhases()
         self._handles: list[Any] = []
         self.forwards = 0
         self._waiting: weakref.WeakSet[_OutputHook] = weakref.WeakSet()  # as long as autograd's graph keeps them
@@ -226,8 +268,7 @@ class BackwardWatch:
             last = _LastCallback(self)
             self._pass = weakref.ref(last)
             torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]
-            for callback in self.at_begin:
-                callback()
+            self.phases.begin()
 
     @property
     def is_running(self) -> bool:
@@ -241,10 +282,11 @@ class BackwardWatch:
 
     def _abandon(self) -> None:
         self.active = False
-        for callback in self.at_abandon:
-            callback()
+        for call in self.phases.abandoned:
+            call()
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Takes the hooks off the model; passes through graphs that are left run nothing."""
+        self.phases = PassPhases()
         for handle in self._handles:
             handle.remove()

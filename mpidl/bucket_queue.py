@@ -26,6 +26,9 @@ OfParameter = Callable[[GradientBucket, int], None]
 class BucketQueue:
     """Fills buckets from autograd's hooks and launches them in order.
 
+    An engine puts these into the phases of `watch`: `arrive` into reached, `launch_rest` and `finish` into reduced,
+    `end` into finished, `reset` into abandoned, and `synchronise` tells if a pass communicates.
+
     take(bucket, index): called when the gradient of a parameter is complete, to move it into the bucket.
     launch(bucket): starts the bucket's collective; only called for filled buckets, in the order of `buckets`.
     finish(): called at the end of a backward pass, after all buckets have been launched.
@@ -61,8 +64,6 @@ class BucketQueue:
         self._place = place
         self._handles: dict[torch.nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         self.set_buckets(buckets)
-        watch.at_end.append(self._end)
-        watch.at_abandon.append(self.reset)
 
     def set_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """From the next pass on these are filled."""
@@ -86,8 +87,10 @@ class BucketQueue:
         def gradient_is_complete(_: torch.Tensor) -> None:
             alive, arrived = queue(), which()
             if alive is not None and arrived is not None:
-                alive._watch.begin()
-                alive.arrive(arrived)
+                watch = alive._watch
+                watch.begin()
+                for call in watch.phases.reached:
+                    call(arrived)
 
         return gradient_is_complete
 
@@ -127,17 +130,6 @@ class BucketQueue:
         with label("mpidl::bucket"):
             self._launch(bucket)
 
-    def _end(self) -> None:
-        """The pass is over: what was not reached is missing, what was not launched is launched."""
-        try:
-            if self.synchronise:
-                self.launch_rest()
-                self.finish()
-            else:
-                self.unsent = True
-        finally:
-            self.reset()
-
     def launch_rest(self) -> None:
         """Launches what is left, without any more gradients."""
         for bucket in self.buckets[self._next :]:
@@ -148,6 +140,12 @@ class BucketQueue:
         self.unsent = False
         with label("mpidl::finish_backward"):
             self._finish()
+
+    def end(self) -> None:
+        """Ends any pass; the gradients of one that has not communicated wait for one that does."""
+        if not self.synchronise:
+            self.unsent = True
+        self.reset()
 
     def reset(self) -> None:
         """Ready for the next pass."""
@@ -171,5 +169,3 @@ class BucketQueue:
         """Takes the hooks off the parameters."""
         for handle in self._handles.values():
             handle.remove()
-        self._watch.at_end.remove(self._end)
-        self._watch.at_abandon.remove(self.reset)

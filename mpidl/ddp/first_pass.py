@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..backward import BackwardWatch, goes_to, replacement_test
+from ..backward import BackwardWatch, PassPhases, goes_to, replacement_test
 
 
 class FirstPass:
@@ -30,7 +30,7 @@ class FirstPass:
         arrives: Callable[[torch.Tensor], None],
     ) -> None:
         watch.concerns, watch.are_replaced = partial(goes_to, parameters), replacement_test(module, set(parameters))
-        watch.at_begin.append(begins)
+        watch.phases = PassPhases(begun=(begins,))
         self._handles = [p.register_post_accumulate_grad_hook(arrives) for p in parameters]
 
     def remove(self) -> None:

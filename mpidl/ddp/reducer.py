@@ -25,7 +25,7 @@ from collectives import Communicator, PartitionedAllReduce
 from collectives.devices import Place
 from collectives.diagnostics import listing
 
-from ..backward import BackwardWatch, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
+from ..backward import BackwardWatch, PassPhases, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
 from ..consistency import check_models_agree, check_settings_agree, raise_everywhere
@@ -128,15 +128,21 @@ class Reducer:
         self.queue.hold = static_graph
         self._watch = watch
         watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
-        watch.at_begin += [
-            self._refuse_double_backward,
-            self._begin_round,
-            self._agree_on_buckets,
-            self._begin_steps,
-            self._mark_unreached,
-            self._note_versions,
-        ]
-        watch.at_abandon.append(self._abandon)
+        watch.phases = PassPhases(
+            begun=(
+                self._refuse_double_backward,
+                self._begin_round,
+                self._agree_on_buckets,
+                self._begin_steps,
+                self._mark_unreached,
+                self._note_versions,
+            ),
+            reached=(self.queue.arrive,),
+            reduced=(self.queue.launch_rest, self.queue.finish),
+            finished=(self.queue.end,),
+            abandoned=(self.queue.reset, self._abandon),
+            communicates=lambda: self.queue.synchronise,
+        )
         self._destinations = destinations(module, names if as_views else (), watch, lambda: self.queue.synchronise)
         self._start_anew()
 

@@ -218,6 +218,7 @@ class DistributedDataParallel(torch.nn.Module):
             alive = where()
             if alive is not None and alive._reducer is None and not alive._quiet:
                 alive._set_up_in_backward()
+                alive._watch.phases.begin()  # the reducer's, in this pass
 
         def arrives(parameter: torch.Tensor) -> None:
             alive = where()

@@ -23,7 +23,7 @@ import torch
 from collectives import Communicator
 from collectives.devices import Place
 
-from ..backward import BackwardWatch, goes_to, replacement_test
+from ..backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ..buckets import MIB
 from ..consistency import check_everywhere, check_models_agree, check_settings_agree
 from ..ddp.arguments import communicator, flag
@@ -196,6 +196,7 @@ def build(
     trains = [shard for shard in parameters.shards if shard.trains]
     gradients = _gradients(parameters, trains, plan, layouts, group, watch, names, options)
     grads = GradAttributes(gradients, group.shards, watch, names, parameters.release)
+    watch.phases = _phases(parameters, gradients, grads)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
     slice_shards(group, plan.offloaded, trains, shards, slices)
@@ -367,11 +368,24 @@ def _gradients(
         names,
         plan.conversion.precision.reduce_dtype,
         wait=parameters.wait_for_reduction,
-        end_pass=parameters.drain,
         rotating=rotating,
         lasting=lasting,
         place=plan.place,
         keeps_shards=plan.offloaded is None and not options.step_in_backward,  # both are to save memory
+    )
+
+
+def _phases(parameters: ParameterStrategy, gradients: GradientShards, grads: GradAttributes) -> PassPhases:
+    """The order of what happens in a backward pass."""
+    queue = gradients.queue
+    return PassPhases(
+        begun=(gradients.begin_pass, grads.begin_pass),
+        reached=(*parameters.on_gradient, queue.arrive),
+        filled=(parameters.end_backward,),
+        reduced=(queue.launch_rest, queue.finish, parameters.drain),
+        finished=(queue.end, grads.show),
+        abandoned=(parameters.end_backward, queue.reset, gradients.abandon_pass),
+        communicates=lambda: queue.synchronise,
     )
 
 

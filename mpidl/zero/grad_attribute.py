@@ -52,12 +52,11 @@ class GradAttributes:
         self._norms: dict[float, dict[GradientPlace, float]] = {}
         self._changes: list[tuple[str, list[str]]] = []
         self._pass_is_open = False
-        watch.at_begin.append(self._begin_pass)
-        watch.at_end.append(self.show)
 
     # ---- in step with the passes ------------------------------------------------------------------------------------
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
+        """A pass begins: what the program has set `.grad` to is taken in first."""
         self.update()
         self._pass_is_open = True
 

@@ -85,6 +85,8 @@ class ShardedParameters(ParameterStrategy):
         self._training = False  # whether there was a forward pass with gradients since the last step
         self._leaves: list[torch.utils.hooks.RemovableHandle] = []
         self._unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
+        # Trained from the beginning; a unit does not wait for the gradients of what is unfrozen later.
+        self._awaited = {p: unit for p, unit in self._unit_of.items() if p.requires_grad}
         self._flat_of = {p: flat for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
         self._names = names
         self.shards = [flat.shard for unit in backward_order(self._units) for flat in unit.flats]
@@ -97,8 +99,6 @@ class ShardedParameters(ParameterStrategy):
                 part.register_forward_pre_hook(self._before_part),
                 part.register_forward_hook(self._after_part, always_call=True),
             ]
-        watch.at_end.append(self._end_pass)
-        watch.at_abandon.append(self._end_pass)
 
     @property
     def traffic(self) -> Traffic:
@@ -131,9 +131,6 @@ class ShardedParameters(ParameterStrategy):
         for part in module.modules() if first else ():
             if part is not module and any(p in own for p in part.parameters(recurse=False)):
                 self._handles.append(part.register_forward_hook(self._after_part_of(unit)))
-        for flat in unit.flats:
-            for p in flat.shard.parameters if flat.shard.trains else []:
-                self._handles.append(p.register_post_accumulate_grad_hook(self._after_gradient(unit)))
 
     def _parts(self, model: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         """What may be called without the model, as encoders are: it holds units, or parameters of the model's own."""
@@ -158,7 +155,7 @@ class ShardedParameters(ParameterStrategy):
     def _after_part(self, part: torch.nn.Module, *_: Any) -> None:
         self._has_run(part)
         if not (self._running or torch.is_grad_enabled() or self._watch.active or inside_backward()):
-            self._end_pass()
+            self.end_backward()
 
     def _has_run(self, part: torch.nn.Module) -> None:
         """A forward pass is over, even if an exception of an earlier hook has kept it from being seen to begin."""
@@ -207,7 +204,7 @@ class ShardedParameters(ParameterStrategy):
             if self._watch.active or inside_backward():
                 return
             if unit is self._root and not training:
-                self._end_pass()
+                self.end_backward()
             elif unit is not self._root and (self._reshards or not training):
                 self._let_go(unit)
 
@@ -234,18 +231,17 @@ class ShardedParameters(ParameterStrategy):
 
         return hook
 
-    def _after_gradient(self, unit: GatheredUnit) -> Callable[[torch.Tensor], None]:
-        # See BucketQueue: a parameter's hooks must not keep the model.
-        where, which = weakref.ref(self), weakref.ref(unit)
+    @property
+    def on_gradient(self) -> tuple[Callable[[torch.nn.Parameter], None], ...]:
+        """Releases a unit when its parameters' gradients are complete."""
+        return (self._gradient_arrived,)
 
-        def hook(parameter: torch.Tensor) -> None:
-            alive, of = where(), which()
-            if alive is not None and of is not None:
-                alive._check_held(of, parameter)  # type: ignore[arg-type]
-                of.arrived.add(parameter)  # type: ignore[arg-type]
-                alive._let_go_if_through(of)
-
-        return hook
+    def _gradient_arrived(self, parameter: torch.nn.Parameter) -> None:
+        unit = self._awaited.get(parameter)
+        if unit is not None:
+            self._check_held(unit, parameter)
+            unit.arrived.add(parameter)
+            self._let_go_if_through(unit)
 
     def _check_held(self, unit: GatheredUnit, parameter: torch.nn.Parameter) -> None:
         """What led to the parameter's gradient has read the unit's weights."""
@@ -338,7 +334,8 @@ class ShardedParameters(ParameterStrategy):
         if unit.held and not unit.pins and not unit.kept:
             unit.let_go(self._touched)
 
-    def _end_pass(self) -> None:
+    def end_backward(self) -> None:
+        """Releases all units on this rank, also those that were held to the end of the pass."""
         self._coming.clear()
         for handle in self._leaves:
             handle.remove()
@@ -361,7 +358,7 @@ class ShardedParameters(ParameterStrategy):
         problem = None if inside_gathered else self.step_problem()
         if problem is not None:
             raise TrainingError(problem)
-        self._end_pass()
+        self.end_backward()
         self._training = False
         self.drain()
 

@@ -145,9 +145,9 @@ class GradientShards:
 
     shards: of the parameters of each bucket, in the order in which they are reduced. over: the ranks. keep_whole: stage
     1, where the buckets stay allocated; else their storage rotates among a few. names: of the parameters. reduce_dtype:
-    of the buckets; by default that of their parameters. wait: waits for a reduction. end_pass: called when a pass has
-    been reduced. rotating: how many buffers pass the gradients on, one of which fills while the others reduce. lasting:
-    how many buckets, the last ones, have buffers of their own, as they fill all through a pass.
+    of the buckets; by default that of their parameters. wait: waits for a reduction. rotating: how many buffers pass
+    the gradients on, one of which fills while the others reduce. lasting: how many buckets, the last ones, have buffers
+    of their own, as they fill all through a pass.
 
     stepper: if there is one, gradients are given to it, and forgotten, as they are reduced; may be set.
 
@@ -166,7 +166,6 @@ class GradientShards:
         names: Mapping[torch.nn.Parameter, str],
         reduce_dtype: torch.dtype | None = None,
         wait: Callable[[Work], None] = Work.wait,
-        end_pass: Callable[[], None] = lambda: None,
         rotating: int = 3,
         lasting: int = 0,
         place: Place = HOST,
@@ -181,7 +180,7 @@ class GradientShards:
         self._keep_whole = keep_whole
         self.stepper: Stepper | None = None
         self._reduce_dtype = reduce_dtype
-        self._wait, self._end_pass = wait, end_pass
+        self._wait = wait
         self._rotating = rotating
         self.counted = {"reductions": 0, "reduced_bytes": 0}
         self._of: dict[GradientBucket, _Gradients] = {}
@@ -203,8 +202,6 @@ class GradientShards:
             late=self._late,
             place=place,
         )
-        watch.at_begin += [_refuse_double_backward, self._begin_pass]
-        watch.at_abandon += [self._finish, self._late_sums.clear, self._foreign.end]
 
     def add(self, shards: Sequence[ParameterShard]) -> None:
         """More buckets, reduced after those there are. Collective."""
@@ -318,7 +315,9 @@ class GradientShards:
         unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
         return {"gradients": shards + whole, "buckets": self._storage.free + unused}
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
+        """A pass begins; refuses one that would give gradients of gradients. Collective where the pass makes steps."""
+        _refuse_double_backward()
         if self.stepper is not None:
             self._forget_used()
         if self.queue.synchronise:
@@ -485,7 +484,12 @@ class GradientShards:
         self._landed.clear()  # the next pass comes after this one
         if self.stepper is not None:
             self.stepper.end()
-        self._end_pass()
+
+    def abandon_pass(self) -> None:
+        """An exception has cut the pass short: waits for what was launched on all ranks, and forgets the rest."""
+        self._finish()
+        self._late_sums.clear()
+        self._foreign.end()
 
     def _finish(self, steps: bool = False) -> None:
         while self._flying:

@@ -9,7 +9,8 @@ The optimizer's parts call a strategy by the verbs of `ParameterStrategy` alone.
 
     construction   the strategy cuts `shards`; values are filled into them; publish(), start()
     forward        the strategy's own hooks and tensor subclasses
-    backward       wait_for_reduction(work) for each bucket; drain() when all buckets have been reduced
+    backward       on_gradient for each parameter; wait_for_reduction(work) for each bucket; end_backward() after the
+                   last gradient; drain() when all buckets have been reduced
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
 publish, release, drain and gathered are collective: every rank calls them, in the same order. The others are local.
@@ -84,6 +85,17 @@ class ParameterStrategy(Protocol):
 
         Called before the shards are read or changed where `release` is not, as in a backward pass.
         """
+        return
+
+    # ---- in a backward pass (`backward.PassPhases`) ------------------------------------------------------------------
+
+    @property
+    def on_gradient(self) -> tuple[Callable[[torch.nn.Parameter], None], ...]:
+        """Functions to be called when the gradient of a parameter is complete, before it goes to its bucket. Local."""
+        return ()
+
+    def end_backward(self) -> None:
+        """This rank's pass reads no weight any more, or an exception has cut it short. Local."""
         return
 
     # ---- while other ranks may need this one ------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""The phases through which a backward pass leads an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpidl.backward import BackwardWatch, PassPhases
+from mpidl.bucket_queue import BucketQueue
+from mpidl.buckets import GradientBucket
+
+IN_ORDER = ["begun", "reached", "take", "reached", "take", "filled", "launch", "finish", "drained", "finished"]
+
+
+class Engine:
+    """Two parameters in one bucket that launches at the end of a pass; notes what runs."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.model, self.watch = nn.Linear(2, 2), BackwardWatch()
+        self.seen: list[str] = []
+        self.fails_in = fails_in
+
+        def noted(name: str) -> Any:
+            def call(*_: object) -> None:
+                self.seen.append(name)
+                if name == self.fails_in:
+                    raise KeyError(name)
+
+            return call
+
+        bucket = GradientBucket(list(self.model.parameters()))
+        self.queue = BucketQueue(
+            [bucket],
+            self.watch,
+            take=noted("take"),
+            launch=noted("launch"),
+            finish=noted("finish"),
+            missing=lambda *_: None,
+        )
+        self.queue.hold = True
+        self.watch.phases = PassPhases(
+            begun=(noted("begun"),),
+            reached=(noted("reached"), self.queue.arrive),
+            filled=(noted("filled"),),
+            reduced=(self.queue.launch_rest, self.queue.finish, noted("drained")),
+            finished=(self.queue.end, noted("finished")),
+            abandoned=(self.queue.reset, noted("abandoned")),
+            communicates=lambda: self.queue.synchronise,
+        )
+        self.watch.attach(self.model)
+
+    def backward(self) -> list[str]:
+        """What one pass runs."""
+        self.seen = []
+        self.model(torch.ones(1, 2)).sum().backward()
+        return self.seen
+
+
+def test_phases_run_in_their_order() -> None:
+    engine = Engine()
+    assert engine.backward() == IN_ORDER
+    assert engine.backward() == IN_ORDER
+
+
+def test_a_pass_under_no_sync_reduces_nothing_and_is_remembered() -> None:
+    engine = Engine()
+    with engine.queue.no_sync():
+        seen = engine.backward()
+    assert seen == [name for name in IN_ORDER if name not in ("launch", "finish", "drained")]
+    assert engine.queue.unsent
+    assert engine.backward() == IN_ORDER
+    assert not engine.queue.unsent
+
+
+@pytest.mark.parametrize("phase", ["filled", "launch", "finish", "drained", "finished"])
+def test_a_phase_that_fails_abandons_the_pass(phase: str) -> None:
+    engine = Engine(fails_in=phase)
+    with pytest.raises(KeyError, match=phase):
+        engine.backward()
+    assert engine.seen == [*IN_ORDER[: IN_ORDER.index(phase) + 1], "abandoned"]
+    engine.fails_in = ""
+    assert engine.backward() == IN_ORDER
+
+
+def test_a_pass_that_an_exception_cuts_short_is_abandoned_before_the_next_forward_pass() -> None:
+    engine = Engine(fails_in="take")
+    with pytest.raises(KeyError, match="take"):
+        engine.backward()
+    assert engine.seen == ["begun", "reached", "take"]
+    engine.fails_in = ""
+    assert engine.backward() == ["abandoned", *IN_ORDER]
