@@ -49,7 +49,6 @@ from .cuda.pages import DevicePages
 from .cuda.task import Task
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
-from .float_errors import silent
 from .forked import is_forked, refuse_if_forked, why
 from .labels import is_profiled, record_function
 from .leftovers import remove_names
@@ -70,7 +69,6 @@ from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
 _CLOSE_AFTER_ERROR = 2.0  # seconds
-_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 Plain = Callable[[], None]
 Call = Plain | Task
 Prepared = tuple[Call, bytes]  # and its words, from `details`
@@ -107,7 +105,6 @@ class Communicator:
             self._apart = self._duplicated(self.mpi)
             place = discover(self._collective, self._made)
         self._progress = Progress()
-        self._silently = silent()
         self._issued = 0
         self._calls: dict[tuple[Any, ...], Prepared] = {}
         self._unusable, self._failed = "", False
@@ -212,12 +209,13 @@ class Communicator:
             made.extend([found] if found is not None else [])
 
         self._issue("partitioned_all_reduce", task, NO_WORDS, async_op=False)
+        complete = [self._dispatch.silent("all_reduce", found) for found in made]
         return PartitionedAllReduce(
             parts,
             lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
             made[0] if made else None,
             self._next_number,
-            lambda: self._issue("all_reduce", made[0], NO_WORDS, async_op=False, arrays=parts),
+            lambda: self._issue("all_reduce", complete[0], NO_WORDS, async_op=False, arrays=parts),
         )
 
     def reduce_scatter(
@@ -667,7 +665,7 @@ class Communicator:
         """Checks every array, chooses for every batch, and issues all of it as one operation."""
         written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (self.rank == root)
         items = coalesced.inspect(operation, wholes, owns, self.rank, self.size, writable=written)
-        if operation in ("all_reduce", "reduce", "reduce_scatter"):
+        if operation in reduction.OPERATIONS:
             for number, item in enumerate(items):
                 self._refuse_shared(coalesced.name(operation, number), item.whole)
         steps: list[tuple[Any, ...]] = []
@@ -738,10 +736,7 @@ class Communicator:
         if self._compound_in is not None and self._compound_in == threading.get_ident():
             if async_op:
                 raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
-            if operation in _REDUCTIONS:
-                self._silently(task)
-            else:
-                task()
+            task()
             return None
         number = self._issued = self._issued + 1
         if async_op or not self._progress.take_turn():
@@ -780,10 +775,7 @@ class Communicator:
         try:
             if (queued or self._crowded) and not isinstance(task, MeetsInMemory):
                 self._positions.wait_for_all(number)
-            if operation in _REDUCTIONS:
-                self._silently(task)
-            else:
-                task()
+            task()
         except MismatchError:  # on all ranks, before anything was sent
             self._positions.leave()
             raise
@@ -880,7 +872,7 @@ def _all_arrive(everywhere: MPI.Request) -> bool:
 
 
 def _close_in_child() -> None:
-    """Of a forked child of a rank, where they are of no use and nothing is to be freed."""
+    """Refuses operations in a forked child of a rank, which frees nothing."""
     if is_forked():
         for comm in _alive:
             comm._closed, comm._unusable = True, why()

@@ -16,7 +16,7 @@ from .reduction import Reduction
 
 
 def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
-    """Of an operation's checked arguments: arrays, operator, root, counts or splits."""
+    """The words for an operation's checked arguments: arrays, operator, root, counts or splits."""
     arrays = [given for given in checked if isinstance(given, Buffer)]
     size: int | None = max(data.size for data in arrays)
     operator, root = "", ""
@@ -34,7 +34,7 @@ def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
 
 
 def of_list(operator: Any, sizes: Sequence[int], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
-    """Of a list of arrays. sizes: of each. algorithms: of each batch."""
+    """The words for a list of arrays. sizes: of each. algorithms: of each batch."""
     name = f"{operator} " if isinstance(operator, str) else ""
     end = f" root {root}" if rooted else ""
     return words(f"{name}of {len(sizes)} arrays of {sum(sizes)}{end} by {', '.join(dict.fromkeys(algorithms))}")

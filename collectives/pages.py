@@ -44,7 +44,7 @@ class Pages:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """The address of the first byte."""
         return int(torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr())
 
     def place(self, start: int) -> int:

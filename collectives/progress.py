@@ -191,7 +191,7 @@ _numbers = itertools.count()
 
 
 def _forget_all() -> None:
-    """Of a forked child, which has none of the threads: it ends alone, and what they have locked stays so."""
+    """Forgets the threads in a forked child, which has none of them and ends alone; what they have locked stays so."""
     for progress in _alive:
         progress.forget()
     _alive.clear()

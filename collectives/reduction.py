@@ -28,6 +28,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "prod": np.multiply,
     "premul_sum": np.add,
 }
+OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})  # that take an operator
 _NAMES = "sum, avg, min, max, prod, PremulSum(factor)"
 
 

@@ -8,6 +8,7 @@ issue, one at a time, in the caller's thread or the progress thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,10 +23,12 @@ from ..cuda.group import GpuGroup
 from ..cuda.memory import DeviceMemory
 from ..cuda.task import Task
 from ..dropped import free_dropped
+from ..float_errors import silent
 from ..positions import Positions
+from ..reduction import OPERATIONS as REDUCTIONS
 from ..reduction import Reduction
 from ..scratch import Scratch
-from ..symmetric import Symmetric
+from ..symmetric import MeetsInMemory, Symmetric
 from ..symmetric.meeting import Meetings
 from ..symmetric.partitioned import PartitionedReduction, Pool, place_of
 from ..symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
@@ -36,6 +39,10 @@ from .registry import make_backends
 from .selection import Selection
 
 Array = np.ndarray[Any, Any]
+
+
+class _MeetingCall(partial, MeetsInMemory):  # type: ignore[type-arg]
+    """A partial of a call in which ranks meet in memory."""
 
 
 class Dispatch:
@@ -53,6 +60,7 @@ class Dispatch:
         self.topology = place
         self.allocator = Allocator(place.node)
         self.scratch = Scratch()
+        self._silently = silent()
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
         self.backends = make_backends(Resources(comm, place, self.allocator, self.scratch, self._meetings()))
         self.selection = Selection(self.backends, {})
@@ -95,8 +103,13 @@ class Dispatch:
 
     def call(self, operation: str, algorithm: str, arguments: Sequence[Any]) -> Call:
         """The operation on host memory by the backend of that name."""
-        made: Call = getattr(self.backends[algorithm], operation)(*arguments)
-        return made
+        return self.silent(operation, getattr(self.backends[algorithm], operation)(*arguments))
+
+    def silent(self, operation: str, call: Call) -> Call:
+        """The call, if it reduces with arithmetic that neither raises nor warns; see `float_errors`."""
+        if operation not in REDUCTIONS:
+            return call
+        return (_MeetingCall if isinstance(call, MeetsInMemory) else partial)(self._silently, call)
 
     def choose(
         self,

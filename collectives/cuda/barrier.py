@@ -31,7 +31,7 @@ _TOKEN = 0x6576656E74 << 16
 
 
 class Barrier:
-    """Of the ranks of a node, for what they have queued on one stream each. on_gpu: whether the streams wait."""
+    """A barrier of the ranks of a node, each for one stream. on_gpu: whether the streams wait, or the hosts."""
 
     def __init__(self, device: Device, stream: Stream, node: MPI.Intracomm, allocator: DeviceAllocator) -> None:
         self._device, self._stream, self._node = device, stream, node

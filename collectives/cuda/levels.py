@@ -164,7 +164,7 @@ class Levels:
         return self._stream.record()
 
     def _of_place(self, counts: Sequence[int]) -> list[int]:
-        """Of counts for all ranks those of this rank's place in every island."""
+        """The counts of the ranks in this rank's place of every island, out of those of all ranks."""
         return list(counts[self.inner.rank :: self.inner.size])
 
     def _islands(self, own: Buffer, counts: Sequence[int]) -> list[tuple[Buffer, tuple[int, int], Sequence[int]]]:
