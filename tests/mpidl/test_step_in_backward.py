@@ -231,8 +231,6 @@ def test_passes_under_no_sync_alone_make_no_step(comm, way: str) -> None:
 def test_what_needs_all_gradients_is_refused(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     zero.plainly(model, comm.rank, 0).backward()
-    scaler = mpidl.GradScaler(process_group=comm)
-    scaler.scale(torch.ones(()))
     calls: dict[str, Callable[[], Any]] = {
         "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
         "clip_grad_value_": lambda: optimizer.clip_grad_value_(1.0),
@@ -250,6 +248,29 @@ def test_what_needs_all_gradients_is_refused(comm, way: str) -> None:
     assert guard.allows(1.0)
     with pytest.raises(mpidl.TrainingError, match="the loss is nan"):
         guard.allows(float("nan"))
+
+
+@zero.every_way
+@pytest.mark.parametrize("of", ["mpidl", "torch"])
+def test_loss_scaling_is_refused(comm, way: str, of: str) -> None:
+    model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
+    scaler = mpidl.GradScaler(process_group=comm) if of == "mpidl" else torch.amp.GradScaler("cpu")
+    scaler.scale(zero.plainly(model, comm.rank, 0)).backward()
+    with pytest.raises(mpidl.TrainingError, match="step_in_backward"):
+        scaler.step(optimizer)
+
+
+@zero.every_way
+def test_buffers_of_rank_0_come_with_the_step(comm, way: str) -> None:
+    model = zero.made(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), comm.rank)
+    optimizer = mpidl.ZeroOptimizer(
+        model, torch.optim.SGD, process_group=comm, step_in_backward=True, **zero.WAYS[way], **zero.SGD
+    )
+    model(zero.data(comm.rank)).sum().backward()
+    optimizer.step()
+    everyone = mpidl.all_gather_object(comm, model[1].running_mean.tolist())
+    assert any(everyone[0])
+    assert all(each == everyone[0] for each in everyone)
 
 
 class Counts(torch.optim.SGD):
