@@ -7,10 +7,10 @@ alone, without any communication: what a step costs at least if nothing is shard
 rank's, a row's the median over the steps of all rounds; so are its parts, forward, backward and the optimizer's step.
 "all-reduce" is no engine but the bare averaging of buffers as large as the gradients, in buckets of 25 MiB.
 
-peak_mib is the largest rank's proportional set size (Pss of /proc/self/smaps_rollup: memory that ranks share is divided
-among them), the highest of those after forward, backward and step of the steps before the counted ones. node_mib is the
-sum of the proportional set sizes of a node's ranks, which is what the node holds, at the highest of these moments; over
-several nodes their mean. The loss is the mean over ranks.
+peak_mib is the largest rank's proportional set size (memory that ranks share is divided among them), the highest of
+those after forward, backward and step of the steps before the counted ones. node_mib is what a node's ranks hold
+together: the sum of their proportional set sizes (Pss of /proc/PID/smaps_rollup), read all through these steps, at its
+highest; over several nodes that of the fullest. The loss is the mean over ranks.
 
 The engines come one after the other, as often as --rounds says, and a ratio is the median over the rounds. Where the
 machine's speed changes within minutes, `bench_in_turn.py` compares them more fairly.
@@ -28,9 +28,11 @@ import ctypes
 import gc
 import json
 import math
+import os
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ from training_report import BARE, ENGINES, PARTS, PEERS, Run, compare, plot, row
 from turns import Caller
 
 SETTINGS: dict[str, Any] = {"lr": 3e-4}
+BETWEEN_LOOKS = 0.02  # seconds, at the memory of a node
 
 
 @dataclass
@@ -122,6 +125,46 @@ class EventStopwatch(Stopwatch):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class NodeMemory:
+    """Reads what the ranks of a node hold together, in a thread of the first of them. Collective.
+
+    highest: MiB; NaN on the other ranks, and where the system does not tell.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        numbers = mpidl.all_gather_object(comm, os.getpid())
+        self._files = [Path(f"/proc/{numbers[rank]}/smaps_rollup") for rank in comm.node_ranks]
+        self._looks = comm.local_rank == 0 and all(os.access(path, os.R_OK) for path in self._files)
+        self.highest = math.nan
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Reads it inside, again and again."""
+        if not self._looks:
+            yield
+            return
+        over = threading.Event()
+
+        def look() -> None:
+            while True:
+                ends = over.wait(BETWEEN_LOOKS)
+                self.highest = max(self._held(), self.highest)
+                if ends:
+                    return
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _held(self) -> float:
+        lines = [line for path in self._files for line in path.read_text().splitlines() if line.startswith("Pss:")]
+        return sum(int(line.split()[1]) for line in lines) / 1024
 
 
 def plain(call: Any, optimizer: torch.optim.Optimizer) -> Engine:
@@ -210,7 +253,7 @@ class Trial:
         self._elements = sum(p.numel() for p in model.parameters())
         self._done = 0
         self._seconds: list[list[float]] = []
-        self._used: list[float] = []  # MiB, at each moment at which memory is measured
+        self._peak, self._node = 0.0, NodeMemory(comm)
         self._prepare(name, model)
 
     def _prepare(self, name: str, model: GPT2) -> None:
@@ -221,7 +264,8 @@ class Trial:
         """One more; the first `--warmup` do not count, and of them memory is measured."""
         self._comm.barrier()
         self._watch.begin()
-        self._run()
+        with self._node.watched() if self._done < self._options.warmup else contextlib.nullcontext():
+            self._run()
         parts = self._watch.parts()
         if self._done >= self._options.warmup:
             self._seconds.append(list(parts.values()))
@@ -245,7 +289,7 @@ class Trial:
     def _took(self, part: str) -> None:
         self._watch.took(part)
         if self._done < self._options.warmup:
-            self._used.append(self._watch.used_mib())
+            self._peak = max(self._peak, self._watch.used_mib())
         self._watch.go_on()
 
     def end(self) -> Run:
@@ -256,14 +300,12 @@ class Trial:
         comm.all_reduce(totals, "max")
         comm.all_reduce(slowest, "avg")
         slowest *= (totals / slowest.sum(1))[:, None]  # the parts' shares of the slowest rank's step
-        used = np.array(self._used or [math.nan])
-        largest, together = used.copy(), used.copy()
-        comm.all_reduce(largest, "max")
-        comm.all_reduce(together, "sum")
+        summary = np.array([self._peak, np.nan_to_num(self._node.highest)])
+        comm.all_reduce(summary, "max")
         mean = np.array([self._mean_loss()])
         comm.all_reduce(mean, "avg")
         self._close()
-        return Run(slowest, float(largest.max()), float(together.max()) / comm.nodes, float(mean[0]))
+        return Run(slowest, float(summary[0]), float(summary[1]) or math.nan, float(mean[0]))
 
     def _mean_loss(self) -> float:
         return sum(loss.item() for loss in self._losses) / self._options.grad_accum

@@ -77,7 +77,7 @@ def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
     assert len({row["params"] for row in rows.values()}) == 1
     for row in rows.values():
         assert min(row["step_ms"], row["peak_mib"], *(row[part] for part in parts if row["engine"] != "all-reduce")) > 0
-        assert row["peak_mib"] < row["node_mib"] <= 2 * row["peak_mib"]  # of two ranks
+        assert row["peak_mib"] < row["node_mib"] < 3 * row["peak_mib"]  # of two ranks, at any moment
     assert "of single + all-reduce" in done.stdout
     parallel = [row["loss_last"] for name, row in rows.items() if name not in ("single", "all-reduce")]
     assert parallel == pytest.approx([parallel[0]] * 6, rel=1e-4)
