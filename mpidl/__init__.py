@@ -9,6 +9,7 @@ from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
 from . import activations, checkpoint, data, memory, mesh, optim
+from .agreement import agree_or_exit
 from .amp import GradScaler
 from .clip import clip_grad_norm_, clip_grad_value_
 from .ddp import DistributedDataParallel, comm_hooks
@@ -30,7 +31,7 @@ from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .nonfinite_guard import NonfiniteGuard
 from .objects import all_gather_object, broadcast_object
 from .replicas import check_replicas
-from .runtime import agree_or_exit, init, pick_device
+from .runtime import init, pick_device
 from .signals import STOPPED, StopSignal
 from .sync_batch_norm import SyncBatchNorm
 from .version import __version__

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping
-from typing import Any, TypeVar
+from collections.abc import Container, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from collectives import Communicator
 
-from .errors import ConfigurationError, ModelMismatch, TrainingError
+from .errors import ModelMismatch
 from .objects import all_gather_object
-
-Result = TypeVar("Result")
-
-
-def check_everywhere(comm: Communicator, check: Callable[[], Result]) -> Result:
-    """What `check()` returns; what it raises on any rank ends it on every rank. Collective.
-
-    A rank's own error is raised as it is, that of another one as a ConfigurationError which names the rank.
-    """
-    error: Exception | None = None
-    result: Result | None = None
-    try:
-        result = check()
-    except Exception as raised:
-        error = raised
-    message = None if error is None else str(error)
-    if error is not None and not isinstance(error, ConfigurationError):
-        message = f"{type(error).__name__}: {error}"
-    messages = all_gather_object(comm, message)
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise ConfigurationError(f"{message} (on rank {rank})")
-    return result  # type: ignore[return-value]
 
 
 def check_settings_agree(comm: Communicator, of: str, settings: Mapping[str, Any]) -> None:
@@ -89,19 +64,3 @@ def check_models_agree(comm: Communicator, model: torch.nn.Module, ignored: Cont
         for mine, theirs in zip([*models[0], "nothing more"], [*other, "nothing more"], strict=False):
             if mine != theirs:
                 raise ModelMismatch(f"the ranks' models differ: rank 0 has {mine}, rank {rank} has {theirs}")
-
-
-def refuse_everywhere(comm: Communicator, problem: str | None) -> None:
-    """Raises TrainingError on every rank if any has a problem, which the error tells. Collective."""
-    found = np.array([problem is not None], np.uint8)
-    comm.all_reduce(found, "max")
-    if found[0]:
-        raise_everywhere(comm, problem)
-
-
-def raise_everywhere(comm: Communicator, problem: str | None) -> None:
-    """Raises this rank's problem, or that of the first rank which has one, as some rank has. Collective."""
-    problems = all_gather_object(comm, problem)
-    if problem is not None:
-        raise TrainingError(problem)
-    raise TrainingError(next(f"{text} (on rank {rank})" for rank, text in enumerate(problems) if text is not None))

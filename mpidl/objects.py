@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, overload
-
-import numpy as np
 
 from collectives import Communicator
 
 from .errors import ConfigurationError
-from .pickled import gather_pickled
+from .pickled import broadcast_pickled, gather_pickled
 from .runtime import init
 
 _WORLD: Any = object()  # in place of a value, where the first argument is the value and none a Communicator
@@ -43,13 +40,7 @@ def broadcast_object(comm: Any, value: Any = _WORLD, root: int = 0) -> Any:
     comm: may be left out, `broadcast_object(value)`; it is the world then.
     """
     comm, value = _given(comm, value)
-    data = np.frombuffer(pickle.dumps(value), np.uint8) if comm.rank == root else np.empty(0, np.uint8)
-    size = np.array([data.size], np.int64)
-    comm.broadcast(size, root)
-    if comm.rank != root:
-        data = np.empty(int(size[0]), np.uint8)
-    comm.broadcast(data, root)
-    return value if comm.rank == root else pickle.loads(data.tobytes())
+    return broadcast_pickled(comm, value, root)
 
 
 def _given(comm: Any, value: Any) -> tuple[Communicator, Any]:

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 from collectives import Communicator
 
 from . import checkpoint
+from .agreement import agree_or_exit
 from .checkpoint import Loaded
 from .cli import at_least
 from .errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
 from .objects import broadcast_object
-from .runtime import agree_or_exit
 from .signals import StopSignal
 
 Result = TypeVar("Result")

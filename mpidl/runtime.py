@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
@@ -21,13 +18,12 @@ from collectives.devices import take_turn, why_not
 from collectives.diagnostics import tell, usable, witnessed
 
 from .ending import end_job_with_any_rank
-from .errors import CheckpointError, CheckpointMismatch, TrainingError, UsageError
+from .errors import TrainingError, UsageError
 from .pickled import gather_pickled
 
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WORKER = "MPIDL_WORKER"  # set in the environment of processes that load data and are no ranks
 _default: Communicator | None = None
-Result = TypeVar("Result")
 
 
 def init(*, export_ranks: bool = False) -> Communicator:
@@ -100,29 +96,3 @@ def _divide_cores(comm: Communicator, bound: list[list[int]]) -> None:
     threads = max(1, len(set().union(*bound)) // comm.local_size)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-
-
-def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
-    """What `check()` returns, if it raises UsageError or CheckpointError on no rank. Collective.
-
-    Otherwise rank 0 prints the first rank's message as one line, "error: ...", and every rank exits, also those that
-    saw nothing wrong: with status 2 for wrong use, which stays wrong, such as a checkpoint of another model, and 1 for
-    one that cannot be read or written, which another start may cure.
-    """
-    result: Result | None = None
-    message: str | None = None
-    status = 0
-    try:
-        result = check()
-    except (UsageError, CheckpointError) as error:
-        message = " ".join(str(error).split())
-        status = 2 if isinstance(error, UsageError | CheckpointMismatch) else 1
-    outcomes = gather_pickled(comm, (status, message))
-    wrong = [rank for rank, (status, _) in enumerate(outcomes) if status]
-    if wrong:
-        status, message = outcomes[wrong[0]]
-        if comm.rank == 0:
-            where = "" if len(wrong) == comm.size else f" (on rank {', '.join(map(str, wrong))})"
-            print(f"error: {message}{where}", file=sys.stderr, flush=True)
-        sys.exit(status)
-    return result  # type: ignore[return-value]

@@ -28,7 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from collectives import Communicator, even_counts
 from collectives.diagnostics import is_debugging
 
-from ..consistency import check_everywhere, check_settings_agree
+from ..agreement import check_everywhere
+from ..consistency import check_settings_agree
 from ..errors import ConfigurationError, TrainingError
 from ..objects import all_gather_object
 from .arena import Arena, ArenaSlot

@@ -20,6 +20,7 @@ import torch
 
 from collectives import Communicator
 
+from ..agreement import together
 from ..checksums import checksum, difference
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
@@ -27,7 +28,6 @@ from ..mesh.groups import data_group, refuse_part
 from ..optim.post_local import PostLocalSGDOptimizer
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
-from .agree import together
 
 _ONE_PART = "a mesh with pp, tp and ep of 1: checkpoints hold no parts of tensors over other axes than dp and cp yet"
 _CUT = 1 << 16  # elements from which on a tensor that all ranks hold is written by all of them

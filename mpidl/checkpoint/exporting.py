@@ -24,12 +24,12 @@ import torch
 
 from collectives import Communicator
 
+from ..agreement import on_rank_0, together
 from ..ending import UNFINISHED
 from ..errors import CheckpointError, ConfigurationError
 from ..models.pretrained import published_names
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
 from . import folder, index
-from .agree import on_rank_0, together
 from .engine import Engine
 from .index import Entry, Index
 from .matching import plan

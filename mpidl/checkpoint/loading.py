@@ -17,11 +17,11 @@ import torch
 
 from collectives import Communicator
 
+from ..agreement import on_rank_0, together
 from ..consistency import check_settings_agree
 from ..errors import CheckpointError, CheckpointMismatch
 from . import folder, index, tree
 from . import random_states as randoms
-from .agree import on_rank_0, together
 from .collect import state_of
 from .engine import Engine
 from .index import Index

@@ -14,13 +14,13 @@ import torch
 
 from collectives import Communicator
 
+from ..agreement import on_rank_0, together
 from ..consistency import check_settings_agree
 from ..ending import STANDING
 from ..errors import CheckpointError, ConfigurationError
 from ..objects import all_gather_object
 from ..runtime import default_communicator
 from . import folder, holding
-from .agree import on_rank_0, together
 from .collect import Collected, collect
 from .engine import Engine, unwrap
 from .writing import Saving, finisher, write_part

@@ -23,11 +23,11 @@ from typing import Any
 
 from collectives import Communicator
 
+from ..agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
 from ..ending import UNFINISHED, UNHEARD
 from ..errors import CheckpointError
 from ..objects import all_gather_object
 from . import folder, index
-from .agree import Failure, attempt, failure_of, gather, on_rank_0, raised
 from .collect import Piece, rank_name
 from .schema import CODES
 from .tensorfile import write_file
@@ -97,9 +97,9 @@ class Saving:
             shutil.rmtree(self._temporary, ignore_errors=True)
             UNFINISHED.discard(self._temporary)
             raise
-        error = raised(all_gather_object(self._comm, failure))
+        error = error_of(all_gather_object(self._comm, failure))
         if error is None:
-            parts = gather(self._comm, part)
+            parts = gather_json(self._comm, part)
             try:
                 on_rank_0(self._comm, lambda: self._finish(parts))
             except CheckpointError as raised_here:
@@ -135,7 +135,7 @@ class Saving:
         UNHEARD.pop(self._temporary, None)
         if not self._agreed:
             found = all_gather_object(self._comm, self._failures)
-            error = raised([f for f, _ in found]) or raised([f for _, f in found[:1]])
+            error = error_of([f for f, _ in found]) or error_of([f for _, f in found[:1]])
             self._agreed = True
             if error is not None:
                 self._remove()
@@ -190,7 +190,7 @@ class Saving:
             part, failed = self._left_by(rank)
             parts.append(part)
             failures.append(failed)
-        error = raised(failures)
+        error = error_of(failures)
         if error is not None:
             raise error
         for rank in range(self._comm.size):

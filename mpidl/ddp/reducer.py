@@ -25,10 +25,11 @@ from collectives import Communicator, PartitionedAllReduce
 from collectives.devices import Place
 from collectives.diagnostics import listing
 
+from ..agreement import raise_everywhere
 from ..backward import BackwardWatch, PassPhases, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
 from ..buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
-from ..consistency import check_models_agree, check_settings_agree, raise_everywhere
+from ..consistency import check_models_agree, check_settings_agree
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from ..joining import Rounds, Stage

@@ -22,11 +22,12 @@ from collectives import Communicator
 from collectives.diagnostics import label
 
 from .. import lanes
+from ..agreement import check_everywhere
 from ..backward import BackwardWatch, inside_backward
 from ..buckets import MIB
 from ..checksums import checksum, difference
 from ..compiling import uncompiled
-from ..consistency import check_everywhere, check_models_agree, check_settings_agree
+from ..consistency import check_models_agree, check_settings_agree
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..joining import Join
 from ..mesh import Mesh

@@ -23,9 +23,10 @@ import torch
 from collectives import Communicator
 from collectives.devices import Place
 
+from ..agreement import check_everywhere
 from ..backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ..buckets import MIB
-from ..consistency import check_everywhere, check_models_agree, check_settings_agree
+from ..consistency import check_models_agree, check_settings_agree
 from ..ddp.arguments import communicator, flag
 from ..mesh import Mesh
 from ..mesh.groups import data_group

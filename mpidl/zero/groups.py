@@ -19,7 +19,8 @@ import torch
 from collectives import ArgumentError, Communicator, Work
 
 from .. import lanes
-from ..consistency import check_everywhere, check_settings_agree
+from ..agreement import check_everywhere
+from ..consistency import check_settings_agree
 from ..errors import ConfigurationError
 
 _by_node: weakref.WeakKeyDictionary[Communicator, tuple[Communicator, Communicator]] = weakref.WeakKeyDictionary()

@@ -17,7 +17,7 @@ import torch
 
 from collectives import Communicator
 
-from ..consistency import refuse_everywhere
+from ..agreement import refuse_everywhere
 from ..errors import TrainingError
 from ..objects import all_gather_object, broadcast_object
 from .groups import ShardGroup

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..consistency import check_everywhere, refuse_everywhere
+from ..agreement import check_everywhere, refuse_everywhere
 from ..errors import TrainingError
 from . import state
 from .build import Parts

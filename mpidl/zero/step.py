@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..agreement import raise_everywhere
 from ..backward import inside_backward
-from ..consistency import check_settings_agree, raise_everywhere
+from ..consistency import check_settings_agree
 from ..errors import TrainingError
 from ..partial_steps import STEP_INSIDE
 from ..replicate import broadcast_states

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..consistency import check_everywhere, check_settings_agree
+from ..agreement import check_everywhere
+from ..consistency import check_settings_agree
 from ..errors import ConfigurationError
 from .arguments import parameters_of
 from .build import Parts

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..consistency import refuse_everywhere
+from ..agreement import refuse_everywhere
 from ..nonfinite import NonfiniteWatch
 from . import reduced_gradients
 from .build import Parts

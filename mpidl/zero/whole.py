@@ -22,7 +22,7 @@ import torch
 
 from collectives import Communicator
 
-from ..consistency import check_everywhere
+from ..agreement import check_everywhere
 from ..errors import ConfigurationError, TrainingError
 from ..replicate import broadcast_states
 from .slices import Slice

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..agreement import check_everywhere
 from ..buckets import MIB
-from ..consistency import check_everywhere
 from ..objects import all_gather_object
 from ..optim.elementwise import alike, is_slice
 from .construction.target import placeholder

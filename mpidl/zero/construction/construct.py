@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from collectives import Communicator
 
-from ...consistency import check_everywhere, check_settings_agree
+from ...agreement import check_everywhere
+from ...consistency import check_settings_agree
 from ...errors import ConfigurationError
 from ...objects import broadcast_object
 from ...replicate import broadcast_states

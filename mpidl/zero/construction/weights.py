@@ -14,7 +14,8 @@ import torch
 
 from collectives import Communicator
 
-from ...consistency import check_everywhere, check_settings_agree
+from ...agreement import check_everywhere
+from ...consistency import check_settings_agree
 from ...errors import ConfigurationError, listed
 from .target import Targets, wanted
 

@@ -15,7 +15,7 @@ import torch
 
 from collectives import Communicator
 
-from ...consistency import check_everywhere
+from ...agreement import check_everywhere
 from ...errors import ConfigurationError
 from ...objects import all_gather_object
 from ...optimizer_trial import without_parameters

@@ -15,15 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from collectives.devices import HOST, Place
 
+from ...agreement import check_everywhere, first_problem, is_anywhere
 from ...buckets import MIB, Piece
-from ...consistency import check_everywhere, check_settings_agree
+from ...consistency import check_settings_agree
 from ...errors import ConfigurationError, TrainingError
-from ...objects import all_gather_object
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ..groups import ShardGroup
@@ -259,15 +258,12 @@ class OffloadedOptimizer:
 
     def _agree(self, error: Exception | None) -> None:
         """TrainingError on every rank if there is an error on any, and from here on in every step."""
-        flag = np.array([error is not None], np.uint8)
-        self._comm.all_reduce(flag, "max")
-        if not flag[0]:
+        if not is_anywhere(self._comm, error is not None):
             return
-        messages = all_gather_object(self._comm, None if error is None else f"{type(error).__name__}: {error}")
-        rank = next(rank for rank, message in enumerate(messages) if message is not None)
+        rank, text = first_problem(self._comm, None if error is None else f"{type(error).__name__}: {error}")
         self._failed = (
-            f"the step on offloaded state failed on rank {rank}: {messages[rank]}; the state is spoilt: load the last "
-            "checkpoint into a new optimizer"
+            f"the step on offloaded state failed on rank {rank}: {text}; the state is spoilt: load the last checkpoint "
+            "into a new optimizer"
         )
         raise TrainingError(self._failed) from error
 
