@@ -180,7 +180,7 @@ def test_an_overflow_in_one_ranks_shard_stops_the_step_on_all(comm, stage: int) 
     for spoiled in (True, False):
         x[0, 1] = math.inf if spoiled else 1.0
         scaler.scale(call(x).sum()).backward()
-        finite = all(shard.isfinite().all() for shard in optimizer._reduced())
+        finite = bool(model.weight.grad.part().isfinite().all())
         assert finite == (comm.rank > 0 or not spoiled)
         scaler.step(optimizer)
         scaler.update()
