@@ -175,9 +175,17 @@ class BackwardSteps:
     def _finish_oldest(self) -> None:
         """Waits for a bucket's reduction, and steps on its parameters."""
         done = self._in_flight.popleft()
-        self._complete(done.bucket, done.handle)
-        if done.agreed is not None:
-            done.agreed.wait()
+        try:
+            self._complete(done.bucket, done.handle)
+            if done.agreed is not None:
+                done.agreed.wait()
+            self._use(done)
+        finally:
+            self._release(done)
+            self._streams.add(self._place.stream())
+
+    def _use(self, done: _InFlight) -> None:
+        """Steps with the means, or leaves them to parameters that have no optimizer here."""
         mine = []
         for p, view, reached in zip(done.bucket.parameters, done.bucket.views, done.reached.tolist(), strict=True):
             if not reached:
@@ -190,8 +198,6 @@ class BackwardSteps:
             else:
                 p.grad.copy_(view)
         self.step(mine)
-        self._release(done)
-        self._streams.add(self._place.stream())
 
     def _release(self, done: _InFlight) -> None:
         done.bucket.release()
@@ -206,11 +212,13 @@ class BackwardSteps:
                 chosen.setdefault(self._of[p], []).append(p)
         for optimizer, some in chosen.items():
             self._open.add(optimizer)
-            with self._foreign.own(some):
-                self._partial[optimizer].step(some)
-                torch.autograd.graph.increment_version(some)  # fused optimizers write what torch does not count
-            for p in some:
-                p.grad = None
+            try:
+                with self._foreign.own(some):
+                    self._partial[optimizer].step(some)
+                    torch.autograd.graph.increment_version(some)  # fused optimizers write what torch does not count
+            finally:
+                for p in some:
+                    p.grad = None
             self._stepped += some
 
     @torch.no_grad()
@@ -230,10 +238,12 @@ class BackwardSteps:
         """An exception cut the pass short: what was launched on all ranks is waited for, and not stepped."""
         while self._in_flight:
             done = self._in_flight.popleft()
-            done.handle.wait()
-            if done.agreed is not None:
-                done.agreed.wait()
-            self._release(done)
+            try:
+                done.handle.wait()
+                if done.agreed is not None:
+                    done.agreed.wait()
+            finally:
+                self._release(done)
 
 
 def _listen(optimizer: torch.optim.Optimizer, steps: BackwardSteps) -> list[torch.utils.hooks.RemovableHandle]:

@@ -463,6 +463,26 @@ def test_errors_are_those_of_the_pass_without_it(comm) -> None:
         ddp(data(comm.rank)).sum().backward()
 
 
+def test_training_goes_on_after_an_error_of_the_optimizer(comm) -> None:
+    model, ddp, optimizer = several(comm)
+    ddp.step_in_backward(optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = "fast" if step == 1 else rate
+        loss = ddp(data(comm.rank, step)).square().sum()
+        if step == 1:
+            with pytest.raises(TypeError):
+                loss.backward()
+            optimizer.zero_grad()
+        else:
+            loss.backward()
+        optimizer.step()
+    everyone = mpidl.all_gather_object(comm, model.state_dict())
+    assert all(p.grad is None for p in model.parameters())
+    for other in everyone:
+        check_alike(other, everyone[0])
+
+
 def test_late_gradients_are_refused(comm) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -48,6 +48,26 @@ def test_mixed_precision(comm: Communicator, place: Any, way: str, dtype: torch.
     assert found.model.lm_head.weight.dtype == dtype
 
 
+def test_the_step_within_the_backward_pass_of_ddp(comm: Communicator, place: Any) -> None:
+    found = []
+    for in_backward in (False, True):
+        model = placed(fresh(MODELS["gpt2"], comm.rank), place)
+        ddp = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=0.002)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if in_backward:
+            ddp.step_in_backward(optimizer)
+        for step in range(3):
+            x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))
+            ddp(x, y).backward()
+            if in_backward:
+                with pytest.raises(mpidl.TrainingError, match="step_in_backward"):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().cpu() for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("way", ZERO)
 def test_an_optimizer_that_needs_whole_parameters(comm: Communicator, place: Any, way: str) -> None:
     """Its state goes over the ranks and back, between steps; numbers of steps stay in the host's memory."""
