@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 
@@ -77,8 +78,8 @@ class FlatParameters:
         """The parameters are what was gathered. watched: whoever uses them is noticed on."""
         self._point_to(self.layout.views(self.whole, self._shapes), watched)
 
-    def let_go(self, touched: Touched) -> None:
-        """The parameters are not to be used."""
+    def release(self, touched: Touched) -> None:
+        """Makes the parameters placeholders, which are not to be used."""
         for p, filler in zip(self._parameters, self._fillers, strict=True):
             release(p, filler, touched)
 
@@ -102,13 +103,34 @@ class FlatParameters:
             restore(p, tensor, watched)
 
 
-class GatheredUnit:
-    """A unit's flat parameters, and what this rank knows of them. It does not keep the model, as graphs keep it.
+class UnitState(Enum):
+    """What of a unit is in this rank's memory, besides its shard, which always is.
 
-    held: this rank uses it. pins: how many `gathered` blocks hold it. kept: it is held to the end of the pass, as
-    nobody can tell how long it will be needed. arrived: trained parameters whose gradient this backward pass has
-    given since the unit was last gathered. open: calls whose backward has begun and not ended, with the number of
-    inputs whose gradient is to come.
+    RELEASED: the parameters are placeholders of one element. The node's place of the whole unit has no pages, unless
+        another rank of the node holds the unit.
+    HELD: the parameters are views of the whole unit at its node's place. Its module computes, or its backward pass is
+        not complete; then it is released.
+    HELD_TO_END: the same until the end of the pass, as something may read the weights that cannot be followed: an
+        output that is a view of them, a use outside the module, gradients that come by other ways than the outputs.
+
+    A unit that a `gathered` block pins (`pin_count`) is held, and not released before the block's end.
+    """
+
+    RELEASED = "released"
+    HELD = "held"
+    HELD_TO_END = "held to the end of the pass"
+
+
+class GatheredUnit:
+    """A unit's flat parameters, and their state on this rank. It does not keep the model, as graphs keep it.
+
+    number: int; of the unit in messages between the ranks. name: of its module.
+    flats: list of FlatParameters. gathered_bytes: int; of all of them, whole.
+    trained: int; parameters that train. frozen: whether any parameter does not.
+    state: UnitState. pin_count: int; `gathered` blocks that hold it.
+    arrived: set of trained parameters whose gradient this backward pass has given since the unit was last gathered.
+    open_calls: dict of a call's id to int; calls whose backward has begun and not ended, and the number of their inputs
+        whose gradient is to come.
     """
 
     def __init__(
@@ -123,11 +145,10 @@ class GatheredUnit:
         self.gathered_bytes = sum(flat.nbytes for flat in self.flats)
         self.trained = sum(len(flat.shard.parameters) for flat in self.flats if flat.shard.trains)
         self.frozen = any(not flat.shard.trains for flat in self.flats)
-        self.held = False
-        self.pins = 0
-        self.kept = False
+        self.state = UnitState.RELEASED
+        self.pin_count = 0
         self.arrived: set[torch.nn.Parameter] = set()
-        self.open: dict[int, int] = {}
+        self.open_calls: dict[int, int] = {}
 
     @staticmethod
     def room(layout: UnitLayout) -> int:
@@ -135,13 +156,18 @@ class GatheredUnit:
         return sum(map(FlatParameters.room, layout.groups))
 
     @property
-    def through(self) -> bool:
-        """Whether this backward pass needs it no more.
+    def is_held(self) -> bool:
+        """Tells if the parameters are whole on this rank."""
+        return self.state is not UnitState.RELEASED
 
-        It does not once all trained parameters have their gradients; frozen ones may be needed still, until the
-        gradients of the inputs are there.
+    @property
+    def backward_done(self) -> bool:
+        """Tells if this backward pass reads no weight of the unit any more.
+
+        It does not once all trained parameters have their gradients; it may read frozen ones until the gradients of the
+        inputs are there.
         """
-        return len(self.arrived) == self.trained and not (self.frozen and self.open)
+        return len(self.arrived) == self.trained and not (self.frozen and self.open_calls)
 
     def gather(self, comm: Communicator) -> None:
         """Makes it whole at its node's place, from all ranks' shards. Collective."""
@@ -161,18 +187,43 @@ class GatheredUnit:
         return any(flat.covers(tensor.data_ptr()) for flat in self.flats)
 
     def hold(self, watched: bool = False) -> None:
-        """To be called when it is whole. watched: for a use outside its module."""
-        self.held = True
+        """Makes the parameters views of the whole unit, once it is gathered. watched: for a use outside its module."""
+        self.state = UnitState.HELD
         for flat in self.flats:
             flat.hold(watched)
 
-    def let_go(self, touched: Touched) -> None:
-        """This rank uses it no more, until it is held again."""
-        self.held = self.kept = False
+    def hold_to_end(self) -> None:
+        """Lets a held unit stay held to the end of the pass."""
+        if self.is_held:
+            self.state = UnitState.HELD_TO_END
+
+    def end_pass(self) -> None:
+        """Lets the unit be released again, if it was held to the end of the pass."""
+        if self.is_held:
+            self.state = UnitState.HELD
+
+    def release(self, touched: Touched) -> None:
+        """Makes the parameters placeholders, until the unit is held again."""
+        self.state = UnitState.RELEASED
         self.arrived.clear()
-        self.open.clear()
+        self.open_calls.clear()
         for flat in self.flats:
-            flat.let_go(touched)
+            flat.release(touched)
+
+    def copy(self) -> None:
+        """Makes the parameters views of a copy of this rank's own, for one block more."""
+        for flat in self.flats:
+            flat.copy()
+
+    def follow(self) -> None:
+        """Lets the copy, if there is one, take what was gathered meanwhile."""
+        for flat in self.flats:
+            flat.follow()
+
+    def keep_changes(self) -> None:
+        """Takes this rank's shard from the copy, at the end of a block."""
+        for flat in self.flats:
+            flat.keep_changes()
 
 
 class Call:
@@ -228,12 +279,12 @@ class Call:
         unit = self._unit()
         if unit is not None:
             self._use()
-            unit.open.setdefault(id(self), self._inputs)
+            unit.open_calls.setdefault(id(self), self._inputs)
 
     def _input_gradient(self) -> None:
         unit = self._unit()
-        if unit is not None and id(self) in unit.open:
-            unit.open[id(self)] -= 1
-            if unit.open[id(self)] == 0:
-                del unit.open[id(self)]
+        if unit is not None and id(self) in unit.open_calls:
+            unit.open_calls[id(self)] -= 1
+            if unit.open_calls[id(self)] == 0:
+                del unit.open_calls[id(self)]
                 self._ended()

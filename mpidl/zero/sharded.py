@@ -29,7 +29,7 @@ from .. import lanes
 from ..backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
 from ..compiling import uncompiled
 from ..errors import TrainingError
-from .gathered_unit import Call, GatheredUnit
+from .gathered_unit import Call, GatheredUnit, UnitState
 from .gathering import Forecast, Purpose, Round, Rounds, leave
 from .shards import ParameterShard
 from .strategy import NamesOf, ParameterStrategy, thawed
@@ -112,7 +112,7 @@ class ShardedParameters(ParameterStrategy):
     def start(self) -> None:
         """Releases all units: from here on the parameters are whole only while they are gathered."""
         for unit in self._units:
-            unit.let_go(self._touched)
+            unit.release(self._touched)
 
     def gathered_address(self, parameter: torch.nn.Parameter) -> int:
         """The address of a parameter while it is whole; on a GPU since it was gathered last."""
@@ -185,7 +185,7 @@ class ShardedParameters(ParameterStrategy):
         def ended() -> None:
             alive = where()
             if alive is not None:
-                alive._let_go_if_through(unit)
+                alive._release_if_done(unit)
 
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -199,14 +199,15 @@ class ShardedParameters(ParameterStrategy):
                 for tensor in tensors_with_gradient(output):
                     call.watch_output(tensor)
                 self._leaves += call.leaves
-            if not inside_transform():  # whose tensors have no memory
-                unit.kept |= any(unit.shares(tensor) for tensor in tensors_in(output))
+            # Tensors inside a transform have no memory.
+            if not inside_transform() and any(unit.shares(tensor) for tensor in tensors_in(output)):
+                unit.hold_to_end()
             if self._watch.active or inside_backward():
                 return
             if unit is self._root and not training:
                 self.end_backward()
             elif unit is not self._root and (self._reshards or not training):
-                self._let_go(unit)
+                self._release(unit)
 
         return hook
 
@@ -219,9 +220,10 @@ class ShardedParameters(ParameterStrategy):
 
         def gradient_arrives(_: torch.Tensor) -> None:
             alive, of = where(), which()
-            if alive is not None and of is not None and not of.held:
+            if alive is not None and of is not None and not of.is_held:
                 alive._use(of)
-                of.kept = of.frozen  # of which nobody tells when it is through
+                if of.frozen:  # nothing tells when the pass has read its frozen weights for the last time
+                    of.hold_to_end()
 
         def hook(part: torch.nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled parts are one step of backward
@@ -241,11 +243,11 @@ class ShardedParameters(ParameterStrategy):
         if unit is not None:
             self._check_held(unit, parameter)
             unit.arrived.add(parameter)
-            self._let_go_if_through(unit)
+            self._release_if_done(unit)
 
     def _check_held(self, unit: GatheredUnit, parameter: torch.nn.Parameter) -> None:
         """What led to the parameter's gradient has read the unit's weights."""
-        if not unit.held:
+        if not unit.is_held:
             whose = unit.name or "the model"
             raise TrainingError(
                 f"{self._names[parameter]}: its gradient comes from a result of {whose} that neither it "
@@ -272,7 +274,7 @@ class ShardedParameters(ParameterStrategy):
             alive = where()
             if alive is not None:
                 alive._use(unit, watched=True)
-                unit.kept = True
+                unit.hold_to_end()
 
         again()
         return again
@@ -281,18 +283,18 @@ class ShardedParameters(ParameterStrategy):
 
     def _mine(self) -> set[int]:
         """What must stay whole for this rank."""
-        return {unit.number for unit in self._units if unit.held} | {unit.number for unit in self._coming}
+        return {unit.number for unit in self._units if unit.is_held} | {unit.number for unit in self._coming}
 
     def _use(self, unit: GatheredUnit, watched: bool = False) -> None:
         """Returns when the unit is whole and held, and has gathered what is expected next."""
         self._hold(unit, watched)
         number = self._forecast.after(unit.number, self._watch.active or inside_backward())
-        if number is not None and not self._units[number].held and self._units[number] not in self._coming:
+        if number is not None and not self._units[number].is_held and self._units[number] not in self._coming:
             self._coming.clear()  # what was expected in vain is not asked for any longer
             self._coming[self._units[number]] = self._rounds.start(number, self._mine() | {number}, Purpose.AHEAD)
 
     def _hold(self, unit: GatheredUnit, watched: bool = False) -> None:
-        if unit.held:
+        if unit.is_held:
             return
         with label("mpidl::gather", unit.name):
             coming = self._coming.pop(unit, None)
@@ -326,13 +328,13 @@ class ShardedParameters(ParameterStrategy):
                     "inside `with optimizer.gathered(writable=False):`, which every rank enters"
                 )
 
-    def _let_go_if_through(self, unit: GatheredUnit) -> None:
-        if unit.through and unit is not self._root:
-            self._let_go(unit)
+    def _release_if_done(self, unit: GatheredUnit) -> None:
+        if unit.backward_done and unit is not self._root:
+            self._release(unit)
 
-    def _let_go(self, unit: GatheredUnit) -> None:
-        if unit.held and not unit.pins and not unit.kept:
-            unit.let_go(self._touched)
+    def _release(self, unit: GatheredUnit) -> None:
+        if unit.state is UnitState.HELD and not unit.pin_count:
+            unit.release(self._touched)
 
     def end_backward(self) -> None:
         """Releases all units on this rank, also those that were held to the end of the pass."""
@@ -341,12 +343,12 @@ class ShardedParameters(ParameterStrategy):
             handle.remove()
         self._leaves.clear()
         for unit in self._units:
-            unit.kept = False
-            self._let_go(unit)
+            unit.end_pass()
+            self._release(unit)
 
     def step_problem(self) -> str | None:
         """Tells which unit a `gathered` block keeps whole."""
-        pinned = [unit.name or "the model" for unit in self._units if unit.pins]
+        pinned = [unit.name or "the model" for unit in self._units if unit.pin_count]
         return f"inside `with optimizer.gathered(...):` of {pinned[0]} no gradient can be used" if pinned else None
 
     def release(self, *, inside_gathered: bool = False) -> None:
@@ -393,10 +395,11 @@ class ShardedParameters(ParameterStrategy):
 
     def publish(self) -> None:
         """Gathers anew the units that `gathered` blocks keep whole; all others are gathered at their next use."""
-        pinned = [unit for unit in self._units if unit.pins]
+        pinned = [unit for unit in self._units if unit.pin_count]
         if pinned:
             self._rounds.refresh([unit.number for unit in pinned])
-            self._each(pinned, "follow")
+            for unit in pinned:
+                unit.follow()
 
     # ---- whole parameters -------------------------------------------------------------------------------------------
 
@@ -411,24 +414,19 @@ class ShardedParameters(ParameterStrategy):
         chosen = [u for u in self._units if wanted is None or any(wanted & set(f.shard.parameters) for f in u.flats)]
         for unit in chosen:
             self._hold(unit)
-            unit.pins += 1
-        if writable:
-            self._each(chosen, "copy")
+            unit.pin_count += 1
+        for unit in chosen if writable else ():
+            unit.copy()
         try:
             yield
         finally:
             if writable:
-                self._each(chosen, "keep_changes")
+                for unit in chosen:
+                    unit.keep_changes()
                 self._rounds.refresh([unit.number for unit in chosen])
             for unit in chosen:
-                unit.pins -= 1
-                self._let_go(unit)
-
-    @staticmethod
-    def _each(units: Sequence[GatheredUnit], method: str) -> None:
-        for unit in units:
-            for flat in unit.flats:
-                getattr(flat, method)()
+                unit.pin_count -= 1
+                self._release(unit)
 
     def remove(self) -> None:
         """Takes the hooks off the model."""
@@ -438,10 +436,10 @@ class ShardedParameters(ParameterStrategy):
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The shards, and the units that this rank holds whole now; the latter are the node's, where it shares them."""
         shards = [shard.values for shard in self.shards]
-        return {"parameters": shards + [flat.whole for unit in self._units if unit.held for flat in unit.flats]}
+        return {"parameters": shards + [flat.whole for unit in self._units if unit.is_held for flat in unit.flats]}
 
     def _refuse_state_dict(self, *_: Any) -> None:
-        if not all(unit.held for unit in self._units):
+        if not all(unit.is_held for unit in self._units):
             raise TrainingError(
                 "model.state_dict(): the parameters are sharded over the ranks; call optimizer.model_state_dict() on "
                 "every rank, or use model.state_dict() inside `with optimizer.gathered():`"

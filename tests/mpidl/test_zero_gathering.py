@@ -99,7 +99,7 @@ def test_no_more_than_three_units_are_whole_at_a_time(comm, alike, adapted: bool
         block, scale = padded([WIDTH * WIDTH, WIDTH], comm.size), padded([1], comm.size) * adapted
         head = padded([WIDTH, 1], comm.size)
         assert optimizer.traffic().peak_bytes == 2 * (block + scale) + head
-        assert not any(unit.held for unit in optimizer._parts.parameters._units)
+        assert not any(unit.is_held for unit in optimizer._parts.parameters._units)
 
 
 def test_units_may_stay_whole_from_forward_to_backward(comm, alike) -> None:
