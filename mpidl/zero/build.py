@@ -358,9 +358,9 @@ def _gradients(
     options: Options,
 ) -> GradientShards:
     """Makes the buckets of the shards that train, and the hooks that fill and reduce them."""
-    rotating, lasting = 3, 0
+    shared, dedicated = 3, 0
     if options.stage == 3:
-        rotating, lasting = 2, sum(flat.trains for flat in layouts[-1].groups)
+        shared, dedicated = 2, sum(flat.trains for flat in layouts[-1].groups)
     return GradientShards(
         trains,
         group,
@@ -369,10 +369,10 @@ def _gradients(
         names,
         plan.conversion.precision.reduce_dtype,
         wait=parameters.wait_for_reduction,
-        rotating=rotating,
-        lasting=lasting,
+        num_shared_buffers=shared,
+        num_dedicated_buffers=dedicated,
         place=plan.place,
-        keeps_shards=plan.offloaded is None and not options.step_in_backward,  # both are to save memory
+        keeps_shard_memory=plan.offloaded is None and not options.step_in_backward,  # both are to save memory
     )
 
 

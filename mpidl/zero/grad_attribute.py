@@ -176,7 +176,7 @@ class GradAttributes:
     def _change(self, place: GradientPlace, change: str) -> torch.Tensor:
         self._norms.clear()
         self.note(change, place.name)
-        self._gradients.widen()
+        self._gradients.promote_to_fp32()
         return self._part(place)
 
     def norm(self, place: GradientPlace, order: float) -> float:

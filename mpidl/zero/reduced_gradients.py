@@ -38,7 +38,7 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
     """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
     refuse_used(parts, "clip_grad_norm_")
     parts.parameters.release()
-    parts.gradients.widen()
+    parts.gradients.promote_to_fp32()
     shards = _shards(parts)
     if parts.mesh is None or not parts.mesh.layout.model_axes:
         norm = norm_over_shards(shards, norm_type, parts.group.shards)
@@ -54,7 +54,7 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
 def clip_value(parts: Parts, limit: float) -> None:
     """Brings every element of the gradients into -limit .. limit."""
     refuse_used(parts, "clip_grad_value_")
-    parts.gradients.widen()
+    parts.gradients.promote_to_fp32()
     clamp_(_shards(parts), limit)
     parts.grads.note(f"clip_grad_value_({float(limit)})")
 
@@ -63,7 +63,7 @@ def unscale(parts: Parts, inverse_scale: float) -> bool:
     """Multiplies the gradients, 16-bit ones in fp32 from here on; returns whether one of this rank was not finite."""
     refuse_used(parts, "unscale_")
     parts.parameters.release()
-    parts.gradients.widen()
+    parts.gradients.promote_to_fp32()
     shards = _shards(parts)
     for shard in shards:
         shard.mul_(inverse_scale)

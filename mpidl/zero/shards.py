@@ -1,14 +1,25 @@
-"""What a rank owns in ZeRO: its shard of every bucket's parameters and of the reduced gradients.
+"""Reduces gradients to shards: each bucket's is reduce-scattered as backward fills it, and a rank keeps its part.
 
 Kinds of tensor, and which share storage:
 
     bucket.flat     a bucket's gradients, whole, in the dtype in which they are reduced; stage 1 keeps it, stages 2 and
-                    3 pass it on
+                    3 take a buffer for it from `GradientBuffers` until it is reduced
     gradient shard  this rank's part of the mean over the ranks; in stage 1 a view of bucket.flat; fp32 of its own
                     once 16-bit ones are summed, clipped or unscaled
     values          this rank's part of the parameters; in stages 1 and 2 a view of the whole flat parameters
     slice           what the shard holds of one parameter: a view of `values`, or its fp32 master copy for 16-bit
                     parameters; the inner optimizer steps on slices
+
+Everything here runs in the thread that calls `backward()`; reductions run in the Communicator's own thread.
+Collectives, in this order on every rank:
+
+    for each bucket, in order   reduce-scatter; with a `Stepper` also an all-reduce of what was reached
+    at the end of the pass      an all-reduce of flags: steps of hooks, gradients after launch, what was reached
+                                reduce-scatters of the buckets that got gradients after their launch
+
+A rank whose buffers are all in use waits for its own oldest reduction (`wait`), which needs nothing of this rank but
+what it has launched already, and, in stage 3, its part in gathers, in which `wait` takes part: so no rank waits for one
+that waits for it.
 """
 
 from __future__ import annotations
@@ -21,15 +32,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from collectives import Communicator, Work
+from collectives import Work
 from collectives.devices import HOST, Place
 
 from ..backward import BackwardWatch
 from ..bucket_queue import BucketQueue
-from ..buckets import GradientBucket, Layout, aligned, by_rank
+from ..buckets import GradientBucket, Layout, by_rank
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from ..partial_steps import NOT_REDUCED
+from .gradient_buffers import GradientBuffers
 from .groups import ShardGroup
 from .sharded_gradient import ShardedGradient
 
@@ -46,24 +58,29 @@ class ParameterShard:
 
 @dataclass(eq=False)
 class _Gradients:
-    """The state of one bucket's gradients.
+    """The gradients of one bucket.
 
-    apart: whether it is reduced straight into `memory`, which stays, instead of in the bucket. filled: per parameter,
-    whether its place in bucket.flat holds a gradient of passes not yet reduced. reached: per parameter, whether any
-    pass since zero_grad gave it a gradient. shard: the reduced part. coming: what the reduction under way writes.
-    everywhere: `reached` of all ranks, once it is there, for a `Stepper`. used: per parameter, whether that has used up
-    the last pass's gradient.
+    In memory, in stages 2 and 3: nothing until the first gradient arrives; then bucket.flat, until it is reduced; then
+    `shard` alone, until `clear`. Stage 1 keeps bucket.flat, of which `shard` is a view.
+
+    number: of the bucket, in the order of reductions.
+    keeps_memory: whether the bucket is reduced into `memory`, which stays from step to step, and not in place.
+    filled: per parameter, whether its place in bucket.flat holds a gradient of passes not yet reduced.
+    reached: per parameter, whether any pass since zero_grad gave it a gradient.
+    shard: the reduced part, of all passes since zero_grad. target: what the reduction in flight writes.
+    agreed_reached: `reached` of all ranks, once the work is complete, for a `Stepper`.
+    used: per parameter, whether a `Stepper` has used up the last pass's gradient.
     """
 
     number: int
     bucket: GradientBucket
-    apart: bool
+    keeps_memory: bool
     filled: list[bool]
     reached: list[bool]
     shard: torch.Tensor | None = None
     memory: torch.Tensor | None = None
-    coming: torch.Tensor | None = None
-    everywhere: tuple[np.ndarray, Work] | None = None
+    target: torch.Tensor | None = None
+    agreed_reached: tuple[np.ndarray, Work] | None = None
     used: list[bool] = field(default_factory=list)
 
 
@@ -83,76 +100,23 @@ class Stepper(Protocol):
         """All buckets have been."""
 
 
-class _Storage:
-    """A few flat buffers of symmetric memory for gradients on their way.
-
-        lasting buckets   [ the model's own ]       one for each, as they fill all through a pass
-        the others        [ a block ] [ a block ]   `rotating` a dtype, as large as the largest of them, the next, ...
-
-    Symmetric memory is allocated by all ranks together, so at construction: how many buckets are open at a time, and in
-    which order they open, is each rank's own affair.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[GradientBucket],
-        comm: Communicator,
-        rotating: int,
-        lasting: Sequence[GradientBucket],
-        device: torch.device,
-    ) -> None:
-        self._own: dict[GradientBucket, torch.Tensor] = {}
-        self._rotating: list[torch.Tensor] = []  # those that no bucket has
-        for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
-            of_dtype = [bucket for bucket in buckets if bucket.dtype == dtype]
-            own = [bucket for bucket in of_dtype if bucket in lasting]
-            others = sorted((b.layout.padded for b in of_dtype if b not in lasting), reverse=True)[:rotating]
-            sizes = [aligned(size, dtype) for size in [*(b.layout.padded for b in own), *others]]
-            if not any(sizes):
-                continue
-            # One allocation, in which each rank may choose another buffer.
-            flats = comm.empty(sum(sizes), dtype, device=device).split(sizes)
-            self._own.update(zip(own, flats, strict=False))
-            self._rotating += [flat for flat in flats[len(own) :] if flat.numel()]
-        self._places = {flat.data_ptr(): flat for flat in self._rotating}
-
-    @property
-    def free(self) -> list[torch.Tensor]:
-        """The buffers that no bucket has."""
-        return [*self._rotating, *(flat for bucket, flat in self._own.items() if bucket.flat is None)]
-
-    def take(self, bucket: GradientBucket) -> torch.Tensor | None:
-        """A buffer for the bucket: its own, or the smallest that is free and large enough; None if there is none."""
-        if bucket in self._own:
-            return self._own[bucket]
-        fitting = [
-            number
-            for number, flat in enumerate(self._rotating)
-            if flat.dtype == bucket.dtype and flat.numel() >= bucket.layout.padded
-        ]
-        if not fitting:
-            return None
-        return self._rotating.pop(min(fitting, key=lambda number: self._rotating[number].numel()))
-
-    def give_back(self, flat: torch.Tensor) -> None:
-        """A bucket needs it no more; what is one bucket's own stays so."""
-        if flat.data_ptr() in self._places:
-            self._rotating.append(self._places[flat.data_ptr()])
-
-
 class GradientShards:
     """Reduces every bucket's gradients, as backward fills it, so that each rank holds the mean of its shard.
 
-    shards: of the parameters of each bucket, in the order in which they are reduced. over: the ranks. keep_whole: stage
-    1, where the buckets stay allocated; else their storage rotates among a few. names: of the parameters. reduce_dtype:
-    of the buckets; by default that of their parameters. wait: waits for a reduction. rotating: how many buffers pass
-    the gradients on, one of which fills while the others reduce. lasting: how many buckets, the last ones, have buffers
-    of their own, as they fill all through a pass.
+    shards: of the parameters of each bucket, in the order in which they are reduced.
+    over: the ranks that have shards, and those that have the same one.
+    watch: of the backward passes; `begin_pass`, `queue` and `abandon_pass` belong to its phases.
+    keep_whole: stage 1, where the buckets stay allocated; else they take turns in a few buffers.
+    names: of the parameters.
+    reduce_dtype: of the buckets; by default that of their parameters.
+    wait: waits for a reduction.
+    num_shared_buffers: of each dtype; one fills while the others are reduced.
+    num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
+    place: where the parameters lie.
+    keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
 
-    stepper: if there is one, gradients are given to it, and forgotten, as they are reduced; may be set.
-
-    counted: as of `Traffic`. place: of the parameters. keeps_shards: on the host, memory of fp32 shards stays from step
-    to step, which spares new pages and a copy in each.
+    stepper: if there is one, gradients are given to it as they are reduced, and then forgotten; may be set.
+    counted: as of `Traffic`.
 
     Gradients of several passes add up until `clear`. What autograd gives a parameter is taken away at once.
     """
@@ -166,32 +130,33 @@ class GradientShards:
         names: Mapping[torch.nn.Parameter, str],
         reduce_dtype: torch.dtype | None = None,
         wait: Callable[[Work], None] = Work.wait,
-        rotating: int = 3,
-        lasting: int = 0,
+        num_shared_buffers: int = 3,
+        num_dedicated_buffers: int = 0,
         place: Place = HOST,
-        keeps_shards: bool = True,
+        keeps_shard_memory: bool = True,
     ) -> None:
         self._place = place
         # Not for replicas, whose own reduction is without copies in symmetric memory.
-        self._keeps_shards = keeps_shards and not (keep_whole or place.keeps_freed) and over.replicas is None
-        self._landed: set[Any] = set()  # streams that were the last to read a rotating buffer
+        fresh_memory = keep_whole or place.keeps_freed or over.replicas is not None
+        self._keeps_shard_memory = keeps_shard_memory and not fresh_memory
+        self._buffer_readers: set[Any] = set()  # streams that were the last to read a buffer
         self._over, self._comm = over, over.shards
         self._names = names
         self._keep_whole = keep_whole
         self.stepper: Stepper | None = None
         self._reduce_dtype = reduce_dtype
         self._wait = wait
-        self._rotating = rotating
+        self._num_shared_buffers = num_shared_buffers
         self.counted = {"reductions": 0, "reduced_bytes": 0}
         self._of: dict[GradientBucket, _Gradients] = {}
         self._algorithm = by_rank(self._comm, "reduce_scatter")
-        self._flying: deque[_Gradients] = deque()
-        self._late_sums: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
+        self._in_flight: deque[_Gradients] = deque()
+        self._gradients_after_launch: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
         self._foreign = ForeignSteps(names)
         self._parameters: list[torch.nn.Parameter] = []  # of all buckets
         buckets = self._make(shards)
-        self._lasting = buckets[len(buckets) - lasting :]
-        self._storage = _Storage([] if keep_whole else buckets, self._comm, rotating, self._lasting, place.device)
+        self._dedicated = buckets[len(buckets) - num_dedicated_buffers :]
+        self._buffers = self._make_buffers([] if keep_whole else buckets)
         self.queue = BucketQueue(
             buckets,
             watch,
@@ -199,7 +164,7 @@ class GradientShards:
             launch=self._launch,
             finish=self._finish_pass,
             missing=lambda *_: None,
-            late=self._late,
+            late=self._on_gradient_after_launch,
             place=place,
         )
 
@@ -207,7 +172,10 @@ class GradientShards:
         """More buckets, reduced after those there are. Collective."""
         self.queue.set_buckets([*self.queue.buckets, *self._make(shards)])
         if not self._keep_whole:  # they may need larger buffers
-            self._storage = _Storage(self.queue.buckets, self._comm, self._rotating, self._lasting, self._place.device)
+            self._buffers = self._make_buffers(self.queue.buckets)
+
+    def _make_buffers(self, buckets: Sequence[GradientBucket]) -> GradientBuffers:
+        return GradientBuffers(buckets, self._comm, self._num_shared_buffers, self._dedicated, self._place.device)
 
     def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:
         buckets = [GradientBucket(shard.parameters, shard.layout) for shard in shards]
@@ -215,8 +183,8 @@ class GradientShards:
             self._parameters += bucket.parameters
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
-            apart = self._keeps_shards and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
-            self._of[bucket] = _Gradients(len(self._of), bucket, apart, [False] * count, [False] * count)
+            keeps_memory = self._keeps_shard_memory and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
+            self._of[bucket] = _Gradients(len(self._of), bucket, keeps_memory, [False] * count, [False] * count)
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
@@ -227,7 +195,7 @@ class GradientShards:
         TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
         """
         self.refuse_unsent()
-        self._finish()  # of a pass that an exception has cut short
+        self._finish_reductions()  # of a pass that an exception has cut short
         gradients = self._of[self.queue.buckets[number]]
         if gradients.shard is None:
             bucket = gradients.bucket
@@ -240,7 +208,7 @@ class GradientShards:
         if self.queue.unsent:
             raise TrainingError(NOT_REDUCED)
 
-    def widen(self) -> None:
+    def promote_to_fp32(self) -> None:
         """Keeps reduced 16-bit gradients in fp32 until `clear`.
 
         Divided by a loss scale, many would be zero in fp16; multiplied by anything, they would be rounded once more.
@@ -265,20 +233,20 @@ class GradientShards:
         for gradients in self._of.values():
             gradients.used = []
 
-    def restore(self, number: int, reached: Sequence[bool], wide: bool) -> torch.Tensor:
+    def restore(self, number: int, reached: Sequence[bool], in_fp32: bool) -> torch.Tensor:
         """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
 
-        reached: as of `reached`. wide: fp32 where the bucket has 16 bits.
+        reached: as of `reached`. in_fp32: fp32 where the bucket has 16 bits.
         """
         gradients = self._of[self.queue.buckets[number]]
-        dtype = torch.float32 if wide and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
+        dtype = torch.float32 if in_fp32 and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
         gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype, device=self._place.device)
         gradients.reached = list(reached)
         return gradients.shard
 
     def clear(self) -> None:
         """Forgets all gradients, also those of a pass that an exception has cut short."""
-        self._finish()
+        self._finish_reductions()
         self._forget_used()
         self.queue.unsent = False
         for gradients in self._of.values():
@@ -289,11 +257,11 @@ class GradientShards:
         gradients.filled = [False] * len(gradients.filled)
         gradients.reached = [False] * len(gradients.reached)
         if not self._keep_whole and gradients.bucket.flat is not None:
-            self._give_back(gradients.bucket)
+            self._release_storage(gradients.bucket)
 
     def forget(self, number: int, index: int) -> None:
         """Forgets the gradient of one parameter of bucket `number`, between passes."""
-        self._finish()
+        self._finish_reductions()
         gradients = self._of[self.queue.buckets[number]]
         gradients.filled[index] = gradients.reached[index] = False
         if not any(gradients.reached):
@@ -308,12 +276,12 @@ class GradientShards:
         self._foreign.end()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The gradients, whole or sharded, and the rotating buffers."""
+        """The gradients, whole or sharded, and the buffers that no bucket has."""
         shards = [g.shard for g in self._of.values() if g.shard is not None]
         whole = [b.flat for b in self.queue.buckets if b.flat is not None]
-        whole += [gradient for sums in self._late_sums.values() for gradient in sums.values()]
+        whole += [gradient for sums in self._gradients_after_launch.values() for gradient in sums.values()]
         unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
-        return {"gradients": shards + whole, "buckets": self._storage.free + unused}
+        return {"gradients": shards + whole, "buckets": self._buffers.free + unused}
 
     def begin_pass(self) -> None:
         """A pass begins; refuses one that would give gradients of gradients. Collective where the pass makes steps."""
@@ -327,29 +295,29 @@ class GradientShards:
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         parameter, gradients = bucket.parameters[index], self._of[bucket]
-        gradient = self._taken(parameter)
+        gradient = self._take_from(parameter)
         if gradient is None:
             return
-        self._open(gradients)
+        self._ensure_storage(gradients)
         if gradients.filled[index]:
             bucket.views[index].add_(gradient)
         else:
             bucket.views[index].copy_(gradient)
         gradients.filled[index] = gradients.reached[index] = True
 
-    def _late(self, bucket: GradientBucket, index: int) -> None:
-        """A parameter's second gradient in a pass, after its bucket was launched: it waits for the end of the pass.
+    def _on_gradient_after_launch(self, bucket: GradientBucket, index: int) -> None:
+        """Keeps a parameter's second gradient in a pass, after its bucket was launched, until the end of the pass.
 
-        As from several re-entrant checkpoints that share the parameter.
+        Several re-entrant checkpoints that share the parameter give such ones.
         """
-        gradient = self._taken(bucket.parameters[index])
+        gradient = self._take_from(bucket.parameters[index])
         if gradient is None:
             return
-        sums = self._late_sums.setdefault(bucket, {})
+        sums = self._gradients_after_launch.setdefault(bucket, {})
         sums[index] = gradient.to(bucket.dtype, copy=True) if index not in sums else sums[index].add_(gradient)
 
-    def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The gradient of this pass, which the parameter has no more."""
+    def _take_from(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Takes the gradient of this pass from a parameter."""
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.take_arrived()
@@ -361,53 +329,57 @@ class GradientShards:
             )
         return gradient
 
-    def _reduce_late(self) -> None:
-        """Reduces once more the buckets for which something came late, and learns what was reached, on any rank.
+    def _reduce_gradients_after_launch(self) -> None:
+        """Reduces buckets once more that got gradients after their launch; learns what any rank has reached.
 
-        Refuses steps of hooks.
+        Raises TrainingError on every rank where a hook has made a step.
         """
         world, buckets = self._over.world, self.queue.buckets
         reached = [r for bucket in buckets for r in self._of[bucket].reached]
-        agreed = np.array([self._foreign.found(world), *(b in self._late_sums for b in buckets), *reached], np.int64)
+        again = [bucket in self._gradients_after_launch for bucket in buckets]
+        agreed = np.array([self._foreign.found(world), *again, *reached], np.int64)
         work = world.all_reduce(agreed, "max", async_op=True)
         assert work is not None
         self._wait(work)  # others may still gather units
         foreign, *flags = agreed.tolist()
         self._foreign.refuse(foreign, world, self._parameters)
-        late, rest = flags[: len(buckets)], iter(flags[len(buckets) :])
-        if self.stepper is not None and any(late):
-            again = [self._names[p] for p in buckets[late.index(1)].parameters]
+        anywhere, reached_anywhere = flags[: len(buckets)], iter(flags[len(buckets) :])
+        if self.stepper is not None and any(anywhere):
+            names = [self._names[p] for p in buckets[anywhere.index(1)].parameters]
             raise TrainingError(
-                f"step_in_backward: a gradient of {listed(again)} came after the step on it, as of several re-entrant "
+                f"step_in_backward: a gradient of {listed(names)} came after the step on it, as of several re-entrant "
                 "checkpoints that share a parameter; use torch.utils.checkpoint with use_reentrant=False"
             )
         for bucket in buckets:
-            self._of[bucket].reached = [bool(next(rest)) for _ in bucket.parameters]
-        for bucket in (bucket for bucket, found in zip(buckets, late, strict=True) if found):
+            self._of[bucket].reached = [bool(next(reached_anywhere)) for _ in bucket.parameters]
+        for bucket in (bucket for bucket, found in zip(buckets, anywhere, strict=True) if found):
             gradients = self._of[bucket]
-            self._open(gradients)
-            for index, gradient in self._late_sums.pop(bucket, {}).items():
+            self._ensure_storage(gradients)
+            for index, gradient in self._gradients_after_launch.pop(bucket, {}).items():
                 bucket.views[index].copy_(gradient)
                 gradients.filled[index] = True
             self._launch(bucket)
-        self._finish()
+        self._finish_reductions()
 
-    def _open(self, gradients: _Gradients) -> None:
-        """Makes sure that the bucket has storage, and that what it reduced before is kept beside it."""
+    def _ensure_storage(self, gradients: _Gradients) -> None:
+        """Gives the bucket storage, if it has none, and moves what it reduced before out of it.
+
+        Waits for the oldest reductions where all buffers are in use.
+        """
         bucket = gradients.bucket
         if bucket.flat is None:
-            while (flat := self._storage.take(bucket)) is None and self._flying:
-                self._land(steps=True)
-            if flat is None:  # more are open than usual, as under no_sync
+            while (flat := self._buffers.take(bucket)) is None and self._in_flight:
+                self._finish_oldest_reduction(steps=True)
+            if flat is None:  # more buckets fill than there are buffers, as under no_sync
                 flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
-            self._place.follow(self._landed)
+            self._place.follow(self._buffer_readers)
             bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
             gradients.shard = gradients.shard.clone()
 
     def _launch(self, bucket: GradientBucket) -> None:
         gradients = self._of[bucket]
-        self._open(gradients)
+        self._ensure_storage(gradients)
         assert bucket.flat is not None
         for view, filled in zip(bucket.views, gradients.filled, strict=True):
             if not filled:
@@ -415,85 +387,85 @@ class GradientShards:
         if self._keep_whole:  # a shard that was clipped by a norm that is no number was a view of the bucket
             bucket.clear_padding()
         own = bucket.layout.shard(bucket.flat, self._comm.rank)
-        if gradients.apart and gradients.shard is None:
+        if gradients.keeps_memory and gradients.shard is None:
             if gradients.memory is None:
                 gradients.memory = torch.empty_like(own)
             own = gradients.memory
-        gradients.coming = own
+        gradients.target = own
         bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
-        self._flying.append(gradients)
+        self._in_flight.append(gradients)
         if self.stepper is not None:
             reached = np.array(gradients.reached, np.uint8)
             work = self._over.world.all_reduce(reached, "max", async_op=True)
             assert work is not None
-            gradients.everywhere = reached, work
+            gradients.agreed_reached = reached, work
             with self._foreign.own(bucket.parameters):
                 self.stepper.launched(gradients.number)
 
-    def _land(self, steps: bool) -> None:
-        """Waits for the reduction that has been under way longest.
+    def _finish_oldest_reduction(self, steps: bool) -> None:
+        """Waits for the oldest reduction in flight, and adds its result to the bucket's shard.
 
         steps: give it to the stepper, if there is one; False where an exception has cut the pass short.
         """
-        gradients = self._flying.popleft()
+        gradients = self._in_flight.popleft()
         bucket = gradients.bucket
         assert bucket.work is not None
         assert bucket.flat is not None
         self._wait(bucket.work)
         bucket.work = None
-        coming, before, gradients.coming = gradients.coming, gradients.shard, None
-        assert coming is not None
+        target, before, gradients.target = gradients.target, gradients.shard, None
+        assert target is not None
         if before is None:
-            stays = self._keep_whole or coming is gradients.memory or self.stepper is not None
-            gradients.shard = coming if stays else coming.clone()
-        elif coming.dtype.itemsize == 2:
-            gradients.shard = before.float().add_(coming)  # many small ones would be lost in a 16-bit sum
+            stays = self._keep_whole or target is gradients.memory or self.stepper is not None
+            gradients.shard = target if stays else target.clone()
+        elif target.dtype.itemsize == 2:
+            gradients.shard = before.float().add_(target)  # many small ones would be lost in a 16-bit sum
         elif self._keep_whole:
-            gradients.shard = coming.add_(before)
+            gradients.shard = target.add_(before)
         else:
-            before.add_(coming)
+            before.add_(target)
         gradients.filled = [False] * len(gradients.filled)
         if self.stepper is not None:
             self._step(self.stepper, gradients, steps)
         if not self._keep_whole:
-            self._give_back(bucket)
+            self._release_storage(bucket)
 
     def _step(self, stepper: Stepper, gradients: _Gradients, steps: bool) -> None:
         """Gives the reduced gradient to the stepper, and forgets it."""
-        assert gradients.everywhere is not None
+        assert gradients.agreed_reached is not None
         assert gradients.shard is not None
-        reached, work = gradients.everywhere
+        reached, work = gradients.agreed_reached
         self._wait(work)
-        gradients.everywhere = None
+        gradients.agreed_reached = None
         if steps:
             gradients.used = reached.astype(bool).tolist()
             stepper.step(gradients.number, gradients.shard, gradients.used)
         gradients.shard, gradients.reached = None, [False] * len(gradients.reached)
 
-    def _give_back(self, bucket: GradientBucket) -> None:
+    def _release_storage(self, bucket: GradientBucket) -> None:
         assert bucket.flat is not None
-        self._storage.give_back(bucket.flat)
-        self._landed.add(self._place.stream())
+        self._buffers.release(bucket.flat)
+        self._buffer_readers.add(self._place.stream())
         bucket.release()
 
     def _finish_pass(self) -> None:
-        self._finish(steps=True)
-        self._reduce_late()
-        self._landed.clear()  # the next pass comes after this one
+        self._finish_reductions(steps=True)
+        self._reduce_gradients_after_launch()
+        self._buffer_readers.clear()  # the next pass comes after this one
         if self.stepper is not None:
             self.stepper.end()
 
     def abandon_pass(self) -> None:
         """An exception has cut the pass short: waits for what was launched on all ranks, and forgets the rest."""
-        self._finish()
-        self._late_sums.clear()
+        self._finish_reductions()
+        self._gradients_after_launch.clear()
         self._foreign.end()
 
-    def _finish(self, steps: bool = False) -> None:
-        while self._flying:
-            self._land(steps)
+    def _finish_reductions(self, steps: bool = False) -> None:
+        while self._in_flight:
+            self._finish_oldest_reduction(steps)
 
 
 def _refuse_double_backward() -> None:
