@@ -1,4 +1,4 @@
-"""Times how the ranks of a node meet: by numbers in shared memory (collectives.counters), and by MPI's barrier.
+"""Times how the ranks of a node meet: by numbers in shared memory (collectives.memory.counters), and by MPI's barrier.
 
     mpirun -n 2 python benchmarks/bench_barrier.py
 
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 import mpidl
-from collectives.counters import Barrier
-from collectives.symmetric.shared_memory import Allocator
+from collectives.memory.counters import Barrier
+from collectives.memory.shared_memory import Allocator
 from collectives.topology import discover
 from mpidl.cli import ArgumentParser, at_least
 

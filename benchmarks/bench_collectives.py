@@ -36,9 +36,9 @@ import gpu_limits
 import mpidl
 from collectives import Communicator
 from collectives.algorithms import ALGORITHMS
+from collectives.backends.cuda.ways import WAYS
 from collectives.backends.mpi import datatype
 from collectives.buffers import describe
-from collectives.cuda.ways import WAYS
 from collectives.timing import Clock, measure, repetitions
 from mpidl.cli import ArgumentParser, at_least, bytes_text, check_writable, names
 from mpidl.errors import UsageError

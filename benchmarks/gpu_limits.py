@@ -19,8 +19,8 @@ import torch
 
 import mpidl
 from collectives import ArgumentError, Communicator
-from collectives.cuda import driver
-from collectives.cuda.ways import WAY, WAYS
+from collectives.backends.cuda import driver
+from collectives.backends.cuda.ways import WAY, WAYS
 from collectives.timing import Clock
 
 _COPY_BYTES = 256 << 20

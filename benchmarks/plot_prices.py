@@ -35,7 +35,7 @@ import mpidl
 from bench_collectives import allocate, call_of
 from collectives import ArgumentError, Communicator, buffers
 from collectives.algorithms import ALGORITHMS, schedule
-from collectives.executor import SEGMENT_BYTES, Execution, whole
+from collectives.backends.executor import SEGMENT_BYTES, Execution, whole
 from collectives.price import Cluster, Pricing
 from collectives.reduction import Reduction
 from collectives.schedule import Place, Round, Schedule, chunk, recv, send

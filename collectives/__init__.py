@@ -1,6 +1,6 @@
 """Collectives for deep learning over MPI, on numpy arrays and torch tensors.
 
-Read `communicator` first, then `executor`, `schedule` and `algorithms`. A new algorithm of messages goes into
+Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new algorithm of messages goes into
 `algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 
 Public are the names in `__all__` here, in `devices` (the memory that tensors lie in) and in `diagnostics` (where ranks

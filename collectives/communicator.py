@@ -9,8 +9,8 @@ list of arrays is taken, the operation runs on all of them as one (`coalesced`).
 rank must do alike: call the same operations in the same order, with the same dtype, op, root, algorithm, and sizes
 that fit each other. Each call checks what this rank can see before anything is sent.
 
-Arrays may be on a GPU (`cuda`), then on all ranks. The operation comes after what the caller's current stream holds,
-and what is queued there later sees its result.
+Arrays may be on a GPU (`backends.cuda`), then on all ranks. The operation comes after what the caller's current stream
+holds, and what is queued there later sees its result.
 
 Every operation takes
     algorithm   "auto" (default), "mpi" for the MPI library's own, or another of `Communicator.algorithms`
@@ -41,29 +41,29 @@ from . import arguments, buffers, coalesced, details, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
 from .backends.checks import CheckedDispatch, is_debugging
+from .backends.cuda.arrays import gpu_index
+from .backends.cuda.pages import DevicePages
+from .backends.cuda.task import Task
 from .backends.dispatch import Dispatch
 from .backends.selection import Selection, read_tables
+from .backends.symmetric.operation import MeetsInMemory
+from .backends.symmetric.partitioned import PartitionedReduction
 from .buffers import Buffer, DeviceBuffer, signature
-from .cuda.arrays import gpu_index
-from .cuda.pages import DevicePages
-from .cuda.task import Task
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
 from .forked import is_forked, refuse_if_forked, why
 from .labels import is_profiled, record_function
 from .leftovers import remove_names
 from .lifetime import keep_for_ever
+from .memory.pages import Pages
+from .memory.shared_memory import SharedMemory, is_one_for_all
 from .messages import Messages
-from .pages import Pages
 from .partition import Splits
 from .partitioned import PartitionedAllReduce
 from .patience import on_all_ranks
 from .positions import NO_WORDS, words
 from .progress import Progress, Work
 from .reduction import Reduction
-from .symmetric import MeetsInMemory
-from .symmetric.partitioned import PartitionedReduction
-from .symmetric.shared_memory import SharedMemory, is_one_for_all
 from .topology import discover, world_ranks
 from .watchdog import Guard, limit_of, watch
 
@@ -555,7 +555,7 @@ class Communicator:
 
         shared: the same memory on all ranks of the node, as of `shared`, where they can share memory. Ranks of a node
         that do not reserve the pages before they write to shared ones risk to be killed where there is no room.
-        device: as torch has it; on a GPU each rank has its own, in which addresses change (`cuda.pages`).
+        device: as torch has it; on a GPU each rank has its own, in which addresses change (`backends.cuda.pages`).
         """
         if gpu_index("pages", device) is not None:
             return DevicePages(device)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cuda import driver
-from .cuda.arrays import gpu_index
-from .cuda.copies import Arrival, Copies, GpuCopies
-from .cuda.device import Stream
-from .cuda.pages import DevicePages
+from .backends.cuda import driver
+from .backends.cuda.arrays import gpu_index
+from .backends.cuda.copies import Arrival, Copies, GpuCopies
+from .backends.cuda.device import Stream
+from .backends.cuda.pages import DevicePages
 from .errors import ArgumentError
-from .pages import Pages
+from .memory.pages import Pages
 
 if TYPE_CHECKING:
     from .communicator import Communicator

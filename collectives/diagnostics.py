@@ -14,8 +14,8 @@ from .cores import usable
 from .deadlock import deadlocked
 from .labels import label
 from .leftovers import mapped
+from .memory.shared_memory import JOB, directories
 from .positions import Position, listing
-from .symmetric.shared_memory import JOB, directories
 from .witness import Witness, tell, witnessed
 
 __all__ = [

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from . import buffers
 from .arguments import integer, peer
+from .backends.cuda.messages import HostSide
 from .buffers import Buffer, DeviceBuffer
-from .cuda.messages import HostSide
 from .message_work import INLINE_BYTES, Channel, Channels, Message, Receiving, Sending, under_way
 from .positions import Positions
 from .progress import Work

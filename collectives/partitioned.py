@@ -5,7 +5,7 @@
         averages.hand_in(a); ...; averages.hand_in(b); ...; averages.hand_in(c)      in this order on every rank
         averages.wait()                                                              now a, b and c are the averages
 
-How it is done is in `symmetric.partitioned`; elsewhere each array is an asynchronous all_reduce.
+How it is done is in `backends.symmetric.partitioned`; elsewhere each array is an asynchronous all_reduce.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .backends.symmetric.partitioned import PartitionedReduction
 from .errors import ArgumentError
 from .progress import Work
-from .symmetric.partitioned import PartitionedReduction
 
 
 class PartitionedAllReduce:

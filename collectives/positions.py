@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .counters import STRIDE, Counters
+from .memory.counters import STRIDE, Counters
 
 if TYPE_CHECKING:
-    from .symmetric.shared_memory import SharedMemory
+    from .memory.shared_memory import SharedMemory
 
 OPERATIONS = (
     "nothing",

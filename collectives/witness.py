@@ -26,8 +26,8 @@ from typing import Any, TypeGuard
 from mpi4py import MPI
 
 from .inbox import LONGEST, Inbox, Received, has_inboxes, send
+from .memory.shared_memory import JOB, SharedMemory
 from .positions import Position, Positions
-from .symmetric.shared_memory import JOB, SharedMemory
 from .topology import world_ranks
 
 _PATIENCE = 1.0  # seconds for the other side to take what is queued

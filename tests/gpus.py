@@ -140,7 +140,7 @@ def missing() -> str:
     """Why no GPU can be used here; empty if one can."""
     import torch
 
-    from collectives.cuda.driver import missing
+    from collectives.backends.cuda.driver import missing
 
     return missing() if torch.cuda.is_available() else "torch sees no CUDA GPU"
 

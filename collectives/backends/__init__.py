@@ -2,15 +2,16 @@
 
     backend     the interface: the operations, each as a call that can be made again and again; what a backend serves
     mpi         "mpi": the MPI library's own
-    schedules   "ring", "tree", ...: a schedule of messages (`algorithms`), run by `executor`
-    ../symmetric       "symmetric": one copy, inside a node
-    ../hierarchical    "hierarchical": symmetric inside nodes, a schedule between them
+    schedules   "ring", "tree", ...: a schedule of messages (`collectives.algorithms`), run by `executor`
+    symmetric/       "symmetric": one copy, inside a node
+    hierarchical/    "hierarchical": symmetric inside nodes, a schedule between them
+    cuda/       arrays on GPUs, by whatever name; they come back to the others for what the host does of them
     registry    makes the backends of a group, by the names that `algorithm=` takes
     selection   "auto": which of them serves an operation of so many bytes
     dispatch    one rank's view of a group: its backends, its memory, and the way to its GPUs (`cuda.backend`)
     checks      the same with MPIDL_DEBUG=1: the ranks compare what they are about to do
 
 A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
-`algorithms` and its line there. A new operation is declared in `Backend` and defined in every backend that has it.
-Nothing else tells one backend from another.
+`collectives.algorithms` and its lines there. A new operation is declared in `Backend` and defined in every backend that
+has it. Nothing else tells one backend from another.
 """

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from ..buffers import Buffer, DType
+from ..memory.shared_memory import Allocator
 from ..partition import Splits
 from ..reduction import Reduction
 from ..scratch import Scratch
-from ..symmetric.meeting import Meetings
-from ..symmetric.shared_memory import Allocator
 from ..topology import Topology
+from .symmetric.meeting import Meetings
 
 Call = Callable[[], None]
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from ..buffers import Buffer, DeviceBuffer
-from ..cuda.task import Task
 from ..errors import MismatchError
 from ..partition import Splits
 from ..reduction import Reduction
-from ..symmetric.meeting import differences
 from ..topology import Topology
 from .backend import Call
+from .cuda.task import Task
 from .dispatch import Dispatch
+from .symmetric.meeting import differences
 
 DEBUG = "MPIDL_DEBUG"
 

@@ -17,26 +17,27 @@ from mpi4py import MPI
 
 from ..buffers import Buffer, DeviceBuffer, DType
 from ..coalesced import PACKED_BYTES, Item, Packed, arguments_of
-from ..counters import ORDERED, STRIDE, Barrier
-from ..cuda.backend import GpuBackend
-from ..cuda.group import GpuGroup
-from ..cuda.memory import DeviceMemory
-from ..cuda.task import Task
 from ..dropped import free_dropped
 from ..float_errors import silent
+from ..memory.counters import ORDERED, STRIDE, Barrier
+from ..memory.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
 from ..positions import Positions
 from ..reduction import OPERATIONS as REDUCTIONS
 from ..reduction import Reduction
 from ..scratch import Scratch
-from ..symmetric import MeetsInMemory, Symmetric
-from ..symmetric.meeting import Meetings
-from ..symmetric.partitioned import PartitionedReduction, Pool, place_of
-from ..symmetric.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
 from ..topology import Topology, discover
 from ..witness import show, witnessed
 from .backend import Call, Resources, in_shared_memory
+from .cuda.backend import GpuBackend
+from .cuda.group import GpuGroup
+from .cuda.memory import DeviceMemory
+from .cuda.task import Task
 from .registry import make_backends
 from .selection import Selection
+from .symmetric.backend import Symmetric
+from .symmetric.meeting import Meetings
+from .symmetric.operation import MeetsInMemory
+from .symmetric.partitioned import PartitionedReduction, Pool, place_of
 
 Array = np.ndarray[Any, Any]
 

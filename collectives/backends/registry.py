@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from ..algorithms import NAMES
-from ..hierarchical import Hierarchy
-from ..symmetric import Symmetric
 from .backend import Backend, Resources
+from .hierarchical.hierarchy import Hierarchy
 from .mpi import Library
 from .schedules import ScheduleBackend
+from .symmetric.backend import Symmetric
 
 # In the order in which `Communicator.algorithms` lists them; each gives None where the group cannot have it.
 MAKERS: tuple[Callable[[Resources], Backend | None], ...] = (

@@ -9,11 +9,11 @@ from typing import Any
 from .. import algorithms
 from ..algorithms import ALGORITHMS, EVEN_ONLY
 from ..buffers import Buffer, DType
-from ..executor import Execution, Region, single, whole
 from ..partition import Splits, cut, even_counts
 from ..reduction import Reduction
 from ..schedule import Place, Schedule
 from .backend import Backend, Call, Resources
+from .executor import Execution, Region, single, whole
 
 
 class ScheduleBackend(Backend):

@@ -15,7 +15,8 @@ gives values to models that are larger than a rank's memory; `offload` keeps opt
 whole states together from shards.
 """
 
-from .construction import Safetensors, deferred_init
+from .construction.recording import deferred_init
+from .construction.weights import Safetensors
 from .offload import Offload
 from .optimizer import ZeroOptimizer
 from .precision import Precision

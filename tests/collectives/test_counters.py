@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from collectives import Communicator, counters, patience
-from collectives.counters import STRIDE, Barrier, Counters
-from collectives.symmetric.shared_memory import SharedMemory
+from collectives import Communicator, patience
+from collectives.memory import counters
+from collectives.memory.counters import STRIDE, Barrier, Counters
+from collectives.memory.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.mpi
 _ROUNDS = 60

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, OperationError
-from collectives.pages import Pages
+from collectives.memory.pages import Pages
 
 pytestmark = pytest.mark.mpi
 

@@ -28,7 +28,7 @@ def node(comm: Communicator, request: pytest.FixtureRequest, monkeypatch: pytest
     With and without access to each other's private memory.
     """
     if request.param == "staged":
-        monkeypatch.setattr("collectives.symmetric.connect", lambda node: None)
+        monkeypatch.setattr("collectives.backends.symmetric.backend.connect", lambda node: None)
     group = comm.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
     assert group is not None
     yield group

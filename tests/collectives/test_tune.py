@@ -10,12 +10,12 @@ import pytest
 
 from collectives import ArgumentError, Communicator
 from collectives.backends.backend import Backend
+from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.backends.mpi import Library
 from collectives.backends.schedules import ScheduleBackend
 from collectives.backends.selection import Selection, read_tables
+from collectives.backends.symmetric.backend import Symmetric
 from collectives.buffers import describe
-from collectives.hierarchical import Hierarchy
-from collectives.symmetric import Symmetric
 from collectives.tune import table, write
 
 TUNE = ("-m", "collectives.tune")

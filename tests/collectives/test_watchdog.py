@@ -315,7 +315,7 @@ def test_a_job_that_is_stopped_as_a_whole_and_goes_on_is_left_alone(job: Callabl
 def test_where_ranks_share_no_memory_each_tells_the_others_where_it_is(job: Callable) -> None:
     status, text, _ = job(
         f"""
-        import collectives.symmetric.shared_memory as memory
+        import collectives.memory.shared_memory as memory
         memory.directories = lambda: ["/of/nothing"]
         comm = Communicator(timeout=2)
         for _ in range(3):

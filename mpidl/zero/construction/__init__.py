@@ -10,9 +10,3 @@
 
 `construct` decides which tensor gets its values from where. No source holds more than the tensor that it works at.
 """
-
-from .construct import Construction, targets_of
-from .recording import deferred_init
-from .weights import Safetensors
-
-__all__ = ["Construction", "Safetensors", "deferred_init", "targets_of"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives.cuda import barrier, driver
+from collectives.backends.cuda import barrier, driver
 from tests.collectives.cuda.real import RealGpu
 from tests.collectives.cuda.standin import Gpu
 

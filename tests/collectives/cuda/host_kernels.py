@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from collectives.backends.cuda import kernels
 from collectives.buffers import address
-from collectives.cuda import kernels
 
 Array = np.ndarray
 

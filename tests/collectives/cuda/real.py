@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from collectives.about import cuda_aware
-from collectives.cuda import driver
+from collectives.backends.cuda import driver
 
 
 class RealGpu:

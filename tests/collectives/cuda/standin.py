@@ -1,4 +1,4 @@
-"""A GPU made of a host's threads and files, on which the logic of `collectives.cuda` runs as on a real one.
+"""A GPU made of a host's threads and files, on which the logic of `collectives.backends.cuda` runs as on a real one.
 
     memory     a memfd that is mapped twice: its "device address" is a mapping that may be neither read nor written, so
                that a host that touches it dies; copies and reductions go through the other
@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from collectives.backends.cuda import device
 from collectives.buffers import Buffer, DType, describe, unowned
-from collectives.cuda import device
 from collectives.reduction import Reduction
 
 _libc = ctypes.CDLL(None, use_errno=True)

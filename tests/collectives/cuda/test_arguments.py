@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from collectives import ArgumentError, ArgumentTypeError, Communicator
+from collectives.backends.cuda import driver
 from collectives.buffers import DTYPES, DeviceBuffer, inspect, signature
-from collectives.cuda import driver
 from tests.collectives.cuda.standin import Gpu
 from tests.harness import launch
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator
-from collectives.cuda.copies import GpuCopies
+from collectives.backends.cuda.copies import GpuCopies
 from collectives.devices import HOST, GpuPlace, place_at, why_not
 from tests.collectives.cuda.standin import Gpu
 

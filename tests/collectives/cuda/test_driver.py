@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from collectives.backends.cuda import driver
+from collectives.backends.cuda.driver import CudaDevice, CudaEvent, CudaStream
 from collectives.buffers import DTYPES, address
-from collectives.cuda import driver
-from collectives.cuda.driver import CudaDevice, CudaEvent, CudaStream
 from collectives.reduction import Reduction
 from tests.collectives.cuda import fake_cupy
 from tests.collectives.cuda.fake_cupy import CUDARuntimeError, Runtime

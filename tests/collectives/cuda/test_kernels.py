@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from collectives import PremulSum
+from collectives.backends.cuda import kernels
 from collectives.buffers import DTYPES, Buffer, DType
-from collectives.cuda import kernels
 from collectives.errors import CollectivesError
 from collectives.reduction import Reduction, check, partial_of
 from tests.collectives.cuda import host_kernels

@@ -122,7 +122,7 @@ def test_arrays_of_many_chunks(
 ) -> None:
     """Several turns of every slot and buffer, and a short last chunk, in bf16 and float32."""
     for name in ("staged.SLOT_BYTES", "symmetric.CHUNK_BYTES", "aware.SCRATCH_BYTES"):
-        monkeypatch.setattr(f"collectives.cuda.{name}", 256 << 10)
+        monkeypatch.setattr(f"collectives.backends.cuda.{name}", 256 << 10)
     for dtype in (torch.float32, torch.bfloat16):
         size = 400_003 if dtype == torch.float32 else 800_005
         inputs = [values(size, rank).to(dtype) for rank in range(comm.size)]

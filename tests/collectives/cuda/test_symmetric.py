@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator, OperationError, even_counts
-from collectives.cuda.memory import retired
+from collectives.backends.cuda.memory import retired
 from tests.collectives.cuda.standin import Gpu
 from tests.collectives.reference import DTYPES, assert_equal, reduced, sizes, values
 
@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_the_memory_or_the_cut(
     comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From symmetric memory, from elsewhere in many chunks, in slices: the same bits, in the order of ranks."""
-    monkeypatch.setattr("collectives.cuda.symmetric.CHUNK_BYTES", 100_000)
+    monkeypatch.setattr("collectives.backends.cuda.symmetric.CHUNK_BYTES", 100_000)
     size = 100_003
     inputs = [torch.randn(size, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
     expected = inputs[0].clone()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator
-from collectives.cuda import barrier
-from collectives.cuda.ways import decide, wanted
+from collectives.backends.cuda import barrier
+from collectives.backends.cuda.ways import decide, wanted
 from tests.collectives.cuda.standin import Gpu
 
 
@@ -84,7 +84,7 @@ def test_between_islands_travels_what_each_has_reduced(
     comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch, aware: str
 ) -> None:
     """In several chunks, on paused streams, several operations at a time, and the same bits on all ranks."""
-    monkeypatch.setattr("collectives.cuda.levels.CHUNK_BYTES", 4000)
+    monkeypatch.setattr("collectives.backends.cuda.levels.CHUNK_BYTES", 4000)
     standin.seed, standin.aware, standin.island = 3, aware, comm.rank // 2
     assert taken(comm, standin) == ("aware" if aware == "yes" else "staged")
     for dtype in (torch.float32, torch.bfloat16):

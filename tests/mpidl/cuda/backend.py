@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from collectives.backends.cuda import device
 from collectives.buffers import DType, describe
-from collectives.cuda import device
 from collectives.reduction import Reduction
 from tests.collectives.cuda import standin
 

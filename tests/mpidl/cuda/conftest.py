@@ -31,7 +31,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield torch.device("cuda", MPI.COMM_WORLD.Get_rank() % torch.cuda.device_count())
         torch.cuda.synchronize()
         return
-    from collectives.cuda import driver
+    from collectives.backends.cuda import driver
 
     made = request.getfixturevalue("standin")
     made.order.forget_all()

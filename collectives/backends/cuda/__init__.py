@@ -1,0 +1,21 @@
+"""Collectives on arrays in GPU memory: cupy arrays and torch CUDA tensors.
+
+    arrays      a GPU array -> a DeviceBuffer, without a copy
+    task        an operation from its issue to its end, in the order of the caller's stream
+    backend     one rank's operations, as Tasks; `host`: what it asks of the group's side on the host
+    group       what the ranks of one group set up for their GPUs, and the way that an operation takes
+    ways        which way serves a pair of ranks: ipc, aware, staged
+    staged      through pinned host memory, in chunks (`chunks`), with the collectives of the host in between
+    barrier     where ranks meet on their streams, without a host that waits for a GPU
+    symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives
+    aware       device addresses to an MPI library that takes them
+    copies      to and from the host, beside what streams hold; `pages`: memory without pages as yet
+    device      all that is asked of a GPU's driver; `driver` is CUDA through cupy, `kernels` what runs there
+
+Nothing here imports cupy before an array on a GPU shows up.
+"""
+
+from ...buffers import register
+from . import arrays
+
+register(arrays)

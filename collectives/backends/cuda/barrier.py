@@ -1,0 +1,104 @@
+"""Ranks that map each other's GPU memory meet: after it, what a rank's stream runs comes after what all had queued.
+
+    rank 0   stream  ... copies  E0 .   waits for E1  ... goes on       E: an event that other processes can open
+    rank 1   stream  ... copies  E1 .   waits for E0  ... goes on
+             hosts          record  meet  wait
+
+The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU. Nothing runs on a
+GPU while a stream waits for an event, so that ranks which share one, and get its time in turn, do not hold it from each
+other, as a kernel would that looks at a flag. CUDA knows of these waits, which it does not of a stream's wait for a
+value in memory: it promises no order of streams around one, and two groups' may come to wait for each other.
+
+Two events a rank take turns: at the next meeting of hosts all have asked to wait for the last one. Where events cannot
+be opened, or one is not waited for when it is tried, each host waits for its own stream before it meets the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from ...buffers import address
+from .device import Device, Event, SharedEvent, Stream
+from .memory import DeviceAllocator
+from .probe import pinned_words
+
+_WORD = 8  # bytes
+# Copied before a word is written that others read after they have waited; far longer than the hosts take to queue it.
+_DELAY_BYTES, _DELAYS = 16 << 20, 24
+_TOKEN = 0x6576656E74 << 16
+
+
+class Barrier:
+    """A barrier of the ranks of a node, each for one stream. on_gpu: whether the streams wait, or the hosts."""
+
+    def __init__(self, device: Device, stream: Stream, node: MPI.Intracomm, allocator: DeviceAllocator) -> None:
+        self._device, self._stream, self._node = device, stream, node
+        self._own: list[SharedEvent] = []
+        self._others: list[list[Event]] = [[], []]
+        self._turn = 0
+        self.on_gpu = node.Get_size() > 1 and self._open() and self._is_kept(allocator)
+
+    def __call__(self) -> None:
+        """Collective."""
+        if self._node.Get_size() == 1:  # the stream has an order of its own
+            return
+        if not self.on_gpu:
+            self._stream.record().wait()
+            self._node.Barrier()
+            return
+        turn, self._turn = self._turn, 1 - self._turn
+        self._own[turn].record(self._stream)
+        self._node.Barrier()
+        for event in self._others[turn]:
+            self._stream.wait(event)
+
+    def close(self) -> None:
+        """Ends the events, once nobody waits for them any more. Collective."""
+        self._stream.record().wait()
+        self._node.Barrier()
+        own, self._own, self._others, self.on_gpu = self._own, [], [[], []], False
+        for event in own:
+            event.close()
+
+    def _open(self) -> bool:
+        """Whether every rank has opened the events of all others."""
+        try:
+            self._own = [self._device.shared_event() for _ in range(2)]
+        except OSError:
+            self._own = []
+        handles: list[Any] = self._node.allgather([event.handle for event in self._own])
+        rank, opened = self._node.Get_rank(), all(handles)
+        try:
+            for turn in range(2) if opened else ():
+                self._others[turn] = [
+                    self._device.open_event(events[turn]) for other, events in enumerate(handles) if other != rank
+                ]
+        except OSError:
+            opened = False
+        return bool(self._node.allreduce(int(opened), MPI.MIN))
+
+    def _is_kept(self, allocator: DeviceAllocator) -> bool:
+        """Whether all streams wait indeed: each rank in turn writes a word late, which the others read."""
+        ranks, rank = self._node.Get_size(), self._node.Get_rank()
+        memory = allocator.allocate(2 * _DELAY_BYTES + _WORD)
+        if memory is None:
+            return False
+        self.on_gpu, kept = True, True
+        with pinned_words(self._device, 2) as words:
+            for late in range(ranks):
+                words[:] = _TOKEN + late, 0
+                if rank == late:
+                    for _ in range(_DELAYS):
+                        self._copy(memory.address, memory.address + _DELAY_BYTES, _DELAY_BYTES)
+                    self._copy(memory.address + 2 * _DELAY_BYTES, address(words), _WORD)
+                self()
+                there = memory.address + memory.offset(late) + 2 * _DELAY_BYTES
+                self._copy(address(words) + _WORD, there, _WORD)
+                self._stream.record().wait()
+                kept = kept and bool(words[1] == words[0])
+        return bool(self._node.allreduce(int(kept), MPI.MIN))
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        self._device.copy(target, source, nbytes, self._stream)

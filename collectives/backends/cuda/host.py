@@ -1,0 +1,34 @@
+"""The side of a group that operations on GPU memory ask of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mpi4py import MPI
+
+from ...buffers import DType
+from ...memory.shared_memory import Allocator
+from ...reduction import Reduction
+from ...topology import Topology
+
+
+class Host(Protocol):
+    """One rank's view of a group, with the operations on host memory (`backends.dispatch`)."""
+
+    comm: MPI.Intracomm
+    rank: int
+    size: int
+    topology: Topology
+    allocator: Allocator
+
+    def choose(
+        self, operation: str, requested: str, dtype: DType, nbytes: int, op: Reduction | None, even: bool
+    ) -> str:
+        """The name of the backend for an operation on host memory; see `backends.selection`."""
+
+    def call(self, operation: str, algorithm: str, arguments: Sequence[Any]) -> Callable[[], None]:
+        """The operation on host memory by the backend of that name, to be made again and again."""
+
+    def part(self, color: int) -> Host:
+        """The group of the ranks that give the same colour, for what this one leaves to it. Collective."""

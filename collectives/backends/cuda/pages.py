@@ -1,0 +1,52 @@
+"""GPU memory that comes and goes, as `collectives.memory.pages` has it of the host.
+
+A GPU's driver has no pages that a program could give back. So each region is a storage of torch's allocator that is
+made larger and smaller: tensors that were taken of it before, also by autograd, are of the same storage, and right
+again once it has its memory back and the same bytes are written anew. Its address is another one then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class DevicePages:
+    """Regions of GPU memory, each from when `tensor` is first asked for it; this rank's own. See Pages.
+
+    Memory is taken and given back in the order of the stream that is current in the thread that does it.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._regions: dict[int, torch.Tensor] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes have the same memory."""
+        return False
+
+    def claim(self) -> bool:
+        """See Pages: nobody else has it."""
+        return True
+
+    def place(self, start: int) -> int:
+        """The address of a region now; 0 for one that is not there."""
+        return self._regions[start].data_ptr() if start in self._regions else 0
+
+    def tensor(self, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A whole region, of `size` elements; there, the first time."""
+        if start not in self._regions:
+            self._regions[start] = torch.empty(size, dtype=dtype, device=self._device)
+        return self._regions[start]
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Brings a region's memory. Raises torch.OutOfMemoryError."""
+        if start in self._regions:
+            self._regions[start].untyped_storage().resize_(nbytes)
+
+    def discard(self, start: int, nbytes: int) -> None:
+        """Gives it back."""
+        if start in self._regions:
+            self._regions[start].untyped_storage().resize_(0)

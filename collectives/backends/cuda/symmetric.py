@@ -1,0 +1,85 @@
+"""The ipc way: the host's one-copy collectives, on GPU memory that all ranks of the node map (`memory`).
+
+They are the host's own (`backends.symmetric`), with three parts exchanged: memory, an engine that queues copies and
+kernels on a stream instead of running them, and a barrier (`barrier`) after which all that any rank has queued before
+comes before what this rank queues next. So the host queues an operation and goes on, with no GPU waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...buffers import DType, address
+from ...reduction import Call, Reduction
+from ..symmetric.backend import Symmetric
+from ..symmetric.engine import Engine
+from ..symmetric.meeting import Meetings
+from .barrier import Barrier
+from .device import Device, Event, Stream
+from .host import Host
+from .memory import DeviceAllocator
+
+Array = np.ndarray[Any, Any]
+CHUNK_BYTES = 32 << 20  # as large as makes the ranks' meetings cheap beside the copies
+
+
+class GpuEngine(Engine):
+    """Queues on a stream of a GPU."""
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        super().__init__()
+        self.chunk_bytes = CHUNK_BYTES
+        self._device, self._stream = device, stream
+
+    def copy(self, target: Array, source: Array) -> None:
+        """See Engine."""
+        self._device.copy(address(target), address(source), source.nbytes, self._stream)
+
+    def calls(
+        self,
+        op: Reduction,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        dtype: DType,
+        factors: Sequence[float],
+    ) -> list[Call]:
+        """See Engine. One kernel, for all inputs and outputs."""
+        size = inputs[0].size
+        if not size or not outputs:
+            return []
+        places = [address(array) for array in inputs], [address(array) for array in outputs]
+        return [(self._device.combine, (op, dtype, *places, size, list(factors), self._stream))]
+
+
+class Ipc:
+    """The one-copy operations of one group whose ranks map each other's GPU memory. Collective.
+
+    Raises MemoryError where the node's ranks have no memory to meet in.
+    """
+
+    def __init__(self, host: Host, device: Device, allocator: DeviceAllocator) -> None:
+        place = host.topology
+        self._stream = device.stream()
+        rows = host.allocator.allocate(Meetings.nbytes(place.local_size), shared=True)
+        if rows is None:
+            raise MemoryError("the node has no room for a page of shared memory")
+        self._barrier = Barrier(device, self._stream, place.node, allocator)
+        meetings = Meetings(rows, 0, place.local_rank, place.local_size, self._barrier)
+        self._symmetric = Symmetric(meetings, allocator, engine=GpuEngine(device, self._stream))
+
+    def prepare(self, operation: str, arguments: tuple[Any, ...]) -> Any:
+        """The operation, to be given to `run`."""
+        return getattr(self._symmetric, operation)(*arguments)
+
+    def run(self, prepared: Any, begin: Event) -> Event:
+        """Carries it out after an event; gives that of its end."""
+        self._stream.wait(begin)
+        prepared()
+        return self._stream.record()
+
+    def close(self) -> None:
+        """When all operations have ended. Collective."""
+        self._barrier.close()

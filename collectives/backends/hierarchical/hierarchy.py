@@ -1,0 +1,93 @@
+"""Collectives over several nodes: one copy inside each node, a schedule between nodes over every local rank at once.
+
+    all-reduce, 2 nodes of 2 ranks; rank r works on slice r mod 2 only, so the network carries each slice once a node
+
+                    node 0                  node 1
+        1           0 <-symmetric-> 1       2 <-symmetric-> 3         reduce-scatter inside the node
+        2           0 <------- ring ------> 2                         all-reduce of slice 0 between nodes
+                    1 <------- ring ------------------> 3             all-reduce of slice 1, at the same time
+        3           0 <-symmetric-> 1       2 <-symmetric-> 3         all-gather inside the node
+
+All-reduce and reduce-scatter do all of it at once, segment by segment. It needs as many ranks on every node, numbered
+node by node (`Topology.regular`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+
+from ... import algorithms
+from ...buffers import Buffer
+from ...partition import even_counts
+from ...reduction import Reduction
+from ...schedule import Place
+from ..backend import Backend, Call, Resources
+from ..executor import Execution, Region, single, whole
+from ..symmetric.backend import Symmetric
+from .all_reduce import PipelinedAllReduce
+from .reduce_scatter import PipelinedReduceScatter
+
+
+class Hierarchy(Backend):
+    """The two levels of one group. symmetric: the one-copy collectives inside this node."""
+
+    name = "hierarchical"
+    shares_memory = True
+
+    def __init__(self, resources: Resources, symmetric: Symmetric) -> None:
+        place, allocator, scratch = resources.topology, resources.allocator, resources.scratch
+        self._place = place
+        self._node = symmetric
+        self._all_reduce = PipelinedAllReduce(place, symmetric.meetings, allocator, scratch)
+        self._reduce_scatter = PipelinedReduceScatter(place, symmetric.meetings, allocator, scratch)
+        self._across = place.across
+        self._scratch = scratch
+
+    @classmethod
+    def of_nodes(cls, resources: Resources) -> Hierarchy | None:
+        """The levels of a group; None unless it has several nodes, regular ones, that share memory. Collective."""
+        if resources.topology.nodes == 1 or not resources.topology.regular:
+            return None
+        symmetric = Symmetric.inside_node(resources)
+        return None if symmetric is None else cls(resources, symmetric)
+
+    def all_reduce(self, x: Buffer, op: Reduction) -> Call:
+        """A pipeline through both levels."""
+        return partial(self._all_reduce.run, x, op)
+
+    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
+        """A pipeline through both levels; the same bits as those of `all_reduce`."""
+        return partial(self._reduce_scatter.run, out, x, op, counts)
+
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
+        """Between nodes the parts of this local rank, straight into out; then inside the node the parts of each."""
+        return partial(self._gather, out, x, counts)
+
+    def broadcast(self, x: Buffer, root: int) -> Call:
+        """Between nodes from the root to its peers, then inside each node from that local rank."""
+        return partial(self._distribute, x, root)
+
+    def _gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
+        local, nodes, me = self._place.local_size, self._place.nodes, self._place.local_rank
+        parts = list(pairwise((0, *accumulate(counts))))
+        mine = parts[me::local]
+        # Where out is one memory for the ranks of the node, none may write into it before all have come.
+        self._node.meetings.barrier()
+        schedule = algorithms.schedule("all_gather", "ring", nodes)
+        regions = {Place.IN: single(x, self._across.Get_rank(), nodes), Place.OUT: Region(out, tuple(mine))}
+        Execution(self._across, schedule, regions, counts[me::local], self._scratch).run()
+        for node in range(nodes):
+            first, last = parts[node * local][0], parts[(node + 1) * local - 1][1]
+            here = counts[node * local : (node + 1) * local]
+            self._node.all_gather(out.part(first, last), out.part(*mine[node]), here)()
+
+    def _distribute(self, x: Buffer, root: int) -> None:
+        local, me = self._place.local_size, self._place.local_rank
+        source_node, source = divmod(root, local)
+        if me == source:
+            schedule = algorithms.schedule("broadcast", "tree", self._place.nodes, source_node)
+            parts = even_counts(x.size, schedule.chunks)
+            Execution(self._across, schedule, {Place.OUT: whole(x, parts)}, parts, self._scratch).run()
+        self._node.broadcast(x, source)()

@@ -1,0 +1,16 @@
+"""One-copy collectives among the ranks of a node: each reads what it needs straight from the others' memory.
+
+Every operation begins alike: a rank writes down what it is about to do and where its arrays lie, and waits for the
+others (`Meetings.publish`). Then all of them see the same rows, and take the same of four ways:
+
+    pull      every rank's input is symmetric: read the peers' inputs
+    push      every rank's output is symmetric: write the peers' outputs (movements only)
+    direct    any arrays: the kernel copies from and to the peers' private memory, if it may (`peer_memory`)
+    staged    else: through a scratch of symmetric memory, in chunks that stay in the cache (`staging`)
+
+Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however the data is cut; fp16 and bf16 are added
+in fp32 and rounded once. So results do not depend on slices, chunks or buckets, and are the same bits on every rank.
+
+An Operation can be run again on the same arrays. It keeps what it worked out, a list of calls on views, for as long as
+the rows are the same, byte by byte; that is how an operation of a training loop costs a few microseconds of Python.
+"""

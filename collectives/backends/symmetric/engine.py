@@ -1,0 +1,51 @@
+"""What copies and reduces for the one-copy collectives: here the host's processor; a GPU's is in `cuda.symmetric`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...buffers import DType
+from ...reduction import Call, Reduction
+from ...scratch import Scratch
+
+Array = np.ndarray[Any, Any]
+Program = list[Call]  # that carries out one rank's part of an operation
+
+
+class Engine:
+    """The host's processor. chunk_bytes: of scratch, a rank and buffer, for arrays from elsewhere."""
+
+    chunk_bytes = 512 << 10
+
+    def __init__(self) -> None:
+        self.blocks = Scratch()
+
+    def copy(self, target: Array, source: Array) -> None:
+        """target = source."""
+        np.copyto(target, source)
+
+    def calls(
+        self,
+        op: Reduction,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        dtype: DType,
+        factors: Sequence[float],
+    ) -> list[Call]:
+        """The calls that make each of outputs = inputs[0] (op) inputs[1] (op) ...; see `Reduction.calls`."""
+        return op.calls(inputs, outputs, dtype, factors, self.blocks)
+
+    def combine(
+        self,
+        op: Reduction,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        dtype: DType,
+        factors: Sequence[float],
+    ) -> None:
+        """The same at once."""
+        for function, arguments in self.calls(op, inputs, outputs, dtype, factors):
+            function(*arguments)

@@ -1,0 +1,237 @@
+"""How the one-copy collectives begin: the ranks of a node meet.
+
+Each rank writes a row that says what it is about to do and where its arrays lie, and after a barrier every rank reads
+all rows. All of them see the same, so that they take the same way, and raise the same error where the rows do not fit
+each other.
+
+    rows A      rank 0 | rank 1 | ...          meetings take turns between A and B, so that a rank that is one
+    rows B      rank 0 | rank 1 | ...          meeting ahead writes nothing that a slower one still reads
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...buffers import DTYPES, Buffer
+from ...errors import MismatchError
+from ...memory.shared_memory import SharedMemory
+from ...positions import CODES, OPERATIONS, listing
+from ...reduction import KERNELS
+
+if TYPE_CHECKING:
+    pass
+
+Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
+_DTYPES = tuple(DTYPES)
+_OPS = ("none", *KERNELS)
+_DTYPE_CODES = {name: code for code, name in enumerate(_DTYPES)}
+_OP_CODES = {name: code for code, name in enumerate(_OPS)}
+_ROW = struct.Struct("12qd")
+# Fields of a row: allocation and place of x, of out; their addresses; copied in; factor.
+_X, _OUT, _ADDRESSES, _FILLED, _FACTOR = 5, 7, 9, 11, 12
+_RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and of what comes from there
+
+
+class Entry(NamedTuple):
+    """What a rank is about to do; all ranks of an operation must agree on it.
+
+    elements: of what all ranks have alike; 0 where there is no such thing.
+    """
+
+    operation: str
+    dtype: str
+    op: str = "none"
+    root: int = 0
+    elements: int = 0
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        op = "" if self.op == "none" else f" {self.op}"
+        root = f" root {self.root}" if self.operation in ("broadcast", "reduce", "gather", "scatter") else ""
+        return f"{self.operation}{op} of {self.elements} {self.dtype}{root}"
+
+
+class Meetings:
+    """One group's rows, as seen by one of its ranks.
+
+    memory: shared by the group's ranks, theirs from byte `start` on for `Meetings.nbytes(ranks)` bytes. barrier: of the
+    group's ranks.
+    """
+
+    def __init__(self, memory: SharedMemory, start: int, rank: int, ranks: int, barrier: Callable[[], Any]) -> None:
+        self.rank, self.ranks, self.barrier = rank, ranks, barrier
+        self._memory = memory
+        heads, ranges = ranks * _ROW.size, ranks * ranks * _RANGES
+        turns = [start, start + heads + ranges]
+        self._heads = [slice(turn, turn + heads) for turn in turns]
+        self._ranges = [slice(turn + heads, turn + heads + ranges) for turn in turns]
+        self._head = [slice(turn + rank * _ROW.size, turn + (rank + 1) * _ROW.size) for turn in turns]
+        width = ranks * _RANGES
+        self._range = [slice(s.start + rank * width, s.start + (rank + 1) * width) for s in self._ranges]
+        self._met = 0
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Bytes of memory that it needs."""
+        return 2 * ranks * (_ROW.size + ranks * _RANGES)
+
+    @staticmethod
+    def pack(
+        entry: Entry,
+        x: tuple[SharedMemory, int] | None,
+        out: tuple[SharedMemory, int] | None = None,
+        addresses: tuple[int, int] = (0, 0),
+        filled: bool = False,
+    ) -> bytes:
+        """A rank's row.
+
+        x, out: the allocation that its arrays lie in and their place in its part; None for other arrays. addresses: of
+        x and out in its memory. filled: whether its first chunk is in the scratch already.
+        """
+        operation, dtype, op, root, elements, factor = entry
+        return _ROW.pack(
+            CODES[operation],
+            _DTYPE_CODES[dtype],
+            _OP_CODES[op],
+            root,
+            elements,
+            *((x[0].number, x[1]) if x else (0, 0)),
+            *((out[0].number, out[1]) if out else (0, 0)),
+            *addresses,
+            filled,
+            factor,
+        )
+
+    @staticmethod
+    def pack_ranges(leaving: Ranges, coming: Ranges) -> bytes:
+        """What goes with a movement's row: where the elements for and from each rank begin, and how many they are."""
+        own = np.array([leaving, coming], np.int64)
+        own[:, :, 1] -= own[:, :, 0]
+        return own.transpose(0, 2, 1).tobytes()
+
+    def publish(self, row: bytes, ranges: bytes = b"") -> bytes:
+        """Waits for all ranks and returns all rows, and all ranges if this rank gives any, for `Meeting`."""
+        turn = self._met % 2
+        self._met += 1
+        memory = self._memory
+        memory[self._head[turn]] = row
+        if ranges:
+            memory[self._range[turn]] = ranges
+        self.barrier()
+        return memory[self._heads[turn]] + memory[self._ranges[turn]] if ranges else memory[self._heads[turn]]
+
+    def meet(self, entry: Entry, x: tuple[SharedMemory, int] | None) -> Meeting:
+        """Waits for all ranks and returns what they are about to do. Raises MismatchError on all if that differs."""
+        return Meeting(self.publish(self.pack(entry, x)), self.ranks, x[0] if x else None, None)
+
+
+class Meeting:
+    """All ranks' rows of one operation; equal on all of them. Raises MismatchError if they do not fit each other.
+
+    rows: from `publish`, with ranges if `moves`. inputs, outputs: the allocations of this rank's arrays.
+
+    pull, push: whether all inputs, all outputs lie in one allocation, which all ranks map. filled: whether the first
+    chunks of all ranks are in the scratch.
+    """
+
+    def __init__(
+        self, rows: bytes, ranks: int, inputs: SharedMemory | None, outputs: SharedMemory | None, moves: bool = False
+    ) -> None:
+        self._table = [_ROW.unpack_from(rows, rank * _ROW.size) for rank in range(ranks)]
+        self._ranges = np.frombuffer(rows, np.int64, -1, ranks * _ROW.size).reshape(ranks, -1) if moves else None
+        self._ranks = ranks
+        self._inputs, self._outputs = inputs, outputs
+        self._check()
+        self.pull = self._one_allocation(_X)
+        self.push = self._one_allocation(_OUT)
+        self.filled = all(row[_FILLED] for row in self._table)
+
+    def _one_allocation(self, column: int) -> bool:
+        first = self._table[0][column]
+        return first > 0 and all(row[column] == first for row in self._table)
+
+    @property
+    def shared_output(self) -> bool:
+        """Whether all outputs are one and the same memory."""
+        return (
+            self.push
+            and self._outputs is not None
+            and not self._outputs.stride
+            and OPERATIONS[self._table[0][0]] in ("all_gather", "broadcast")
+            and len({row[_OUT + 1] for row in self._table}) == 1
+        )
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every rank's input already lies at its place in the outputs."""
+        itemsize = DTYPES[_DTYPES[self._table[0][1]]].itemsize
+        return self.pull and all(
+            row[_X] == row[_OUT] and row[_X + 1] == row[_OUT + 1] + self.coming(rank, rank) * itemsize
+            for rank, row in enumerate(self._table)
+        )
+
+    @property
+    def factors(self) -> list[float]:
+        """By which each rank's contribution to a premultiplied sum is multiplied."""
+        return [row[_FACTOR] for row in self._table]
+
+    def arrays(self, data: Buffer, outputs: bool) -> list[tuple[SharedMemory, int, int]]:
+        """For each rank its allocation, the place of its array there, and the elements that are mapped from there."""
+        memory = self._outputs if outputs else self._inputs
+        assert memory is not None
+        part = memory.stride or len(memory)
+        starts = [row[_OUT + 1 if outputs else _X + 1] for row in self._table]
+        return [(memory, start, (part - start) // data.dtype.itemsize) for start in starts]
+
+    def addresses(self, outputs: bool) -> list[int]:
+        """Where each rank's array lies in its own memory."""
+        return [row[_ADDRESSES + outputs] for row in self._table]
+
+    def leaving(self, rank: int, peer: int) -> int:
+        """Where in rank's input the elements for the peer begin."""
+        return self._range(rank, 0, peer)
+
+    def coming(self, rank: int, peer: int) -> int:
+        """Where in rank's output the elements from the peer begin."""
+        return self._range(rank, 2, peer)
+
+    def largest(self) -> int:
+        """Elements of the largest part that goes from one rank to another or to itself."""
+        return int(self._sizes(1).max())
+
+    def _range(self, rank: int, block: int, peer: int) -> int:
+        assert self._ranges is not None
+        return int(self._ranges[rank, block * self._ranks + peer])
+
+    def _sizes(self, block: int) -> np.ndarray[Any, Any]:
+        assert self._ranges is not None
+        return self._ranges[:, block * self._ranks : (block + 1) * self._ranks]
+
+    def _check(self) -> None:
+        first = self._table[0][:_X]
+        if any(row[:_X] != first for row in self._table):
+            raise MismatchError(differences([self._entry(rank) for rank in range(self._ranks)]))
+        if self._ranges is not None and not np.array_equal(self._sizes(1), self._sizes(3).T):
+            giver, taker = (int(i) for i in np.argwhere(self._sizes(1) != self._sizes(3).T)[0])
+            given, taken = int(self._sizes(1)[giver, taker]), int(self._sizes(3)[taker, giver])
+            raise MismatchError(
+                f"{OPERATIONS[self._table[0][0]]}: rank {giver} gives {given} elements to rank {taker}, "
+                f"which takes {taken}"
+            )
+
+    def _entry(self, rank: int) -> Entry:
+        code, dtype, op, root, elements = self._table[rank][:_X]
+        return Entry(OPERATIONS[code], _DTYPES[dtype], _OPS[op], root, elements)
+
+
+def differences(entries: Sequence[Any]) -> str:
+    """One line that says which ranks are about to do what."""
+    groups: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        groups.setdefault(str(entry), []).append(rank)
+    texts = [f"{listing(ranks)}: {what}" for what, ranks in groups.items()]
+    return f"the ranks are in different operations: {'; '.join(texts)}"

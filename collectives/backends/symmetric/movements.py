@@ -1,0 +1,133 @@
+"""One-copy all_gather, all_to_all, broadcast, gather and scatter: they differ in who gives which part to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...buffers import Buffer
+from ...partition import Splits
+from ...reduction import Call
+from .engine import Program
+from .group import Group, entry_of, starts_of
+from .meeting import Entry, Meeting, Ranges
+from .operation import Movement, Operation
+from .staging import Stages
+
+Array = np.ndarray[Any, Any]
+_NOTHING = (0, 0)
+
+
+class Movements(Group):
+    """The movements of a group."""
+
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Operation:
+        """Each rank reads the others' x, or writes its own to theirs."""
+        movement = Movement([(0, x.size)] * self.ranks, _ranges(counts), 1)
+        return self._move(entry_of("all_gather", out, elements=out.size), out, x, movement)
+
+    def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Operation:
+        """Each rank reads its part of the others' x, or writes its own to theirs."""
+        movement = Movement(_ranges(splits.leaving), _ranges(splits.coming), self.ranks)
+        return self._move(entry_of("all_to_all", x), out, x, movement)
+
+    def broadcast(self, x: Buffer, root: int) -> Operation:
+        """Each rank reads the root's."""
+        everything, nothing = (0, x.size), [_NOTHING] * self.ranks
+        leaving = [_NOTHING if peer == root else everything for peer in range(self.ranks)]
+        coming = [everything if peer == root else _NOTHING for peer in range(self.ranks)]
+        movement = Movement(leaving, nothing, 1) if self.rank == root else Movement(nothing, coming, 1)
+        return self._move(entry_of("broadcast", x, root=root, elements=x.size), x, x, movement)
+
+    def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Operation:
+        """The root reads all others' x."""
+        leaving = [(0, x.size) if peer == root else _NOTHING for peer in range(self.ranks)]
+        coming = [_NOTHING] * self.ranks if out is None else _ranges(counts)
+        return self._move(entry_of("gather", x, root=root), out, x, Movement(leaving, coming, 1))
+
+    def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Operation:
+        """Each rank reads its part of the root's x."""
+        leaving = [_NOTHING] * self.ranks if x is None else _ranges(counts)
+        coming = [(0, out.size) if peer == root else _NOTHING for peer in range(self.ranks)]
+        return self._move(entry_of("scatter", out, root=root), out, x, Movement(leaving, coming, self.ranks))
+
+    def _move(self, entry: Entry, out: Buffer | None, x: Buffer | None, movement: Movement) -> Operation:
+        """They differ in who gives which part to whom."""
+        some = x or out
+        assert some is not None
+        itemsize, me = some.dtype.itemsize, self.rank
+        stages = self._staged_movement(some, out, x, movement)
+
+        def own() -> Program:
+            (low, high), (start, stop) = movement.leaving[me], movement.coming[me]
+            return self._copied(x.flat[low:high], out.flat[start:stop]) if x and out and stop > start else []
+
+        def program(meeting: Meeting) -> Program | None:
+            largest = meeting.largest()
+            if not largest:
+                return []
+            if meeting.shared_output:  # one out for all: each puts its part there; if it is there, to meet was all
+                return [] if meeting.in_place else [*own(), self._barrier]
+            if meeting.pull:
+                calls = own()
+                assert x is not None
+                sources = self._arrays(meeting, x)
+                for peer, (low, high) in self._others(movement.coming):
+                    assert out is not None
+                    start = meeting.leaving(peer, me)
+                    calls += self._copied(sources[peer][start : start + high - low], out.flat[low:high])
+                return [*calls, self._barrier]
+            if meeting.push:
+                calls = own()
+                assert out is not None
+                targets = self._arrays(meeting, out, outputs=True)
+                for peer, (low, high) in self._others(movement.leaving):
+                    assert x is not None
+                    start = meeting.coming(peer, me)
+                    calls += self._copied(x.flat[low:high], targets[peer][start : start + high - low])
+                return [*calls, self._barrier]
+            if self.is_direct:
+                calls, places = own(), meeting.addresses(outputs=False)
+                for peer, (low, high) in self._others(movement.coming):
+                    assert out is not None
+                    assert self._peers is not None
+                    place = places[peer] + meeting.leaving(peer, me) * itemsize
+                    calls.append(self._peers.read(peer, place, out.flat[low:high]))
+                return [*calls, self._barrier]
+            stages.chunks = -(-largest // self._share(some, movement))
+            staged: Call = (self.staging.run, (stages, some.dtype, meeting.filled))
+            return [*own(), staged]
+
+        return Operation(self, entry, x, out, stages, program, movement)
+
+    def _share(self, data: Buffer, movement: Movement) -> int:
+        """Elements of a chunk that one rank gets."""
+        return max(1, self.staging.chunk_bytes // data.dtype.itemsize // movement.fan)
+
+    def _staged_movement(self, some: Buffer, out: Buffer | None, x: Buffer | None, movement: Movement) -> Stages:
+        size = self._share(some, movement)
+        slots = [0] * self.ranks if movement.fan == 1 else [peer * size for peer in range(self.ranks)]
+        leaving = {slots[peer]: movement.leaving[peer] for peer, _ in self._others(movement.leaving)}
+        coming, copy = self._others(movement.coming), self.engine.copy
+
+        def copy_in(chunk: int, scratch: list[Array]) -> None:
+            for slot, (start, stop) in leaving.items():
+                assert x is not None
+                part = x.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
+                copy(scratch[self.rank][slot : slot + part.size], part)
+
+        def copy_out(chunk: int, scratch: list[Array]) -> None:
+            for peer, (start, stop) in coming:
+                assert out is not None
+                part = out.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
+                slot = slots[self.rank]
+                copy(part, scratch[peer][slot : slot + part.size])
+
+        return Stages(1, [copy_in, copy_out])
+
+
+def _ranges(counts: Sequence[int]) -> Ranges:
+    return list(pairwise(starts_of(counts)))

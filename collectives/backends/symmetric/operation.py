@@ -1,0 +1,91 @@
+"""An operation on given arrays: from the ranks' meeting to the calls that carry it out, kept for the next time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...buffers import Buffer
+from .engine import Program
+from .group import Group
+from .meeting import Entry, Meeting, Ranges
+from .staging import Stages
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What one rank's part of a movement is: elements start <= i < stop of x for, and of out from, each rank.
+
+    fan: into how many different parts x goes: 1 where every rank gets the same.
+    """
+
+    leaving: Ranges
+    coming: Ranges
+    fan: int
+
+
+class MeetsInMemory:
+    """What ranks call together, and meet in it by way of shared memory: nobody need wait before."""
+
+
+class Operation(MeetsInMemory):
+    """An operation on given arrays, to be called any number of times. The ranks meet first.
+
+    x, out: the arrays whose places the others must know. movement: of this rank, if it is one. stages: for the staged
+    way. program: from the meeting to the calls of the other ways; None for the staged one.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        entry: Entry,
+        x: Buffer | None,
+        out: Buffer | None,
+        stages: Stages,
+        program: Callable[[Meeting], Program | None],
+        movement: Movement | None = None,
+    ) -> None:
+        self._group, self._entry, self._x, self._out = group, entry, x, out
+        self._stages, self._make_program = stages, program
+        some = x or out
+        assert some is not None
+        self._dtype = some.dtype
+        self._addresses = (x.address if x else 0, out.address if out else 0)
+        self._ranges = b"" if movement is None else group.meetings.pack_ranges(movement.leaving, movement.coming)
+        self._find()
+
+    def _find(self) -> None:
+        """Where the arrays lie. Weakly: they keep the memory, not this."""
+        found = [self._group.place(data) for data in (self._x, self._out)]
+        self._memories = [None if place is None else weakref.ref(place[0]) for place in found]
+        self._rows = [
+            self._group.meetings.pack(self._entry, found[0], found[1], self._addresses, filled)
+            for filled in (False, True)
+        ]
+        self._may_fill = found == [None, None] and not self._group.is_direct
+        self._seen = b""
+        self._program: Program = []
+
+    def __call__(self) -> None:
+        """Carries it out. Collective. Raises MismatchError on all ranks if they are in different operations."""
+        group = self._group
+        if any(memory is not None and memory() is None for memory in self._memories):
+            self._find()  # it was freed, and another array has taken its address
+        filled = self._may_fill and group.staging.is_ready
+        if filled:
+            group.staging.fill(self._stages, self._dtype)
+        seen = group.meetings.publish(self._rows[filled], self._ranges)
+        if seen != self._seen:
+            self._program = self._work_out(seen)
+            self._seen = seen
+        for function, arguments in self._program:
+            function(*arguments)
+
+    def _work_out(self, seen: bytes) -> Program:
+        x, out = (None if memory is None else memory() for memory in self._memories)
+        meeting = Meeting(seen, self._group.ranks, x, out, moves=bool(self._ranges))
+        program = self._make_program(meeting)
+        if program is None:
+            return [(self._group.staging.run, (self._stages, self._dtype, meeting.filled))]
+        return program

@@ -1,0 +1,174 @@
+"""An all_reduce of several arrays that the ranks hand in one after the other, and reduce when they have time.
+
+    rank 0     computes .. | hands in 0 | computes .. | hands in 1 | reduces 0, reduces most of 1
+    rank 1     computes ..       | hands in 0 | computes ..              | hands in 1 | reduces the rest
+
+Where ranks fill the cores of their node, to reduce beside the computing gains nothing: it takes the time of the same
+core, and what the computing has in the cache. So nobody reduces before it waits for the result, and then what there is
+goes, chunk by chunk, to whoever comes for it: a rank that is early does the others' share meanwhile. Each chunk is
+reduced once, in the order of ranks, and written to all ranks' arrays, so that the bits are those of `reductions`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...buffers import Buffer, unowned
+from ...errors import ArgumentError, MismatchError
+from ...memory.counters import STRIDE, Counters
+from ...memory.shared_memory import Allocator, SharedMemory
+from ...positions import listing
+from ...reduction import Call, Reduction
+from .group import Group, entry_of
+from .meeting import Meeting, Meetings
+from .operation import MeetsInMemory
+from .tickets import Tickets
+
+_CHUNK_BYTES = 1 << 20
+_KEPT_CHUNKS = 1024  # whose calls are kept for the next time
+_ROUND = 1 << 20  # more than there are arrays: a rank that has handed in n of round r has the number r * _ROUND + n
+_DRAWN = 1 << 32  # more than there are chunks: those of round r have the tickets from r * _DRAWN on
+
+
+class Pool:
+    """What the ranks of a group need for it; for one partitioned reduction at a time.
+
+    memory: shared by them, `Pool.nbytes(ranks)` long, zero at first, with a file. crowded: see Counters.
+    """
+
+    def __init__(self, group: Group, memory: SharedMemory, *, crowded: bool) -> None:
+        ranks = group.ranks
+        self.group, self.tickets = group, Tickets(memory, 0)
+        self.handed_in = Counters(memory, STRIDE, (1 + ranks) * STRIDE, group.rank, ranks, crowded=crowded)
+        self.under_way: Callable[[], PartitionedReduction | None] = lambda: None
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Bytes of the memory."""
+        return STRIDE + ranks * (STRIDE + ranks)
+
+
+class Place(NamedTuple):
+    """Where a rank's array lies: the number of the allocation, from which byte of its part on; what it holds."""
+
+    allocation: int
+    start: int
+    size: int
+    dtype: str
+
+
+def place_of(data: Buffer, allocator: Allocator) -> Place | None:
+    """The array's place; None if it is not in symmetric memory."""
+    if not data.size:
+        return Place(0, 0, 0, data.dtype.name)
+    found = allocator.find(data.address, data.nbytes)
+    if found is None or not found[0].stride:
+        return None
+    memory, start = found
+    return Place(memory.number, start, data.size, data.dtype.name)
+
+
+class PartitionedReduction(MeetsInMemory):
+    """One rank's view of it. Called, it reduces the arrays that all ranks have handed in since the last call.
+
+    parts: this rank's arrays. places: of all ranks' arrays, which fit each other; by rank. entered: whether a rank
+    of the group has come to the operation that this rank is in, from which it hands in nothing more.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        allocator: Allocator,
+        parts: Sequence[Buffer],
+        places: Sequence[Sequence[Place]],
+        op: Reduction,
+        entered: Callable[[int], bool],
+    ) -> None:
+        self._pool, self._op, self._entered = pool, op, entered
+        self._round = self._count = 0
+        self._parts = parts
+        self._arrays = [
+            _arrays(allocator, data, of_part) for data, of_part in zip(parts, zip(*places, strict=True), strict=True)
+        ]
+        sizes = [max(1, _CHUNK_BYTES // data.dtype.itemsize) for data in parts]
+        self._chunks = [
+            (part, first, min(first + size, data.size))
+            for part, (data, size) in enumerate(zip(parts, sizes, strict=True))
+            for first in range(0, data.size, size)
+        ]
+        self._calls: dict[int, list[Call]] = {}
+
+    def hand_in(self, number: int) -> None:
+        """This rank's next array is ready. number: of the operation that will complete it, if nothing comes between.
+
+        It is the round's number, if the array is the first of a round: the same on all ranks, and higher every time.
+        Raises ArgumentError while a round of another one is under way.
+        """
+        if not self._count:
+            if self._pool.under_way() not in (None, self):
+                raise ArgumentError("partitioned_all_reduce: hand_in: got an array while another one waits for `wait`")
+            self._round, self._pool.under_way = number, weakref.ref(self)
+        self._count += 1
+        self._pool.handed_in.advance(self._round * _ROUND + self._count)
+
+    def withdraw(self) -> None:
+        """What this rank has handed in will not be reduced."""
+        self._count = 0
+        if self._pool.under_way() is self:
+            self._pool.under_way = lambda: None
+
+    def __call__(self) -> None:
+        """Collective. Raises MismatchError on all ranks if they are in different operations."""
+        count, self._count = self._count, 0
+        self._pool.under_way = lambda: None
+        first = self._round * _DRAWN
+        while True:
+            number = self._pool.tickets.draw(first) - first
+            if number >= len(self._chunks) or self._chunks[number][0] >= count:
+                break
+            least = self._round * _ROUND + self._chunks[number][0] + 1
+            if not self._pool.handed_in.wait_for_all(least, unless=self._entered):
+                break  # which the meeting will find
+            for function, arguments in self._calls_of(number):
+                function(*arguments)
+        self._meet(count)
+
+    def _meet(self, count: int) -> None:
+        """When all have come, all is done: a rank comes when there is nothing left to be drawn."""
+        group = self._pool.group
+        elements = sum(data.size for data in self._parts[:count])
+        entry = entry_of("all_reduce", self._parts[0], self._op, elements=elements)
+        row = Meetings.pack(entry, None, addresses=(self._round, 0))
+        rounds = Meeting(group.meetings.publish(row), group.ranks, None, None).addresses(outputs=False)
+        if any(other != rounds[0] for other in rounds):
+            behind = [rank for rank, other in enumerate(rounds) if other < max(rounds)]
+            raise MismatchError(f"all_reduce: {listing(behind)} began to hand in arrays before the others")
+
+    def _calls_of(self, number: int) -> list[Call]:
+        if number in self._calls:
+            return self._calls[number]
+        part, first, stop = self._chunks[number]
+        arrays = [array[first:stop] for array in self._arrays[part]]
+        mine = self._pool.group.rank
+        outputs = [arrays[mine], *(array for rank, array in enumerate(arrays) if rank != mine)]
+        made = self._pool.group.engine.calls(self._op, arrays, outputs, self._parts[part].dtype, [1.0] * len(arrays))
+        if len(self._calls) < _KEPT_CHUNKS:
+            self._calls[number] = made
+        return made
+
+
+def _arrays(allocator: Allocator, data: Buffer, places: Sequence[Place]) -> list[np.ndarray[Any, Any]]:
+    """All ranks' arrays, as this rank sees them; data: its own. No arrays where there is nothing in them."""
+    if not data.size:
+        return []
+    found = allocator.find(data.address, data.nbytes)
+    assert found is not None
+    memory = found[0]
+    return [
+        unowned(memory.address + memory.offset(rank) + place.start, place.size, data.dtype.storage)
+        for rank, place in enumerate(places)
+    ]

@@ -1,0 +1,141 @@
+"""One-copy all_reduce, reduce and reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...buffers import Buffer
+from ...partition import even_counts
+from ...reduction import Reduction
+from .engine import Program
+from .group import Group, entry_of, starts_of
+from .meeting import Entry, Meeting, Ranges
+from .operation import Operation
+from .staging import Stages
+
+Array = np.ndarray[Any, Any]
+
+_DIRECT_BLOCK = 512 << 10  # bytes of all ranks' blocks that are reduced at a time
+
+
+class Reductions(Group):
+    """The reductions of a group."""
+
+    def all_reduce(self, x: Buffer, op: Reduction) -> Operation:
+        """Each rank reduces its slice of all inputs and stores it into all outputs."""
+        return self._reduce_slices(entry_of("all_reduce", x, op, elements=x.size), x, op, range(self.ranks))
+
+    def reduce(self, x: Buffer, root: int, op: Reduction) -> Operation:
+        """Each rank reduces its slice of all inputs and stores it into the root's."""
+        return self._reduce_slices(entry_of("reduce", x, op, root, x.size), x, op, (root,))
+
+    def _reduce_slices(self, entry: Entry, x: Buffer, op: Reduction, takers: Sequence[int]) -> Operation:
+        size = self.staging.chunk_bytes // x.dtype.itemsize
+        me, takes = self.rank, self.rank in takers
+        first, last = starts_of(even_counts(x.size, self.ranks))[me : me + 2]
+        factors = [op.factor] * self.ranks
+        copy, combine = self.engine.copy, self.engine.combine
+
+        def slices(chunk: int) -> tuple[Array, list[slice]]:
+            part = x.flat[chunk * size : (chunk + 1) * size]
+            return part, [slice(low, high) for low, high in pairwise(starts_of(even_counts(part.size, self.ranks)))]
+
+        def copy_in(chunk: int, scratch: list[Array]) -> None:
+            part, mine = slices(chunk)
+            for peer, piece in enumerate(mine):
+                if peer != me:
+                    copy(scratch[me][piece], part[piece])
+
+        def work(chunk: int, scratch: list[Array]) -> None:
+            part, mine = slices(chunk)
+            inputs = [s[mine[me]] for s in scratch]
+            inputs[me] = part[mine[me]]
+            outputs = [scratch[me][mine[me]]] if any(taker != me for taker in takers) else []
+            combine(op, [*inputs], [inputs[me], *outputs] if takes else outputs, x.dtype, factors)
+
+        def copy_out(chunk: int, scratch: list[Array]) -> None:
+            if takes:
+                part, mine = slices(chunk)
+                for peer, piece in enumerate(mine):
+                    if peer != me:
+                        copy(part[piece], scratch[peer][piece])
+
+        def program(meeting: Meeting) -> Program | None:
+            factors[:] = meeting.factors
+            if meeting.pull:
+                whole = [a[first:last] for a in self._arrays(meeting, x)]
+                calls = self.engine.calls(op, whole, [whole[taker] for taker in takers], x.dtype, factors)
+                return [*calls, self._barrier]
+            if self.is_direct:
+                return self._reduce_direct(
+                    meeting, x, (first, last), x.part(first, last) if takes else None, op, takers
+                )
+            return None
+
+        stages = Stages(-(-x.size // size), [copy_in, work, copy_out])
+        return Operation(self, entry, x, None, stages, program)
+
+    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Operation:
+        """Each rank reduces its part of all inputs."""
+        starts, me = starts_of(counts), self.rank
+        size = max(1, self.staging.chunk_bytes // x.dtype.itemsize // self.ranks)
+        factors = [op.factor] * self.ranks
+        copy, combine = self.engine.copy, self.engine.combine
+
+        def copy_in(chunk: int, scratch: list[Array]) -> None:
+            for peer, (low, high) in enumerate(_pieces(starts, chunk, size)):
+                if peer != me:
+                    copy(scratch[me][peer * size : peer * size + high - low], x.flat[low:high])
+
+        def work(chunk: int, scratch: list[Array]) -> None:
+            low, high = _pieces(starts, chunk, size)[me]
+            inputs = [s[me * size : me * size + high - low] for s in scratch]
+            inputs[me] = x.flat[low:high]
+            target = out.flat[low - starts[me] : high - starts[me]]
+            combine(op, inputs, [target], x.dtype, factors)
+
+        def program(meeting: Meeting) -> Program | None:
+            factors[:] = meeting.factors
+            if meeting.pull:
+                mine = [a[starts[me] : starts[me + 1]] for a in self._arrays(meeting, x)]
+                return [*self.engine.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
+            if self.is_direct:
+                return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
+            return None
+
+        entry = entry_of("reduce_scatter", x, op, elements=x.size)
+        return Operation(self, entry, x, None, Stages(-(-max(counts) // size), [copy_in, work]), program)
+
+    def _reduce_direct(
+        self, meeting: Meeting, x: Buffer, part: Sequence[int], out: Buffer | None, op: Reduction, takers: Sequence[int]
+    ) -> Program:
+        """Reduces elements part[0] <= i < part[1] of all inputs, in blocks, into out and into the takers' x."""
+        assert self._peers is not None
+        itemsize, me, factors = x.dtype.itemsize, self.rank, meeting.factors
+        places = meeting.addresses(outputs=False)
+        size = max(_DIRECT_BLOCK // self.ranks, _DIRECT_BLOCK // 8) // itemsize
+        take, storage = self.engine.blocks.take, x.dtype.storage
+        blocks = [take(f"rank {rank}", size * itemsize).view(storage) for rank in range(self.ranks + 1)]
+        first, last = part
+        program: Program = []
+        for low in range(first, last, size):
+            high = min(low + size, last)
+            inputs = [x.flat[low:high] if peer == me else blocks[peer][: high - low] for peer in range(self.ranks)]
+            for peer, block in enumerate(inputs):
+                if peer != me:
+                    program.append(self._peers.read(peer, places[peer] + low * itemsize, block))
+            result = blocks[-1][: high - low] if out is None else out.flat[low - first : high - first]
+            program += self.engine.calls(op, inputs, [result], x.dtype, factors)
+            for taker in takers:
+                if taker != me:
+                    program.append(self._peers.write(taker, places[taker] + low * itemsize, result))
+        return [*program, self._barrier]
+
+
+def _pieces(starts: Sequence[int], chunk: int, size: int) -> Ranges:
+    """The chunk-th `size` elements of every part."""
+    return [(min(low + chunk * size, high), min(low + (chunk + 1) * size, high)) for low, high in pairwise(starts)]

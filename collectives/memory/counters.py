@@ -1,0 +1,194 @@
+"""Waiting inside a node: each rank has a number that only grows, and who waits for it sleeps until it has.
+
+    numbers     rank 0     | rank 1     | ...        a cache line each, written by that rank alone
+    sleepers    of rank 0's | of rank 1's | ...      a byte for each rank, written by the rank that sleeps
+
+A look at a number takes less than a tenth of a microsecond, a message of the MPI library one or more. And MPI looks
+for messages for as long as it waits, which takes a core from whoever computes; here a rank looks for a while if its
+program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex). Now and
+then it has MPI look, too: another rank may come only once it has a message that this one is still sending.
+
+Source: Franke, Russell and Kirkwood 2002, "Fuss, Futexes and Furwocks: Fast Userlevel Locking in Linux".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpi4py import MPI
+
+from ..patience import in_a_hurry
+
+if TYPE_CHECKING:
+    from .shared_memory import SharedMemory
+
+STRIDE = 64  # bytes from one rank's number to the next one's
+# Whether other cores see a core's writes in their order, so that who sees a number sees what was written before it.
+ORDERED = platform.machine() in ("x86_64", "AMD64")
+
+_LOOKS, _YIELDS = 50, 2000  # before a rank sleeps: about 2 ms
+_CROWDED_LOOKS, _CROWDED_YIELDS = 5, 20  # where the node has more ranks than cores
+_GLANCE = 64  # yields between two looks of MPI
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 16e-3  # seconds between them; the shortest while the program waits
+_NAP = 5e-5  # seconds, where there is no futex
+_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # the futex's numbers
+_WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _find_futex() -> Callable[..., int] | None:
+    """futex(address, operation, value, seconds); None where the system has none."""
+    call = _CALLS.get(platform.machine())
+    if sys.platform != "linux" or call is None:
+        return None
+    syscall = ctypes.CDLL(None).syscall
+    low = 4 if sys.byteorder == "big" else 0  # it compares the lower half of a number
+
+    def futex(address: int, operation: int, value: int, seconds: float = 0.0) -> int:
+        found: int = syscall(
+            call,
+            ctypes.c_void_p(address + low),
+            operation,
+            ctypes.c_uint(value & 0xFFFFFFFF),
+            ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9))),
+            None,
+            0,
+        )
+        return found
+
+    own = ctypes.c_int64(0)
+    return futex if futex(ctypes.addressof(own), _WAKE, 1) == 0 else None
+
+
+_futex = _find_futex()
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+def _let_mpi_look() -> None:
+    """The library goes on with what it has begun to send and to receive."""
+    MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+class _Other(NamedTuple):
+    """Another rank, its number, the number's address, and the byte that says that this rank sleeps for it."""
+
+    rank: int
+    number: memoryview
+    address: int
+    asleep: int
+
+
+class Counters:
+    """The numbers of the ranks of a node, as seen by one of them.
+
+    memory: shared by them, and zero at first; private to a rank that is alone. start, sleepers: bytes of it at which
+    the numbers, `STRIDE` bytes apart, and the ranks * ranks bytes of sleepers begin. crowded: whether the node has
+    more ranks than cores.
+    """
+
+    def __init__(
+        self, memory: SharedMemory | bytearray, start: int, sleepers: int, rank: int, ranks: int, *, crowded: bool
+    ) -> None:
+        self._memory = memory
+        self._patience = (_CROWDED_LOOKS, _CROWDED_YIELDS) if crowded else (_LOOKS, _YIELDS)
+        self._fence = threading.Lock()
+        places = [start + other * STRIDE for other in range(ranks)]
+        numbers = [memoryview(memory)[place : place + 8].cast("q") for place in places]
+        base = 0 if isinstance(memory, bytearray) else memory.address
+        self._numbers = numbers
+        self._own, self._address = numbers[rank], base + places[rank]
+        self._sleepers = slice(sleepers + rank * ranks, sleepers + (rank + 1) * ranks)
+        self._nobody = bytes(ranks)
+        self._others = [
+            _Other(other, numbers[other], base + places[other], sleepers + other * ranks + rank)
+            for other in ((rank + step) % ranks for step in range(1, ranks))
+        ]
+
+    def advance(self, number: int) -> None:
+        """This rank's number grows to that, which wakes who sleeps for it."""
+        self._own[0] = number
+        with self._fence:  # an atomic instruction: who goes to sleep after the look below sees the number before it
+            pass
+        if self._memory[self._sleepers] != self._nobody and _futex is not None:
+            _futex(self._address, _WAKE, _EVERYBODY)
+
+    def of(self, rank: int) -> int:
+        """A rank's number."""
+        return self._numbers[rank][0]
+
+    def wait_for_all(self, least: int, unless: Callable[[int], bool] | None = None) -> bool:
+        """Returns when every rank's number is at least that, or `unless(rank)` says of one that it will not be.
+
+        Whether all are.
+        """
+        for other in self._others:  # noqa: SIM110, every barrier asks, and a loop is faster
+            if other.number[0] < least and not self._wait(other, least, unless):
+                return False
+        return True
+
+    def _wait(self, other: _Other, least: int, unless: Callable[[int], bool] | None) -> bool:
+        number = other.number
+        if in_a_hurry():
+            looks, yields = self._patience
+            for _ in range(looks):
+                if number[0] >= least:
+                    return True
+            for turn in range(yields):
+                _yield_core()
+                if number[0] >= least:
+                    return True
+                if turn % _GLANCE == 0:
+                    _let_mpi_look()
+        self._memory[other.asleep] = 1
+        sleep = _SHORTEST_SLEEP
+        try:
+            while (seen := number[0]) < least:
+                if unless is not None and unless(other.rank):
+                    return number[0] >= least  # it may have become so just before
+                _let_mpi_look()
+                if _futex is None:
+                    time.sleep(_NAP)
+                else:
+                    _futex(other.address, _WAIT, seen, sleep)
+                    sleep = _SHORTEST_SLEEP if in_a_hurry() else min(2 * sleep, _LONGEST_SLEEP)
+            return True
+        finally:
+            self._memory[other.asleep] = 0
+
+
+class Barrier:
+    """Returns from a call when all ranks of the node have made it.
+
+    memory: as for Counters, from byte `start` on, a multiple of STRIDE, for `Barrier.nbytes(ranks)` bytes. settle:
+    makes the ranks see each other's writes where the processor does not.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool, settle: Callable[[], object]
+    ) -> None:
+        self._counters = Counters(memory, start, start + ranks * STRIDE, rank, ranks, crowded=crowded)
+        self._settle = None if ORDERED else settle
+        self._met = 0
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Bytes of memory that it needs."""
+        return ranks * (STRIDE + ranks)
+
+    def __call__(self) -> None:
+        """Collective."""
+        self._met += 1
+        self._counters.advance(self._met)
+        self._counters.wait_for_all(self._met)
+        if self._settle is not None:
+            self._settle()

@@ -1,0 +1,82 @@
+"""Memory whose pages come and go, while its addresses stay.
+
+    reserve(start, bytes)     the pages are there, of zeros at first
+    discard(start, bytes)     the pages are given back; what is read there is zero
+
+What views of it have been taken, also by autograd, are right again once the same bytes are written anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+from typing import Any
+
+import torch
+
+from ..errors import OperationError
+from ..forked import is_forked
+from .shared_memory import reserve
+
+
+class Pages:
+    """A mapping. file: a descriptor of the shared file behind it, or -1 for this process's own memory.
+
+    start, nbytes of each method: in bytes; `start` a multiple of `Pages.SIZE`.
+    """
+
+    SIZE = mmap.PAGESIZE
+
+    def __init__(self, mapping: mmap.mmap, file: int = -1) -> None:
+        self._mapping, self._file = mapping, file
+        # Where the system has neither, the pages stay, and all else is the same.
+        self._advice = getattr(mmap, "MADV_DONTNEED" if file < 0 else "MADV_REMOVE", None)
+
+    @classmethod
+    def private(cls, nbytes: int) -> Pages:
+        """Memory of this process alone."""
+        return cls(mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes have the same memory."""
+        return self._file >= 0
+
+    @property
+    def address(self) -> int:
+        """The address of the first byte."""
+        return int(torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr())
+
+    def place(self, start: int) -> int:
+        """The address of a byte."""
+        return self.address + start
+
+    def tensor(self, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A view of `size` elements."""
+        if size == 0:
+            return torch.empty(0, dtype=dtype)
+        view: Any = memoryview(self._mapping)[start : start + size * dtype.itemsize]
+        return torch.frombuffer(view, dtype=dtype)
+
+    def claim(self) -> bool:
+        """Whether no other process that shares the memory has called this yet, and is still there."""
+        if self._file < 0:
+            return True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Makes sure that there are pages for these bytes. Raises OperationError where there is no room."""
+        if self._file >= 0 and nbytes and not reserve(self._file, start, nbytes):
+            raise OperationError(f"the node's shared memory has no room for {nbytes} bytes more: enlarge /dev/shm")
+
+    def discard(self, start: int, nbytes: int) -> None:
+        """Gives the pages back. Shared ones are gone for every process: all must be through with them."""
+        if self.shared and is_forked():
+            return  # they are the ranks' to give back
+        whole = -(-nbytes // self.SIZE) * self.SIZE
+        if nbytes and self._advice is not None:
+            self._mapping.madvise(self._advice, start, min(whole, len(self._mapping) - start))
