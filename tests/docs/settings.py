@@ -47,6 +47,15 @@ TINY_GPT2 = """
 from mpidl.models.gpt2 import GPT2, GPT2Config
 config = GPT2Config(vocab_size=64, block_size=16, layers=2, heads=2, embd=16)
 """
+TRANSFORMERS = """
+import transformers
+comm = mpidl.init()
+config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_layer=1, n_head=1, n_embd=8)
+model = transformers.GPT2LMHeadModel(config)
+dataset = [{"input_ids": row, "labels": row} for row in torch.randint(16, (64, 8))]
+args = {"output_dir": f"out/rank{comm.rank}", "max_steps": 2, "save_strategy": "no", "report_to": "none"}
+args = transformers.TrainingArguments(**args)
+"""
 TRAIN_ONE_STEP = """
 start, steps, folder = 0, 2, "ckpt"
 def train_one_step():
@@ -76,6 +85,11 @@ masks, last = [mask for _, _, mask in micro_batches], 1
     "faults-1": TRAINED + TRAIN_ONE_STEP,
     "faults-2": ZERO + "loss = model(x).square().mean()\n",
     "faults-3": ZERO,
+    "frameworks-2": TRANSFORMERS,
+    "frameworks-3": TRANSFORMERS + "optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3)\n",
+    "frameworks-5": ZERO
+    + "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+    + "zero, (model, optimizer) = optimizer, accelerator.prepare(model, optimizer)\n",
     "gpu-1": BATCH + 'x, out, n = torch.ones(8, device="cuda"), torch.ones(8 * comm.size, device="cuda"), 64\n',
     "gpu-2": TINY_GPT2,
     "memory-1": BATCH + "model = MyModel()\n",
@@ -108,6 +122,12 @@ AFTER = {
     "README-1": "assert mean < 0.2 and (set(weights) == set(model.state_dict())) == (comm.rank == 0)",
     "checkpoint-3": "assert weight.shape == (64, 16)",
     "collectives-3": "assert round(ring.seconds(64 << 20), 4) == 0.0192",
+    "frameworks-1": "assert transformers.GPT2LMHeadModel.from_pretrained('trained').config.n_embd == 64",
+    "frameworks-2": "assert trainer.state.global_step == 2",
+    "frameworks-3": "trainer.args.max_steps = 5\ntrainer.train(resume_from_checkpoint=True)\n"
+    + "assert [entry['step'] for entry in trainer.state.log_history][-1] == 5",
+    "frameworks-4": "assert loss < 1.6",
+    "frameworks-6": "assert trainer.global_step == 2 * 512 // 64",
     "zero-1": "assert norm > 1 and whole.shape == (4, 8) and 0 < largest['head.bias'] <= 1",
     "zero-5": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
     "training-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",

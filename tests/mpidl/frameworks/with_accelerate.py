@@ -49,10 +49,10 @@ class Loop:
             losses.append(loss.item())
         return Run(losses, norms, weights_of(self.model, self.optimizer))
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
+    def whole(self, writable: bool) -> contextlib.AbstractContextManager[None]:
         """Inside, accelerate's save_state and load_state see whole weights."""
         is_zero = isinstance(self.optimizer, mpidl.ZeroOptimizer)
-        return self.optimizer.gathered() if is_zero else contextlib.nullcontext()
+        return self.optimizer.gathered(writable=writable) if is_zero else contextlib.nullcontext()
 
 
 def resume(rank: int, way: str, folder: Path, whole: Run, by_mpidl: bool) -> None:
@@ -65,9 +65,9 @@ def resume(rank: int, way: str, folder: Path, whole: Run, by_mpidl: bool) -> Non
         mpidl.checkpoint.save(folder, first.model, zero, step=half)
         mpidl.checkpoint.load(folder, second.model, second.optimizer)
     else:
-        with first.whole():
+        with first.whole(writable=False):
             first.accelerator.save_state(str(folder / f"rank{rank}"))
-        with second.whole():
+        with second.whole(writable=True):
             second.accelerator.load_state(str(folder / f"rank{rank}"))
     rest = second.run(rank, range(half, STEPS))
     assert rest.losses == whole.losses[half:], (way, by_mpidl, rest.losses, whole.losses)

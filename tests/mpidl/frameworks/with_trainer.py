@@ -50,7 +50,6 @@ def settings(folder: Path, **given: Any) -> transformers.TrainingArguments:
     """Arguments of a run that trains on the rank's sequences in their order."""
     return transformers.TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=SEQUENCES,
         num_train_epochs=1,
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
@@ -58,7 +57,7 @@ def settings(folder: Path, **given: Any) -> transformers.TrainingArguments:
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
-        **{"save_strategy": "no", **given},
+        **{"save_strategy": "no", "per_device_train_batch_size": SEQUENCES, **given},
     )
 
 
@@ -76,12 +75,13 @@ def run_of(trainer: transformers.Trainer, model: Any, optimizer: Any) -> Run:
     return Run(losses, norms, weights_of(model, optimizer))
 
 
-def train(comm: Communicator, folder: Path, way: str) -> tuple[Run, Any, Any]:
-    """The plain Trainer, to which the engine's model and optimizer are given."""
+def train(comm: Communicator, folder: Path, way: str, micro: int = 1) -> tuple[Run, Any, Any]:
+    """The plain Trainer, to which the engine's model and optimizer are given. micro: micro-batches of a step."""
     model, optimizer = wrapped("ddp" if way.startswith("ddp") else way)
     given = model.module if way == "ddp-inside" else model
+    args = settings(folder, per_device_train_batch_size=SEQUENCES // micro, gradient_accumulation_steps=micro)
     trainer = transformers.Trainer(
-        model=given, args=settings(folder), train_dataset=dataset(comm.rank), optimizers=(optimizer, None)
+        model=given, args=args, train_dataset=dataset(comm.rank), optimizers=(optimizer, None)
     )
     if way == "ddp-inside":
         trainer.model_wrapped = model
@@ -132,6 +132,8 @@ def main(folder: Path) -> None:
             again = transformers.GPT2LMHeadModel.from_pretrained(folder / way)
             assert all(torch.equal(p, found.weights[name]) for name, p in again.named_parameters())
             assert again.config.n_embd == made().config.n_embd
+    for way in ("zero2", "zero3", "ddp"):
+        check(comm, f"{way}, micro-batches", train(comm, own / f"{way}-micro", way, micro=2)[0], expected)
     for way in ("zero3", "zero3-gathered", "ddp"):
         resume(comm, own / f"{way}-saved", way)
     resize(comm.rank)
