@@ -384,7 +384,7 @@ def _phases(parameters: ParameterStrategy, gradients: GradientShards, grads: Gra
         reached=(*parameters.on_gradient, queue.arrive),
         filled=(parameters.end_backward,),
         reduced=(queue.launch_rest, queue.finish, parameters.drain),
-        finished=(queue.end, grads.show),
+        finished=(queue.end, grads.show_gradients),
         abandoned=(parameters.end_backward, queue.reset, gradients.abandon_pass),
         communicates=lambda: queue.synchronise,
     )

@@ -1,10 +1,10 @@
-"""A unit that is whole at times: a rank's shards of it, and the place where its node keeps it whole.
+"""A unit of stage 3 over several nodes: a rank's shards of it, and the place where its node keeps it whole.
 
-shard    this rank's part of each flat run of parameters; what the optimizer steps on, always there
-whole    the flat run, at its place in memory that the node's ranks share; pages come by `gather` and go by
-         `discard`, the addresses stay, so that what autograd has saved of it is right once it is gathered anew
-views    of `whole`, of the parameters' shapes: the parameters' data while the unit is held
-filler   one NaN of the parameters' shapes: their data while it is not
+shard         this rank's part of each flat group of parameters; the optimizer steps on it; always in memory
+whole         the flat group, at its place in memory that the node's ranks share; `gather` brings its pages, `discard`
+              gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew
+views         of `whole`, of the parameters' shapes: the parameters' data while the unit is held
+placeholders  one NaN each, expanded to the parameter's shape: the parameters' data while the unit is released
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collectives.devices import DevicePages, Pages
 
 from .construction.target import placeholder
 from .private_copy import PrivateCopy
-from .released import Touched, release, restore
+from .released import BeforeRead, release, restore
 from .shards import ParameterShard
 from .units import FlatGroup, UnitLayout
 
@@ -40,7 +40,7 @@ class FlatParameters:
             part = p.detach().reshape(-1)[piece.start : piece.stop]
             values[piece.offset : piece.offset + part.numel()] = part
         self.shard = ParameterShard(self._parameters, self.layout, values, group.trains)
-        self._fillers = [placeholder(shape, self._dtype, device) for shape in self._shapes]
+        self._placeholders = [placeholder(shape, self._dtype, device) for shape in self._shapes]
         self._private = PrivateCopy(self.shard, comm.rank)
 
     @property
@@ -60,7 +60,7 @@ class FlatParameters:
         return start <= address < start + self.nbytes
 
     @staticmethod
-    def room(group: FlatGroup) -> int:
+    def page_bytes(group: FlatGroup) -> int:
         """Bytes of the whole pages that a group takes."""
         return -(-group.nbytes // Pages.SIZE) * Pages.SIZE
 
@@ -78,10 +78,10 @@ class FlatParameters:
         """The parameters are what was gathered. watched: whoever uses them is noticed on."""
         self._point_to(self.layout.views(self.whole, self._shapes), watched)
 
-    def release(self, touched: Touched) -> None:
+    def release(self, before_read: BeforeRead) -> None:
         """Makes the parameters placeholders, which are not to be used."""
-        for p, filler in zip(self._parameters, self._fillers, strict=True):
-            release(p, filler, touched)
+        for p, empty in zip(self._parameters, self._placeholders, strict=True):
+            release(p, empty, before_read)
 
     def copy(self) -> None:
         """The parameters are a copy of this rank's own, of what was gathered, for one block more."""
@@ -141,7 +141,7 @@ class GatheredUnit:
         self.flats: list[FlatParameters] = []
         for group in layout.groups:
             self.flats.append(FlatParameters(group, comm, pages, start))
-            start += FlatParameters.room(group)
+            start += FlatParameters.page_bytes(group)
         self.gathered_bytes = sum(flat.nbytes for flat in self.flats)
         self.trained = sum(len(flat.shard.parameters) for flat in self.flats if flat.shard.trains)
         self.frozen = any(not flat.shard.trains for flat in self.flats)
@@ -151,9 +151,9 @@ class GatheredUnit:
         self.open_calls: dict[int, int] = {}
 
     @staticmethod
-    def room(layout: UnitLayout) -> int:
+    def page_bytes(layout: UnitLayout) -> int:
         """Bytes of the whole pages that a unit takes."""
-        return sum(map(FlatParameters.room, layout.groups))
+        return sum(map(FlatParameters.page_bytes, layout.groups))
 
     @property
     def is_held(self) -> bool:
@@ -202,13 +202,13 @@ class GatheredUnit:
         if self.is_held:
             self.state = UnitState.HELD
 
-    def release(self, touched: Touched) -> None:
+    def release(self, before_read: BeforeRead) -> None:
         """Makes the parameters placeholders, until the unit is held again."""
         self.state = UnitState.RELEASED
         self.arrived.clear()
         self.open_calls.clear()
         for flat in self.flats:
-            flat.release(touched)
+            flat.release(before_read)
 
     def copy(self) -> None:
         """Makes the parameters views of a copy of this rank's own, for one block more."""

@@ -33,8 +33,8 @@ from .shards import GradientShards
 class GradAttributes:
     """Puts ShardedGradients into `.grad`, and takes in what the program does to them.
 
-    comm: the ranks over which `gradients` are cut. names: of the parameters. settle: returns when no rank needs another
-    one for a pass that is over; collective.
+    comm: the ranks over which `gradients` are cut. names: of the parameters. release: returns when no rank
+    needs another one for a pass that is over; collective.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class GradAttributes:
         comm: Communicator,
         watch: BackwardWatch,
         names: Mapping[torch.nn.Parameter, str],
-        settle: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
         self._gradients, self._comm, self._watch = gradients, comm, watch
-        self._names, self._settle = names, settle
+        self._names, self._release = names, release
         self._made: dict[torch.nn.Parameter, ShardedGradient] = {}
         self._shown: dict[torch.nn.Parameter, bool] = {}  # whether all ranks show it, or its passes were under no_sync
         self._norms: dict[float, dict[GradientPlace, float]] = {}
@@ -60,7 +60,7 @@ class GradAttributes:
         self.update()
         self._pass_is_open = True
 
-    def show(self) -> None:
+    def show_gradients(self) -> None:
         """Gives every parameter that has a gradient its `.grad`."""
         self._pass_is_open = False
         self._norms.clear()
@@ -187,7 +187,7 @@ class GradAttributes:
         return self._norms[order][place]
 
     def _all_norms(self, order: float) -> dict[GradientPlace, float]:
-        self._settle()
+        self._release()
         places = [place for _, place in self._reached()]
         norms = local_norms([self._part(place) for place in places], order)
         code = _code(f"norms of order {order} of {len(places)} gradients")
@@ -211,7 +211,7 @@ class GradAttributes:
 
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
-        self._settle()
+        self._release()
         code = _code(f"{asked} of {place.name}")
         found = torch.empty(self._comm.size, 2, dtype=torch.float64)
         self._comm.all_gather(found, torch.tensor([value, code], dtype=torch.float64))

@@ -84,7 +84,7 @@ class OwnedState:
         with torch.no_grad():
             for p, part in self._slices.items():
                 if p not in unseen:
-                    part.show()
+                    part.publish_values()
                     self.forget()
             if self._offloaded is not None:
                 self._offloaded.hold_back(self._offloaded_slice(p) for p in self._slices if p in unseen)
@@ -165,5 +165,5 @@ class OwnedState:
                 wide = any(dtypes.get(p) == torch.float32 for p in shard.parameters)
                 gradient = self._gradients.restore(number, reached, wide)
                 found.update({p: self._slices[p].of(gradient) for p in shard.parameters if p in dtypes})
-        self._grads.show()
+        self._grads.show_gradients()
         return found

@@ -31,7 +31,7 @@ def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> 
     for p in parts.model.parameters():
         p.grad = None
     if not set_to_none:
-        parts.grads.show()
+        parts.grads.show_gradients()
 
 
 def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:

@@ -1,9 +1,9 @@
-"""Parameters that are not whole notice when somebody touches them.
+"""Parameters without memory, which are gathered before an operator reads them (`touch`).
 
-So a weight that is used outside its module's forward pass is gathered then, and what would only read or change a part
-of it, on one rank maybe, is refused by name. It stays watched while it is held for such a use, as every result must see
-to it that the weight is whole again for its backward pass. Parameters that are whole for their module are what they
-were.
+So a weight that is used outside its module's forward pass is gathered then. What would read or change it where the
+other ranks may not come to gather it is refused by name. It stays watched while it is held for such a use, as the
+weight must be whole again in each result's backward pass. Parameters that are whole for their module are of their own
+class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from .touch import ABOUT, Touched, Watched, unwatch, watch
+from .touch import ABOUT, BeforeRead, Watched, unwatch, watch
 
 
 class _Released(Watched):
@@ -20,18 +20,18 @@ class _Released(Watched):
     about |= {"__reduce_ex__", "__deepcopy__"}
 
 
-def release(parameter: torch.nn.Parameter, filler: torch.Tensor, touched: Touched) -> None:
-    """Gives its memory up: from now on it reads as `filler`, of its shape.
+def release(parameter: torch.nn.Parameter, placeholder: torch.Tensor, before_read: BeforeRead) -> None:
+    """Puts `placeholder`, of the parameter's shape, in place of its memory, and watches it.
 
-    touched: a method that makes it whole, or raises, and returns what makes it whole once more for the backward pass.
-        Its object is not kept alive.
+    before_read: a method that makes the parameter whole, or raises, and returns a function that makes it whole again
+        for the backward pass. Its object is not kept alive.
     """
-    parameter.data = filler
-    watch(parameter, weakref.WeakMethod(touched), _Released)
+    parameter.data = placeholder
+    watch(parameter, weakref.WeakMethod(before_read), _Released)
 
 
 def restore(parameter: torch.nn.Parameter, values: torch.Tensor, watched: bool = False) -> None:
-    """Gives it values and, unless its uses are watched on, makes it what it was."""
+    """Gives a parameter its values. watched: whether operators on it go on to call back."""
     if not watched:
         unwatch(parameter)
     parameter.data = values

@@ -1,12 +1,15 @@
-"""Stages 1 and 2: every rank holds all parameters; each updates its shard, and an all-gather spreads it.
+"""Stages 1 and 2: every rank holds all parameters; each updates its shard, and an all-gather sends it to all.
 
     step         | update own shards |
     gathers                          | bucket 0 | bucket 1 | bucket 2 |      in the order of the next forward pass
     next forward                     |          | block 0  | block 1  | ...
 
-The step does not wait for the gathers. A parameter whose bucket is on its way notices whoever is about to use it
-(`touch`), who waits; so it needs no hook of a module, and no use is too early. Inside compiled code nobody would
-notice: models with compiled parts wait in the step.
+The step does not wait for the gathers. An operator that reads a parameter waits for the parameter's bucket first
+(`touch`); so no module needs a hook, and no use comes too early. Compiled code calls nothing back: models with compiled
+parts wait in the step.
+
+The gathers run on a Communicator that serves nothing else, one after the other, in the order in which every rank starts
+them in its step. A wait needs nothing of the other ranks but that they have made the same step.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ class ReplicatedParameters(ParameterStrategy):
     keeps_equal_writes: ClassVar = True
 
     def __init__(self, model: torch.nn.Module, comm: Communicator, place: Place, bucket_bytes: float) -> None:
-        lane = lanes.take(comm)  # beside what the next forward pass communicates
-        weakref.finalize(self, lane.give_back).atexit = False
-        self._model, self._comm, self._place = model, lane.comm, place
-        self._coming: list[_OnTheWay] = []
+        pooled = lanes.take(comm)  # as the next forward pass may communicate meanwhile
+        weakref.finalize(self, pooled.give_back).atexit = False
+        self._model, self._comm, self._place = model, pooled.comm, place
+        self._in_flight: list[_GatherInFlight] = []
         self._handle = model.register_forward_pre_hook(_before_forward, prepend=True)
         self._traffic = Traffic()
         self._bucket_bytes = bucket_bytes
@@ -85,16 +88,16 @@ class ReplicatedParameters(ParameterStrategy):
 
     def wait_for_gathers(self) -> None:
         """Returns when all parameters have arrived. Local."""
-        for coming in self._coming:
-            coming.arrive()
-        self._coming.clear()
+        for gather in self._in_flight:
+            gather.wait()
+        self._in_flight.clear()
 
     def publish(self) -> None:
         """Starts an all-gather of each bucket, in place, in the order of the next forward pass. Collective."""
         for flat, shard in zip(reversed(self._whole), reversed(self.shards), strict=True):
             work = self._comm.all_gather(flat, shard.values, async_op=True)
             assert work is not None
-            self._coming.append(_OnTheWay(work, shard.parameters, self._place))
+            self._in_flight.append(_GatherInFlight(work, shard.parameters, self._place))
             self._traffic.gathers += 1
             self._traffic.gathered_bytes += flat.nbytes
         if any(_is_compiled(module) for module in self._model.modules()):
@@ -115,34 +118,34 @@ class ReplicatedParameters(ParameterStrategy):
         return {"parameters": list(self._whole)}
 
 
-class _OnTheWay:
-    """A bucket that is being gathered; its parameters keep it until then, also when there is no engine any more."""
+class _GatherInFlight:
+    """The all-gather of a bucket. Its parameters keep it until it is complete, also without the engine."""
 
     def __init__(self, work: Work, parameters: Sequence[torch.nn.Parameter], place: Place) -> None:
         self._work, self._parameters = work, parameters
         self._place, self._stream = place, place.stream()  # on which the step was, and most uses will be
         for p in parameters:
-            watch(p, lambda: self._touched)
+            watch(p, lambda: self._before_read)
 
-    def arrive(self) -> None:
-        """Returns when it is there."""
+    def wait(self) -> None:
+        """Returns when the bucket has arrived, and no operator need wait for it any more."""
         self._work.wait()
         self._place.lead(self._stream)
         for p in self._parameters:
             unwatch(p)
 
-    def _touched(self, *_: Any) -> None:
-        self.arrive()
+    def _before_read(self, *_: Any) -> None:
+        self.wait()
 
 
 def _before_forward(model: torch.nn.Module, _: Any) -> None:
     """Waits for all where code is compiled, and in evaluation, where some modules choose kernels by their weights."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        _touch(model)
+        _wait_for_parameters(model)
 
 
 @uncompiled
-def _touch(model: torch.nn.Module) -> None:
+def _wait_for_parameters(model: torch.nn.Module) -> None:
     for p in model.parameters():
         if isinstance(p, Watched):
             p.detach()

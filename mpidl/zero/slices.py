@@ -1,4 +1,4 @@
-"""What a rank's shard holds of one parameter, and the fp32 master of it: what the inner optimizer steps on."""
+"""A slice: the part of one parameter in a rank's shard, or its fp32 master, on which the inner optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from .shards import ParameterShard
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Stands for a state of a parameter's shape, of which every rank has the part that its slice has of that."""
+class ShardedStateSpec:
+    """Stands, in an outline of an optimizer's state, for a tensor of the parameter's shape that is cut like it."""
 
     dtype: torch.dtype
 
 
 class Slice:
-    """What this rank's shard holds of one parameter. values: the tensor on which the inner optimizer steps."""
+    """The part of one parameter that this rank's shard holds.
+
+    shard: of the group that the parameter is in. number: of the shard, among those that train.
+    piece: the part, and its place in the shard.
+    values: the tensor on which the inner optimizer steps. is_master: whether it is an fp32 copy of 16-bit parameters.
+    """
 
     def __init__(self, shard: ParameterShard, number: int, piece: Piece) -> None:
         self.shard, self.number, self.piece = shard, number, piece
@@ -33,7 +38,7 @@ class Slice:
         return flat[self.piece.offset : self.piece.offset + self.piece.stop - self.piece.start]
 
     def counts(self, parameter: torch.nn.Parameter, ranks: int) -> list[int]:
-        """How many elements of the parameter, of which this is a slice, each rank's shard holds."""
+        """Elements of the parameter in each rank's shard, by rank."""
         index = next(i for i, p in enumerate(self.shard.parameters) if p is parameter)
         pieces = [self.shard.layout.piece(index, rank) for rank in range(ranks)]
         return [piece.stop - piece.start for piece in pieces]
@@ -56,12 +61,12 @@ class Slice:
             own.copy_(self.values.detach())
             self.values.data = own
 
-    def show(self) -> None:
-        """Makes the values, that somebody else than a step has written, the parameters'."""
+    def publish_values(self) -> None:
+        """Writes values that were set otherwise than by a step into the parameters' shard."""
         self.write_back()
 
-    def read_back(self) -> None:
-        """Takes what somebody has changed in the parameters' shard; elsewhere a master is finer and stays."""
+    def update_master_from_param(self) -> None:
+        """Updates the master where the parameters' shard was changed; elsewhere it is finer and stays."""
         if self.is_master:
             own, master = self.of(self.shard.values), self.values.detach()
             master.copy_(torch.where(own == master.to(own.dtype), master, own.float()))

@@ -20,7 +20,7 @@ from ..objects import broadcast_object
 from ..optim.elementwise import alike, elementwise, is_slice
 from ..replicate import broadcast_states
 from .groups import ShardGroup
-from .slices import Cut, Slice
+from .slices import ShardedStateSpec, Slice
 from .strategy import ParameterStrategy
 from .whole_steps import WholeSteps
 
@@ -235,7 +235,7 @@ def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]],
         return bool(value.dim()) and value.shape == numbered[number].shape if by_itself else key in named
 
     entries = {
-        number: {key: Cut(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}
+        number: {key: ShardedStateSpec(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}
         for number, entry in state.items()
     }
     return {"param_groups": state_dict["param_groups"], "state": entries}
@@ -246,7 +246,7 @@ def _beside(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 
 
 def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
-    if not isinstance(told, Cut):
+    if not isinstance(told, ShardedStateSpec):
         # As torch does: but for numbers, it goes where the parameter is.
         move = partial(_beside, where=part.values.device)
         return alike(tree_map_only(torch.Tensor, move, told))

@@ -1,7 +1,7 @@
-"""Parameters that notice when somebody touches them, before torch computes with them.
+"""A tensor subclass that calls back before an operator reads a parameter, to wait for it or to gather it.
 
-A watched parameter is of a class of its own, made of the one that it had, which torch asks first. Unwatched it is what
-it was, and costs nothing.
+`watch` gives a parameter a class of its own, made of the class that it had, whose `__torch_function__` torch calls in
+place of an operator. `unwatch` gives it its class back; a parameter that is not watched costs nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_flatten
 
-Again = Callable[[], None]
-Touched = Callable[[torch.nn.Parameter, str], Again | None]
+Repeat = Callable[[], None]
+BeforeRead = Callable[[torch.nn.Parameter, str], Repeat | None]
 
-_TOUCHED = "_mpidl_touched"  # a parameter's attribute
+_BEFORE_READ = "_mpidl_before_read"  # a parameter's attribute
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # attributes that are, or lead to, its values
 ABOUT = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"}
@@ -28,7 +28,10 @@ _CONVERSIONS = frozenset({"to", "cpu", "cuda", "double", "float", "half", "bfloa
 
 
 class Watched:
-    """Stands before the parameter's own class in the order of methods. about: functions that need no values."""
+    """The base of a watched parameter's class, before its own class in the order of methods.
+
+    about: names of the functions that need no values, and call nothing back.
+    """
 
     about: ClassVar[frozenset[str]] = ABOUT
 
@@ -42,42 +45,46 @@ class Watched:
             computes = name in _VALUES and function.__name__ == "__get__"
         else:
             computes = name not in cls.about and not _converts_nothing(name, function, args, kwargs)
-        again: list[Again] = []
+        repeats: list[Repeat] = []
         for parameter in _watched_in(args, kwargs) if computes else ():
-            where = getattr(parameter, _TOUCHED)  # None: another thread has just unwatched it
-            touched = where() if where is not None else None
-            once_more = touched(parameter, name) if touched is not None else None
-            if once_more is not None:
-                again.append(once_more)
+            where = getattr(parameter, _BEFORE_READ)  # None: another thread has just unwatched it
+            before_read = where() if where is not None else None
+            repeat = before_read(parameter, name) if before_read is not None else None
+            if repeat is not None:
+                repeats.append(repeat)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        for tensor in tree_flatten(result)[0] if again else ():
+        for tensor in tree_flatten(result)[0] if repeats else ():
             if torch.is_tensor(tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(_calls(again))
+                tensor.register_hook(_calls(repeats))
         return result
 
 
-def watch(parameter: torch.nn.Parameter, touched: Callable[[], Touched | None], kind: type[Watched] = Watched) -> None:
-    """From now on a function that computes with the parameter calls touched()(parameter, name of the function) before.
+def watch(
+    parameter: torch.nn.Parameter, before_read: Callable[[], BeforeRead | None], kind: type[Watched] = Watched
+) -> None:
+    """Lets `before_read()(parameter, name of the operator)` be called before an operator computes with the parameter.
 
-    That may unwatch the parameter, raise, or return what is to be called once more before the result's backward pass.
-    touched: a reference to it, as weakref has them; None: to nothing any more.
+    That may unwatch the parameter, raise, or return a function to be called again before the result's backward pass.
+
+    before_read: a reference to the function, as weakref has them; it gives None when that is gone.
+    kind: the base of the class that the parameter gets.
     """
     if not isinstance(parameter, Watched):
         parameter.__class__ = _of(kind, type(parameter))  # type: ignore[arg-type]
-    setattr(parameter, _TOUCHED, touched)
+    setattr(parameter, _BEFORE_READ, before_read)
 
 
 def unwatch(parameter: torch.nn.Parameter) -> None:
-    """Makes it what it was."""
+    """Gives a parameter its own class back."""
     if isinstance(parameter, Watched):
         parameter.__class__ = type(parameter).__bases__[1]
-        setattr(parameter, _TOUCHED, None)
+        setattr(parameter, _BEFORE_READ, None)
 
 
-def _calls(again: list[Again]) -> Callable[[torch.Tensor], None]:
+def _calls(repeats: list[Repeat]) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
-        for call in again:
+        for call in repeats:
             call()
 
     return hook

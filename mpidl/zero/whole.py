@@ -85,7 +85,7 @@ class WholeParameters:
                         problem = self._agree(changes)
             finally:  # also when an exception ends it, as the parameters keep what was changed until then
                 for part in self._slices.values():
-                    part.read_back()
+                    part.update_master_from_param()
         _refuse(problem)
 
     def _agree(self, changes: _Changes) -> str | None:

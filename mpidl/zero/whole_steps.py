@@ -29,7 +29,7 @@ from ..optim.elementwise import alike, is_slice
 from .construction.target import placeholder
 from .groups import ShardGroup
 from .optimizer_class import frozen
-from .slices import Cut, Slice
+from .slices import ShardedStateSpec, Slice
 
 _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
@@ -241,7 +241,7 @@ class WholeSteps:
             own = held[number][1] if number in held else {}
             for key, told in known.get(number, {}).items():
                 entry = self.state.setdefault(values, {})
-                if isinstance(told, Cut):
+                if isinstance(told, ShardedStateSpec):
                     entry[key] = self._scatter(each, own.get(key), told.dtype)
                 else:
                     move = partial(torch.Tensor.to, device=values.device if told.beside else "cpu")
@@ -292,12 +292,12 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and (first == second) is True)
 
 
-def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, Cut | _Alike]:
+def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, ShardedStateSpec | _Alike]:
     """What every rank is told of a parameter's state."""
-    outline: dict[str, Cut | _Alike] = {}
+    outline: dict[str, ShardedStateSpec | _Alike] = {}
     for key, value in entry.items():
         if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
-            outline[key] = Cut(value.dtype)
+            outline[key] = ShardedStateSpec(value.dtype)
         else:
             leaves = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
             beside = any(leaf.device == each.whole.device for leaf in leaves)

@@ -63,7 +63,7 @@ def trained(comm, adapted: bool = False, steps: int = STEPS, **settings: Any):
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks run alike, so that none has to help another out before its turn, however busy the machine is."""
-    monkeypatch.setattr("mpidl.zero.sharded._PATIENCE", 60.0)
+    monkeypatch.setattr("mpidl.zero.sharded._FIRST_POLL_S", 60.0)
 
 
 def padded(sizes: Sequence[int], ranks: int) -> int:

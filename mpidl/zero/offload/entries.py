@@ -15,11 +15,11 @@ from .swap import SwapFile
 class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
     """From `OffloadedSlice.values` to its state. Tensors of the file are read when they are used.
 
-    settle: called first, so that no thread changes what is looked at.
+    wait_for_update: called first, so that no thread changes what is looked at.
     """
 
-    def __init__(self, file: SwapFile | None, settle: Callable[[], None]) -> None:
-        self._file, self._settle = file, settle
+    def __init__(self, file: SwapFile | None, wait_for_update: Callable[[], None]) -> None:
+        self._file, self._wait_for_update = file, wait_for_update
         self._of: dict[torch.Tensor, tuple[OffloadedSlice, list[tuple[SubGroup, Chunk]]]] = {}
 
     def add(self, group: SubGroup) -> None:
@@ -28,7 +28,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
             self._of.setdefault(chunk.part.values, (chunk.part, []))[1].append((group, chunk))
 
     def __getitem__(self, values: torch.Tensor) -> dict[str, Any]:
-        self._settle()
+        self._wait_for_update()
         part, homes = self._of[values]
         group, first = homes[0]
         entry = group.inner.state.get(first.parameter, {})
@@ -49,7 +49,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
         return self._file.tensor(self._of[values][0], name, dtype)
 
     def __setitem__(self, values: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        self._settle()
+        self._wait_for_update()
         for group, chunk in self._of[values][1]:
             own = {}
             for name, value in entry.items():

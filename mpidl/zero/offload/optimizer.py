@@ -84,7 +84,7 @@ class OffloadedOptimizer:
         self._slices: dict[torch.Tensor, OffloadedSlice] = {}
         self._groups: list[SubGroup] = []
         self.param_groups: list[dict[str, Any]] = []
-        self.state = Entries(self._file, self._settle)
+        self.state = Entries(self._file, self._wait_for_update)
 
     # ---- what there is to step on -----------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class OffloadedOptimizer:
         if self._file is not None:
             self._file.forget()
 
-    def _settle(self) -> None:
+    def _wait_for_update(self) -> None:
         """Waits until no thread changes the state."""
         if self._under_way is not None:
             wait([self._under_way])
@@ -286,7 +286,7 @@ class OffloadedOptimizer:
         return total
 
     def _in_memory(self) -> Iterator[tuple[OffloadedSlice, torch.Tensor]]:
-        self._settle()
+        self._wait_for_update()
         for part in self._slices.values():
             if part.staged is not None:
                 yield part, part.staged

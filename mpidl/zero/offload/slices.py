@@ -129,18 +129,18 @@ class OffloadedSlice(Slice):
         return Gradient(self._inbox, self._down.start(self._inbox, given))
 
     @torch.no_grad()
-    def show(self) -> None:
-        """Makes the values, that somebody else than a step has written, the parameters'."""
+    def publish_values(self) -> None:
+        """Writes values that were set otherwise than by a step into the parameters' shard."""
         if self.is_master:
             self.of(self.shard.values).copy_(self.values)
 
     @torch.no_grad()
     def hold_back(self) -> None:
-        """Has the values, that somebody else than a step has written, wait for `publish`."""
+        """Lets values that were set otherwise than by a step wait for `publish`."""
         if self.staged is not None:
             self.staged.copy_(self.values)
 
-    def read_back(self) -> None:
+    def update_master_from_param(self) -> None:
         """As of a Slice; touches only what has changed, since masters may have to be written to a disk."""
         if self.is_master:
             own, master = self.of(self.shard.values).cpu(), self.values.detach()
