@@ -8,11 +8,11 @@ optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
 from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
-from . import activations, checkpoint, data, memory, mesh, optim
+from . import activations, checkpoint, comm_hooks, data, memory, mesh, optim
 from .agreement import agree_or_exit
 from .amp import GradScaler
 from .clip import clip_grad_norm_, clip_grad_value_
-from .ddp import DistributedDataParallel, comm_hooks
+from .ddp import DistributedDataParallel
 from .errors import (
     CheckpointError,
     CheckpointMismatch,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 
 from collectives import Communicator
 
-from ..errors import ConfigurationError, ConfigurationTypeError
+from ..errors import ConfigurationError
 from ..trained_by import refuse_trained
-from .comm_hooks import GradBucket
 
 BUCKET_CAP_MB = 25.0
 
@@ -94,33 +92,3 @@ def devices(
     device = wanted.pop()
     own = device if device.index is None else device.index
     return [own], own
-
-
-def hook(given: Any) -> None:
-    """A communication hook, called as `hook(state, bucket)`: something to call, with annotations that fit."""
-    if not callable(given):
-        raise ConfigurationTypeError(f"register_comm_hook: got {given!r} as the hook; needs a callable")
-    try:
-        parameters = list(inspect.signature(given).parameters.values())
-        annotations = get_type_hints(given if inspect.isroutine(given) else type(given).__call__)
-    except (TypeError, ValueError, NameError, AttributeError):  # nothing is known of it
-        return
-    names = [p.name for p in parameters]
-    bucket: Any = annotations.get("bucket" if "bucket" in names else "".join(names[1:2]))
-    if _is_class(bucket) and not issubclass(GradBucket, bucket) and bucket.__name__ != GradBucket.__name__:
-        raise ConfigurationError(
-            f"register_comm_hook: the hook's bucket is annotated as {bucket.__name__}; needs "
-            "mpidl.comm_hooks.GradBucket"
-        )
-    returned: Any = annotations.get("return")
-    returned = get_origin(returned) or returned
-    if _is_class(returned) and not hasattr(returned, "wait"):
-        raise ConfigurationError(
-            f"register_comm_hook: the hook is annotated to return {returned.__name__}; needs a handle with wait(), as "
-            "collectives.Work"
-        )
-
-
-def _is_class(annotation: Any) -> bool:
-    """Whether an annotation says of which class a value is."""
-    return isinstance(annotation, type) and annotation not in (Any, object)

@@ -30,10 +30,10 @@ from collectives.devices import Place
 
 from ..backward import inside_backward
 from ..buckets import GradientBucket
+from ..comm_hooks import Handle
 from ..errors import TrainingError
 from ..foreign_steps import ForeignSteps
 from ..partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
-from .comm_hooks import Handle
 from .used_gradient import UsedGradient
 
 

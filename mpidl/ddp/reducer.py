@@ -25,6 +25,7 @@ from collectives import Communicator, PartitionedAllReduce
 from collectives.devices import Place
 from collectives.diagnostics import listing
 
+from .. import comm_hooks
 from ..agreement import raise_everywhere
 from ..backward import BackwardWatch, PassPhases, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
 from ..bucket_queue import BucketQueue
@@ -36,7 +37,6 @@ from ..joining import Rounds, Stage
 from ..objects import broadcast_object
 from ..partial_steps import STEP_NOT_CALLED
 from ..replicate import broadcast_states
-from . import comm_hooks
 from .arena import Arena
 from .backward_steps import BackwardSteps
 from .contents import Contents
@@ -440,19 +440,14 @@ class Reducer:
         state, hook = self.hook or (self._group, comm_hooks.allreduce)
         last = number == self._dense - 1
         seen = comm_hooks.GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)
-        handle = hook(state, seen)
-        if not hasattr(handle, "wait"):
-            raise TrainingError(f"the communication hook returned {handle!r}; needs a handle with wait()")
-        return handle
+        return comm_hooks.begin((state, hook), seen)
 
     def _complete(self, bucket: GradientBucket, handle: comm_hooks.Handle) -> None:
         """Waits until the bucket holds the mean."""
         assert bucket.flat is not None
-        values = handle.wait()
-        if values is not None:
-            values = values[0] if isinstance(values, list) else values
-            if values.data_ptr() != bucket.flat.data_ptr():
-                bucket.flat.copy_(values.view(-1))
+        values = comm_hooks.result_of(handle)
+        if values is not None and values.data_ptr() != bucket.flat.data_ptr():
+            bucket.flat.copy_(values)
         if self.share != 1.0:
             bucket.flat.mul_(self.share)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from collectives import Communicator
 from collectives.diagnostics import label
 
-from .. import lanes
+from .. import comm_hooks, lanes
 from ..agreement import check_everywhere
 from ..backward import BackwardWatch, inside_backward
 from ..buckets import MIB
@@ -36,7 +36,7 @@ from ..mesh.placement import refuse_experts
 from ..place import place_of
 from ..replicate import broadcast_states
 from ..sync_batch_norm import SyncBatchNorm
-from . import arguments, comm_hooks, steppable
+from . import arguments, steppable
 from .first_pass import FirstPass
 from .joining import WrapperJoinHook
 from .reducer import Reducer
@@ -305,7 +305,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         To be registered once, before the first backward pass, alike on all ranks. Sparse gradients pass it by.
         """
-        arguments.hook(hook)
+        comm_hooks.check(hook)
         if self._hook is not None:
             raise ConfigurationConflict("register_comm_hook: this DistributedDataParallel has a hook already")
         if self._reducer is not None and self._reducer.rebuilt:

@@ -22,7 +22,7 @@ import torch
 
 from collectives import Communicator
 
-from ..ddp.comm_hooks import GradBucket, Handle, allreduce, completed
+from ..comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
 from ..mesh.groups import data_group
 from .trust import integer, require

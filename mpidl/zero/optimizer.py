@@ -21,7 +21,9 @@ import torch
 
 from collectives import Communicator
 
-from ..errors import TrainingError
+from ..comm_hooks import Hook
+from ..comm_hooks import check as check_hook
+from ..errors import ConfigurationConflict, TrainingError
 from ..mesh import Mesh
 from ..nonfinite import NonfiniteWatch
 from ..optimizer_trial import without_parameters
@@ -191,6 +193,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         For GradScaler, which lets all ranks agree on it. Not collective.
         """
         return reduced_gradients.unscale(self._parts, inverse_scale)
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """From now on `hook(state, bucket)` communicates in place of the reduce-scatter; see `mpidl.comm_hooks`.
+
+        To be registered once, before the first backward pass, the same on all ranks. A hook that reduces the whole
+        bucket, as one for DistributedDataParallel, is right, too: this rank's shard of the result is taken. Over
+        several nodes, stage 3 needs handles that are a Work or come from `bucket.reduce`, if the ranks do not all run
+        the same modules.
+        """
+        check_hook(hook)
+        gradients = self._parts.gradients
+        if gradients.hook is not None:
+            raise ConfigurationConflict("register_comm_hook: this ZeroOptimizer has a hook already")
+        if gradients.counted["reductions"]:
+            raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
+        gradients.hook = state, hook
 
     def watch_nonfinite(self, on: bool = True) -> None:
         """From now on `find_nonfinite` also knows the rank. Costs one more reading of every gradient."""

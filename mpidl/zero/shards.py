@@ -38,6 +38,7 @@ from collectives.devices import HOST, Place
 from ..backward import BackwardWatch
 from ..bucket_queue import BucketQueue
 from ..buckets import GradientBucket, Layout, by_rank
+from ..comm_hooks import Cut, GradBucket, Handle, Hook, Then, begin, result_of
 from ..errors import TrainingError, listed
 from ..foreign_steps import ForeignSteps
 from ..partial_steps import NOT_REDUCED
@@ -68,6 +69,7 @@ class _Gradients:
     filled: per parameter, whether its place in bucket.flat holds a gradient of passes not yet reduced.
     reached: per parameter, whether any pass since zero_grad gave it a gradient.
     shard: the reduced part, of all passes since zero_grad. target: what the reduction in flight writes.
+    handle: of a communication hook, while its reduction is in flight.
     agreed_reached: `reached` of all ranks, once the work is complete, for a `Stepper`.
     used: per parameter, whether a `Stepper` has used up the last pass's gradient.
     """
@@ -80,6 +82,7 @@ class _Gradients:
     shard: torch.Tensor | None = None
     memory: torch.Tensor | None = None
     target: torch.Tensor | None = None
+    handle: Handle | None = None
     agreed_reached: tuple[np.ndarray, Work] | None = None
     used: list[bool] = field(default_factory=list)
 
@@ -144,6 +147,7 @@ class GradientShards:
         self._names = names
         self._keep_whole = keep_whole
         self.stepper: Stepper | None = None
+        self.hook: tuple[Any, Hook] | None = None  # what communicates in place of the reduce-scatter, and its state
         self._reduce_dtype = reduce_dtype
         self._wait = wait
         self._num_shared_buffers = num_shared_buffers
@@ -392,7 +396,10 @@ class GradientShards:
                 gradients.memory = torch.empty_like(own)
             own = gradients.memory
         gradients.target = own
-        bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
+        if self.hook is None:
+            bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
+        else:
+            gradients.handle = begin(self.hook, self._shown(gradients, bucket.flat))
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
         self._in_flight.append(gradients)
@@ -411,10 +418,13 @@ class GradientShards:
         """
         gradients = self._in_flight.popleft()
         bucket = gradients.bucket
-        assert bucket.work is not None
         assert bucket.flat is not None
-        self._wait(bucket.work)
-        bucket.work = None
+        if gradients.handle is not None:
+            self._take_result(gradients, gradients.handle, bucket.flat)
+        else:
+            assert bucket.work is not None
+            self._wait(bucket.work)
+        bucket.work = gradients.handle = None
         target, before, gradients.target = gradients.target, gradients.shard, None
         assert target is not None
         if before is None:
@@ -431,6 +441,34 @@ class GradientShards:
             self._step(self.stepper, gradients, steps)
         if not self._keep_whole:
             self._release_storage(bucket)
+
+    def _shown(self, gradients: _Gradients, flat: torch.Tensor) -> GradBucket:
+        """What a communication hook sees of a bucket."""
+        bucket, size = gradients.bucket, gradients.bucket.layout.shard_size
+
+        def reduce_scatter(values: torch.Tensor) -> Handle:
+            own = gradients.target if values is flat else bucket.layout.shard(values, self._comm.rank)
+            assert own is not None
+            return Then(self._over.reduce_scatter(own, values, self._algorithm), lambda: own)
+
+        cut = Cut(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
+        last = gradients.number == len(self.queue.buckets) - 1
+        return GradBucket(gradients.number, last, flat, bucket.views, bucket.parameters, {}, cut)
+
+    def _take_result(self, gradients: _Gradients, handle: Handle, flat: torch.Tensor) -> None:
+        """Waits for what a hook has started, and puts this rank's part of the mean where it is expected."""
+        found, target = result_of(handle, self._wait), gradients.target
+        assert target is not None
+        found = flat if found is None else found
+        if found.numel() not in (flat.numel(), target.numel()):
+            raise TrainingError(
+                f"the communication hook's result has {found.numel()} elements; needs the bucket's {flat.numel()}, or "
+                f"the {target.numel()} of this rank's shard"
+            )
+        if found.numel() == flat.numel():
+            found = gradients.bucket.layout.shard(found, self._comm.rank)
+        if found.data_ptr() != target.data_ptr():
+            target.copy_(found)
 
     def _step(self, stepper: Stepper, gradients: _Gradients, steps: bool) -> None:
         """Gives the reduced gradient to the stepper, and forgets it."""

@@ -81,7 +81,8 @@ model = mpidl.DistributedDataParallel(MyModel())
 micro_batches = [(torch.randn(2, 3, 8), torch.randint(4, (2, 3)), torch.ones(2, 3)) for _ in range(2)]
 masks, last = [mask for _, _, mask in micro_batches], 1
 """,
-    "ddp-3": BATCH,
+    "ddp-3": BATCH + "network = MyModel()\n",
+    "ddp-4": BATCH,
     "faults-1": TRAINED + TRAIN_ONE_STEP,
     "faults-2": ZERO + "loss = model(x).square().mean()\n",
     "faults-3": ZERO,
@@ -119,6 +120,7 @@ def my_part_of_each_batch(rank, size):
 }
 
 AFTER = {
+    "ddp-3": "network(x).sum().backward()\noptimizer.step()\n",
     "README-1": "assert mean < 0.2 and (set(weights) == set(model.state_dict())) == (comm.rank == 0)",
     "checkpoint-3": "assert weight.shape == (64, 16)",
     "collectives-3": "assert round(ring.seconds(64 << 20), 4) == 0.0192",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpidl
-from mpidl.ddp.comm_hooks import GradBucket
+from mpidl.comm_hooks import GradBucket
 from mpidl.errors import ConfigurationError
 from mpidl.optim import (
     PeriodicAverager,

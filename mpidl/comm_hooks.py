@@ -1,0 +1,222 @@
+"""Communication hooks: what may stand in for the reduction of a gradient bucket, in DDP and in every stage of ZeRO.
+
+    wrapped.register_comm_hook(None, mpidl.comm_hooks.bf16_compress)        of DistributedDataParallel
+    optimizer.register_comm_hook(None, mpidl.comm_hooks.bf16_compress)      of ZeroOptimizer
+
+    DDP       bucket [ a whole model's part ]  hook ->  the mean of all of it
+    ZeRO      bucket [ shard | shard | shard ] hook ->  the mean of this rank's shard, or of all of it
+
+A hook is called as `hook(state, bucket)`, on every rank for the same buckets in the same order, as soon as a bucket is
+filled. It starts the communication and returns a handle with `wait()`: what `wait()` returns is taken as the bucket's
+reduced gradient, None stands for what then lies in the bucket itself. A `collectives.Work` is such a handle, and
+`bucket.reduce(values)` starts the reduction that the engine needs, of values that a hook has made of the gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, get_origin, get_type_hints
+
+import torch
+
+from collectives import Communicator, Work
+
+from .buckets import by_rank
+from .errors import ConfigurationError, ConfigurationTypeError, TrainingError
+from .mesh.groups import data_group
+
+
+class Handle(Protocol):
+    """What a hook returns."""
+
+    def wait(self) -> Any:
+        """Blocks until the communication is complete; the reduced gradient, or None if it lies in the bucket."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ZeRO cuts a bucket. shard: this rank's elements. reduce_scatter(whole): starts the mean of that part."""
+
+    shard: slice
+    reduce_scatter: Callable[[torch.Tensor], Handle]
+
+
+class GradBucket:
+    """What a hook sees of a bucket: the gradients of some parameters of one dtype, side by side."""
+
+    def __init__(
+        self,
+        index: int,
+        last: bool,
+        flat: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        of: Sequence[Any],
+        lanes: Mapping[Communicator, Communicator] | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        self._index, self._last, self._flat = index, last, flat
+        self._views, self._parameters = list(views), list(of)
+        self._lanes, self._cut = lanes or {}, cut
+
+    def index(self) -> int:
+        """The bucket's number; buckets are reduced in the order of their numbers."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows in this backward pass."""
+        return self._last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients as one flat tensor, this rank's own, not divided by anything; it may be overwritten.
+
+        Each begins with a cache line; between them are zeros.
+        """
+        return self._flat
+
+    def set_buffer(self, values: torch.Tensor) -> None:
+        """Overwrites all gradients; `values` has the shape of `buffer()`."""
+        self._flat.copy_(values)
+
+    def communicator(self, process_group: Communicator | None = None) -> Communicator:
+        """For operations on the bucket: the wrapper's own duplicate of its process group, apart from other wrappers'.
+
+        process_group: by default the world. Another one than the wrapper's is returned as it is.
+        """
+        group = data_group("communication hook", process_group, needed="the wrapper's process_group as its state")
+        return self._lanes.get(group, group)
+
+    def needed(self) -> slice:
+        """The elements of `buffer()` whose mean this rank needs: all of them in DDP, those of its shard in ZeRO."""
+        return slice(0, self._flat.numel()) if self._cut is None else self._cut.shard
+
+    def reduce(self, values: torch.Tensor | None = None, process_group: Communicator | None = None) -> Handle:
+        """Starts the mean over all ranks of `values`, in DDP by an all-reduce, in ZeRO by a reduce-scatter.
+
+        values: of the shape of `buffer()` and any floating dtype, overwritten; by default the gradients themselves.
+        process_group: in DDP, as of `communicator`; ZeRO reduces over its own ranks.
+
+        The handle's `wait()` returns the means of the elements that `needed()` tells, in the dtype of `values`.
+        """
+        values = self._flat if values is None else values
+        if values.shape != self._flat.shape:
+            raise TrainingError(
+                f"bucket.reduce: got values of shape {tuple(values.shape)}; needs {tuple(self._flat.shape)}"
+            )
+        if self._cut is not None:
+            return self._cut.reduce_scatter(values)
+        comm = self.communicator(process_group)
+        if comm.size == 1:
+            return completed(values)
+        work = comm.all_reduce(values, "avg", algorithm=by_rank(comm, "all_reduce"), async_op=True)
+        assert work is not None
+        return Then(work, lambda: values)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of each parameter, as views of `buffer()`."""
+        return list(self._views)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, in the order of `gradients()`."""
+        return list(self._parameters)
+
+
+Hook = Callable[[Any, GradBucket], Handle]
+
+
+def check(given: Any) -> None:
+    """Refuses what cannot be called as `hook(state, bucket)`, or has annotations that do not fit."""
+    if not callable(given):
+        raise ConfigurationTypeError(f"register_comm_hook: got {given!r} as the hook; needs a callable")
+    try:
+        parameters = list(inspect.signature(given).parameters.values())
+        annotations = get_type_hints(given if inspect.isroutine(given) else type(given).__call__)
+    except (TypeError, ValueError, NameError, AttributeError):  # nothing is known of it
+        return
+    names = [p.name for p in parameters]
+    bucket: Any = annotations.get("bucket" if "bucket" in names else "".join(names[1:2]))
+    if _is_class(bucket) and not issubclass(GradBucket, bucket) and bucket.__name__ != GradBucket.__name__:
+        raise ConfigurationError(
+            f"register_comm_hook: the hook's bucket is annotated as {bucket.__name__}; needs "
+            "mpidl.comm_hooks.GradBucket"
+        )
+    returned: Any = annotations.get("return")
+    returned = get_origin(returned) or returned
+    if _is_class(returned) and not hasattr(returned, "wait"):
+        raise ConfigurationError(
+            f"register_comm_hook: the hook is annotated to return {returned.__name__}; needs a handle with wait(), as "
+            "collectives.Work"
+        )
+
+
+def _is_class(annotation: Any) -> bool:
+    """Whether an annotation says of which class a value is."""
+    return isinstance(annotation, type) and annotation not in (Any, object)
+
+
+class _Completed:
+    def __init__(self, values: torch.Tensor | None) -> None:
+        self._values = values
+
+    def wait(self) -> torch.Tensor | None:
+        """Never blocks."""
+        return self._values
+
+
+class Then:
+    """A handle that does something with the result once the communication is complete."""
+
+    def __init__(self, work: Work, then: Callable[[], torch.Tensor | None]) -> None:
+        self.work, self._then = work, then
+
+    def wait(self, wait: Callable[[Work], None] = Work.wait) -> torch.Tensor | None:
+        """Blocks until the communication is complete. wait: how an engine waits for it."""
+        wait(self.work)
+        return self._then()
+
+
+def begin(hook: tuple[Any, Hook], bucket: GradBucket) -> Handle:
+    """Calls a hook, with its state, for a bucket."""
+    handle = hook[1](hook[0], bucket)
+    if not hasattr(handle, "wait"):
+        raise TrainingError(f"the communication hook returned {handle!r}; needs a handle with wait()")
+    return handle
+
+
+def result_of(handle: Handle, wait: Callable[[Work], None] = Work.wait) -> torch.Tensor | None:
+    """Waits for a hook's handle and returns its result, flat. wait: how an engine waits for an operation."""
+    if isinstance(handle, Work):
+        wait(handle)
+        return None
+    values = handle.wait(wait) if isinstance(handle, Then) else handle.wait()
+    values = values[0] if isinstance(values, list) else values
+    return None if values is None else values.view(-1)
+
+
+def completed(values: torch.Tensor | None = None) -> Handle:
+    """A handle of communication that is over: `values` is the reduced gradient, None if it lies in the bucket."""
+    return _Completed(values)
+
+
+def allreduce(process_group: Communicator | None, bucket: GradBucket) -> Handle:
+    """What happens without a hook: the mean over all ranks; in ZeRO of this rank's shard.
+
+    process_group: the hook's state: the Communicator; None is the world.
+    """
+    return bucket.reduce(process_group=process_group)
+
+
+def fp16_compress(process_group: Communicator | None, bucket: GradBucket) -> Handle:
+    """The mean over all ranks, sent in half precision: half the bytes of fp32. Sums are formed in fp32 all the same."""
+    return _compressed(process_group, bucket, torch.float16)
+
+
+def bf16_compress(process_group: Communicator | None, bucket: GradBucket) -> Handle:
+    """The mean over all ranks, sent as bfloat16: half the bytes of fp32 with its range, at 8 bits of precision."""
+    return _compressed(process_group, bucket, torch.bfloat16)
+
+
+def _compressed(process_group: Communicator | None, bucket: GradBucket, dtype: torch.dtype) -> Handle:
+    flat = bucket.buffer()
+    return bucket.reduce(None if flat.dtype == dtype else flat.to(dtype), process_group)
