@@ -32,13 +32,13 @@ from .strategy import ParameterStrategy
 class BackwardSteps:
     """A `Stepper` of `GradientShards`.
 
-    inner: the optimizer of the slices. shards: by the buckets' numbers; more may come. agree: called at the begin of a
-    pass, raises TrainingError on every rank where one of them cannot step.
+    partial: steps on some slices at a time. shards: by the buckets' numbers; more may come. agree: called at the begin
+    of a pass, raises TrainingError on every rank where one of them cannot step.
     """
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        partial: PartialSteps,
         parameters: ParameterStrategy,
         shards: Sequence[ParameterShard],
         slices: Mapping[torch.nn.Parameter, Slice],
@@ -46,7 +46,7 @@ class BackwardSteps:
         agree: Callable[[], None],
         reached: Callable[[int], Sequence[bool]],
     ) -> None:
-        self._partial = PartialSteps(inner)
+        self._partial = partial
         self._parameters, self._shards, self._slices, self._guard = parameters, shards, slices, guard
         self._agree, self._reached = agree, reached
         self._counted: set[torch.nn.Parameter] = set()

@@ -42,6 +42,7 @@ from .grad_attribute import GradAttributes
 from .groups import ShardGroup
 from .guard import WeightGuard
 from .hooks import Hook, refuse_copies
+from .inner import InnerOptimizer, SliceSteps
 from .node_shared import NodeSharedParameters, shared_arenas
 from .offload import Offload, OffloadedOptimizer
 from .optimizer_class import Needs, needs, prototype
@@ -127,7 +128,7 @@ class Parts:
     slices: dict[torch.nn.Parameter, Slice]
     gradients: GradientShards
     grads: GradAttributes
-    inner: Any
+    inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None
     guard: WeightGuard
     whole: WholeParameters
@@ -213,8 +214,9 @@ def build(
     whole = WholeParameters(world, model, parameters, slices)
     backward_steps = None
     if options.step_in_backward:
+        assert isinstance(inner, SliceSteps)  # `needs` refuses what steps otherwise
         backward_steps = BackwardSteps(
-            inner, parameters, shards, slices, guard, agree=before_backward_steps, reached=gradients.reached
+            inner.partial(), parameters, shards, slices, guard, agree=before_backward_steps, reached=gradients.reached
         )
         gradients.stepper = backward_steps
     if options.stage == 3 and options.units is None and world.rank == 0 and group.shards.size > 1:
@@ -396,7 +398,7 @@ def _inner(
     slices: Mapping[torch.nn.Parameter, Slice],
     optimizer_class: type[torch.optim.Optimizer],
     kwargs: Mapping[str, Any],
-) -> Any:
+) -> InnerOptimizer:
     """Makes what steps on the slices."""
     groups = [{**given, "params": [slices[p].values for p in given["params"]]} for given in plan.groups]
     if plan.offloaded is not None:
@@ -409,4 +411,4 @@ def _inner(
     plain = optimizer_class(groups, **kwargs)
     if isinstance(plain, TrustRatioOptimizer):
         plain.squared_norms = partial(squared_norms_over, group.shards)
-    return plain
+    return SliceSteps(plain, slices)

@@ -141,7 +141,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         pairs = zip(parts.prototype.param_groups, parts.groups, strict=True)
         super().__init__([{**without_parameters(made), **group} for made, group in pairs], parts.prototype.defaults)
         self._is_built, self._installed = True, parts
-        self.state = parts.inner.state
+        state: Any = parts.inner.state
+        self.state = state
 
     @property
     def _parts(self) -> Parts:

@@ -20,9 +20,9 @@ from ..objects import broadcast_object
 from ..optim.elementwise import alike, elementwise, is_slice
 from ..replicate import broadcast_states
 from .groups import ShardGroup
+from .inner import InnerOptimizer
 from .slices import ShardedStateSpec, Slice
 from .strategy import ParameterStrategy
-from .whole_steps import WholeSteps
 
 Slices = Mapping[torch.nn.Parameter, Slice]
 
@@ -137,7 +137,9 @@ def gather_gradients(
     return {first[p]: whole for p, whole in found.items() if whole is not None}
 
 
-def gather_optimizer(over: ShardGroup, outer: torch.optim.Optimizer, inner: Any, slices: Slices) -> dict[str, Any]:
+def gather_optimizer(
+    over: ShardGroup, outer: torch.optim.Optimizer, inner: InnerOptimizer, slices: Slices
+) -> dict[str, Any]:
     """The plain optimizer's state_dict on rank 0; a mark that it is there on others."""
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
@@ -166,12 +168,12 @@ def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: A
 def scatter_optimizer(
     over: ShardGroup,
     outer: torch.optim.Optimizer,
-    inner: Any,
+    inner: InnerOptimizer,
     slices: Slices,
     state_dict: Mapping[str, Any],
 ) -> None:
     """Rank 0's whole optimizer state into every rank's slices."""
-    by_itself = isinstance(inner, WholeSteps)
+    by_itself = inner.needs_wholes
     problem = _misfit(outer.param_groups, state_dict, by_itself) if over.is_root else None
     outline = None if problem or not over.is_root else _outline(state_dict, outer.param_groups, by_itself)
     problem, outline = broadcast_object(over.world, (problem, outline))

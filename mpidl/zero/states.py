@@ -21,7 +21,6 @@ from .construction.weights import Rename, Safetensors, WeightFiles
 from .owned import OwnedState
 from .owned_weights import OwnedWeights
 from .reduced_gradients import refuse_used
-from .whole_steps import WholeSteps
 
 
 @torch.no_grad()
@@ -135,11 +134,8 @@ def _cut_state(parts: Parts) -> None:
 
     Raises TrainingError for what no parameter's name could be given to. Alike on every rank.
     """
-    inner = parts.inner
-    if isinstance(inner, WholeSteps):
-        inner.cut_state()
-    kept = inner.own_state if isinstance(inner, WholeSteps) else inner.state
-    foreign = [] if parts.offloaded is not None else [key for key in kept if not torch.is_tensor(key)]
+    parts.inner.cut_state()
+    foreign = parts.inner.foreign_state()
     if foreign:
         raise TrainingError(
             f"state_dict: {type(parts.prototype).__name__} keeps a state {foreign[0]!r} that belongs to no "
@@ -150,10 +146,6 @@ def _cut_state(parts: Parts) -> None:
 def held_tensors(parts: Parts) -> dict[str, list[torch.Tensor]]:
     """All tensors of model state on this rank, by category; views of one storage may appear several times."""
     held = {**parts.parameters.held_tensors(), **parts.gradients.held_tensors()}
-    if parts.offloaded is not None:
-        own = parts.offloaded.held_tensors()
-        return {**held, **own, "gradients": held["gradients"] + own["gradients"]}
-    inner = parts.inner
-    entries = inner.entries() if isinstance(inner, WholeSteps) else inner.state.values()
-    states = [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
-    return {**held, "optimizer": states + [s.values.detach() for s in parts.slices.values() if s.is_master]}
+    for category, tensors in parts.inner.held_tensors().items():
+        held[category] = held.get(category, []) + tensors
+    return held

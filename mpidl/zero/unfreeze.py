@@ -14,7 +14,6 @@ from .arguments import parameters_of
 from .build import Parts
 from .optimizer_class import try_group
 from .states import flush
-from .whole_steps import WholeSteps
 
 
 def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
-    if parts.needs([group]).wholes and not isinstance(parts.inner, WholeSteps):
+    if parts.needs([group]).wholes and not parts.inner.needs_wholes:
         raise ConfigurationError(
             f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
             "parameters, and with the first groups' it did not: give a group like this one at construction"

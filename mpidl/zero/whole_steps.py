@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -28,6 +28,7 @@ from ..objects import all_gather_object
 from ..optim.elementwise import alike, is_slice
 from .construction.target import placeholder
 from .groups import ShardGroup
+from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
 from .slices import ShardedStateSpec, Slice
 
@@ -55,13 +56,15 @@ class _Alike:
     beside: bool
 
 
-class WholeSteps:
+class WholeSteps(InnerOptimizer):
     """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
 
     over: the ranks over which parameters are cut. make: an inner optimizer of parameter groups. slices: of all
     parameters, also of those that are added later. together: steps on all that a rank owns in one call. param_groups:
     settings, and slices' values. state: by these, cut like them, from `cut_state` until the next step; else empty.
     """
+
+    needs_wholes: ClassVar = True
 
     def __init__(
         self,
@@ -277,13 +280,18 @@ class WholeSteps:
         return whole
 
     @property
-    def own_state(self) -> Mapping[Any, Any]:
-        """The inner optimizer's, as it has it on this rank."""
+    def _own_state(self) -> Mapping[Any, Any]:
+        """State of the parameters that this rank owns, whole."""
         return {} if self._inner is None else self._inner.state
 
-    def entries(self) -> list[Mapping[str, Any]]:
-        """What is kept on this rank of each parameter, whole or cut."""
-        return [*self.state.values(), *self.own_state.values()]
+    def foreign_state(self) -> list[Any]:
+        """Keys of this rank's state that are no parameter."""
+        return [key for key in self._own_state if not torch.is_tensor(key)]
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """State, whole or cut, and masters."""
+        entries = [*self.state.values(), *self._own_state.values()]
+        return {"optimizer": state_tensors(entries) + masters(self._slices)}
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -26,6 +26,7 @@ from ...errors import ConfigurationError, TrainingError
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ..groups import ShardGroup
+from ..inner import InnerOptimizer
 from ..optimizer_class import frozen
 from ..shards import ParameterShard
 from .entries import Entries
@@ -37,7 +38,7 @@ from .slices import Gradient, OffloadedSlice
 from .swap import SwapFile
 
 
-class OffloadedOptimizer:
+class OffloadedOptimizer(InnerOptimizer):
     """Steps on OffloadedSlices. Constructed before the model is changed; then `slice`, then `add_param_group`.
 
     optimizer_class, kwargs: of the inner optimizers, one for each sub-group.
