@@ -4,7 +4,7 @@
     task        an operation from its issue to its end, in the order of the caller's stream
     backend     one rank's operations, as Tasks; `host`: what it asks of the group's side on the host
     group       what the ranks of one group set up for their GPUs, and the way that an operation takes
-    ways        which way serves a pair of ranks: ipc, aware, staged
+    ways        the interface of a way, and which one serves a pair of ranks: ipc, aware, staged
     staged      through pinned host memory, in chunks (`chunks`), with the collectives of the host in between
     barrier     where ranks meet on their streams, without a host that waits for a GPU
     symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives

@@ -13,6 +13,7 @@ as it can. The library knows nothing of streams: the host waits for what comes b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from .chunks import Range, nth
 from .device import Device, Event
 from .host import Host
 from .memory import Retired, own_memory
+from .task import Run
 
 SCRATCH_BYTES = 64 << 20
 
@@ -41,8 +43,18 @@ class Aware:
         self._retired = retired
         self._scratch: Any = None
 
-    def run(self, operation: str, arguments: tuple[Any, ...], begin: Event) -> Event:
-        """Carries an operation out after an event; gives that of its end. arguments: as `Backend` has them."""
+    def serves(self, operation: str, algorithm: str) -> bool:
+        """See Way."""
+        return algorithm in ("auto", Library.name)
+
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+        """See Way."""
+        return partial(self._run, operation, arguments)
+
+    def close(self) -> None:
+        """See Way; there is nothing to give back."""
+
+    def _run(self, operation: str, arguments: tuple[Any, ...], begin: Event) -> Event:
         begin.wait()
         if operation == "all_reduce":
             self._reduce_slices(arguments[0], arguments[1], None)

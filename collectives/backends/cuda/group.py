@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,13 @@ from . import driver
 from .aware import Aware
 from .device import Event
 from .host import Host
-from .levels import OPERATIONS, Levels
+from .levels import Levels
 from .memory import DeviceAllocator, DeviceMemory, own_memory, retired
 from .probe import discover
 from .staged import Staged
 from .symmetric import Ipc
 from .task import Run
+from .ways import Way
 
 Array = np.ndarray[Any, Any]
 
@@ -43,34 +43,31 @@ class GpuGroup:
         self._allocator: DeviceAllocator | None = None
         self._place = 0  # of this rank's part in memory from `allocate`
         self._ipc: Ipc | None = None
-        self._levels: Levels | None = None
+        self._set_up: list[Way] = []  # the first that serves an operation takes it
         self._parts: list[GpuGroup] = []
         if self.ways.all == "ipc":
             self._allocator = DeviceAllocator(host.topology.node, host.allocator, self._device, self._retired)
             self._ipc = Ipc(host, self._device, self._allocator)
             self._place = host.topology.local_rank
+            self._set_up.append(self._ipc)
         elif self.ways.island:
             island, place = divmod(host.rank, self.ways.island)
             inner, outer = self._parts = [GpuGroup(host.part(color), index) for color in (island, place)]
-            self._levels = Levels(inner, outer, self._device, self._retired)
+            self._set_up.append(Levels(inner, outer, self._device, self._retired))
             self._allocator, self._place = inner._allocator, place
-        self._aware = Aware(host, self._device, self._retired) if self.ways.all == "aware" else None
-        self._staged: Staged | None = None
+        if self.ways.all == "aware":
+            self._set_up.append(Aware(host, self._device, self._retired))
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
         """The operation by the way that the group has for "auto", or for the algorithm that is asked for. Collective.
 
         It can be run again and again on the same arrays. arguments: as `Backend` has them.
         """
-        if self._ipc is not None and algorithm in ("auto", "symmetric"):
-            return partial(self._ipc.run, self._ipc.prepare(operation, arguments))
-        if self._levels is not None and algorithm in ("auto", "hierarchical") and operation in OPERATIONS:
-            return self._levels.prepare(operation, arguments)
-        if self._aware is not None and algorithm in ("auto", "mpi"):
-            return partial(self._aware.run, operation, arguments)
-        if self._staged is None:
-            self._staged = Staged(self._host, self._device)
-        return partial(self._staged.run, operation, algorithm, arguments)
+        way = next((way for way in self._set_up if way.serves(operation, algorithm)), None)
+        if way is None:  # the one that always works, with memory that is needed only now
+            way = Staged(self._host, self._device)
+            self._set_up.append(way)
+        return way.prepare(operation, algorithm, arguments)
 
     def run(self, prepared: Run, begin: Event) -> Event:
         """Carries it out after an event; gives that of its end. Collective."""
@@ -166,12 +163,8 @@ class GpuGroup:
             for end, _ in self._held:
                 end.wait()
             self._held.clear()
-            if self._ipc is not None:
-                self._ipc.close()
-            if self._levels is not None:
-                self._levels.close()
-            if self._staged is not None:
-                self._staged.close()
+            for way in self._set_up:
+                way.close()
             self._packing = None
             self._retired.sweep()
         for group in self._parts:

@@ -29,6 +29,7 @@ import numpy as np
 from ...buffers import Buffer, DType, unowned
 from ...partition import even_counts
 from ...reduction import Reduction, partial_of, rest_of
+from ..hierarchical.hierarchy import Hierarchy
 from .device import Device, Event
 from .memory import DeviceMemory, Retired, own_memory
 from .task import Run
@@ -69,8 +70,12 @@ class Levels:
         self._stream = device.stream()
         self._memory: dict[str, DeviceMemory] = {}
 
-    def prepare(self, operation: str, arguments: tuple[Any, ...]) -> Run:
-        """One of OPERATIONS, to be run again and again. arguments: as `Backend` has them. Collective."""
+    def serves(self, operation: str, algorithm: str) -> bool:
+        """See Way."""
+        return algorithm in ("auto", Hierarchy.name) and operation in OPERATIONS
+
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+        """See Way."""
         steps: Run = getattr(self, f"_{operation}")(*arguments)
 
         def run(begin: Event) -> Event:
@@ -191,6 +196,6 @@ class Levels:
         return Buffer(unowned(memory.address, size, dtype.storage), dtype, memory)
 
     def close(self) -> None:
-        """When all operations have been begun; the levels are closed by their group."""
+        """See Way; the levels are closed by their group."""
         self._stream.record().wait()
         self._memory.clear()

@@ -18,6 +18,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from . import chunks
 from .chunks import Chunk, Piece
 from .device import Device, Event, Stream
 from .host import Host
+from .task import Run
 
 SLOT_BYTES = 4 << 20
 _SLOTS = 3
@@ -42,14 +44,25 @@ class Staged:
         self._down, self._up = device.stream(), device.stream()
         memory = _pinned_memory(host, device)
         self._slots = [memory[slot * SLOT_BYTES :][:SLOT_BYTES] for slot in range(_SLOTS)]
-        self.close = weakref.finalize(self, _let_go, device, self._up, memory)
-        self.close.atexit = False
+        self._unpin = weakref.finalize(self, _let_go, device, self._up, memory)
+        self._unpin.atexit = False
         self._freed: list[Event | None] = [None] * _SLOTS
         self._turn = 0
         self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}
 
-    def run(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
-        """Carries an operation out after an event; gives that of its end. arguments: as `Backend` has them."""
+    def serves(self, operation: str, algorithm: str) -> bool:
+        """See Way."""
+        return True
+
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+        """See Way."""
+        return partial(self._run, operation, algorithm, arguments)
+
+    def close(self) -> None:
+        """See Way."""
+        self._unpin()
+
+    def _run(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
         arrays = {"x": _first(operation, arguments), "out": _last(operation, arguments)}
         some = arrays["x"] or arrays["out"]
         assert some is not None

@@ -7,7 +7,8 @@ comes before what this rank queues next. So the host queues an operation and goe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .barrier import Barrier
 from .device import Device, Event, Stream
 from .host import Host
 from .memory import DeviceAllocator
+from .task import Run
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 32 << 20  # as large as makes the ranks' meetings cheap beside the copies
@@ -70,16 +72,19 @@ class Ipc:
         meetings = Meetings(rows, 0, place.local_rank, place.local_size, self._barrier)
         self._symmetric = Symmetric(meetings, allocator, engine=GpuEngine(device, self._stream))
 
-    def prepare(self, operation: str, arguments: tuple[Any, ...]) -> Any:
-        """The operation, to be given to `run`."""
-        return getattr(self._symmetric, operation)(*arguments)
+    def serves(self, operation: str, algorithm: str) -> bool:
+        """See Way."""
+        return algorithm in ("auto", Symmetric.name)
 
-    def run(self, prepared: Any, begin: Event) -> Event:
-        """Carries it out after an event; gives that of its end."""
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+        """See Way."""
+        return partial(self._run, getattr(self._symmetric, operation)(*arguments))
+
+    def _run(self, call: Callable[[], None], begin: Event) -> Event:
         self._stream.wait(begin)
-        prepared()
+        call()
         return self._stream.record()
 
     def close(self) -> None:
-        """When all operations have ended. Collective."""
+        """See Way."""
         self._barrier.close()

@@ -14,11 +14,26 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ...errors import ArgumentError
+from .task import Run
 
 WAY = "MPIDL_CUDA"
 WAYS = ("ipc", "aware", "staged")
+
+
+class Way(Protocol):
+    """The operations of one group by one way; what GPUs have in place of a `backends.backend.Backend`."""
+
+    def serves(self, operation: str, algorithm: str) -> bool:
+        """Whether it takes the operation where `algorithm=` is that."""
+
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+        """The operation, to be run again and again on the same arrays. arguments: as Backend has them. Collective."""
+
+    def close(self) -> None:
+        """Gives back what it has, when all operations have been begun. Collective."""
 
 
 @dataclass(frozen=True)
