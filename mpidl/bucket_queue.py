@@ -33,12 +33,15 @@ class BucketQueue:
     launch(bucket): starts the bucket's collective; only called for filled buckets, in the order of `buckets`.
     finish(): called at the end of a backward pass, after all buckets have been launched.
     missing(bucket, index): called for every parameter that the pass did not reach, before its bucket is launched.
-    late(bucket, index): called instead of take for a gradient that comes after its bucket was launched.
+    on_gradient_after_launch(bucket, index): called in place of take for a gradient that comes when its bucket has been
+        launched.
     place: of the parameters. Autograd computes each gradient on the stream of its part of the forward pass.
 
-    synchronise: whether a pass communicates. hold: launch nothing before the pass ends. expected: how often a
-    parameter's gradient arrives in a pass, once if it is not in there. arrivals: how often each did in this pass, in
-    the order of the first arrivals. unsent: whether passes under `no_sync` wait for one that communicates.
+    synchronise: bool; whether a pass communicates.
+    defer_launch_to_end: bool; launch nothing before the pass ends.
+    expected: dict of parameter to int; how often its gradient arrives in a pass, once if it is not in there.
+    arrivals: dict of parameter to int; how often it did in this pass, in the order of the first arrivals.
+    has_unreduced_gradients: bool; whether passes under `no_sync` wait for one that communicates.
     """
 
     def __init__(
@@ -50,17 +53,17 @@ class BucketQueue:
         launch: Callable[[GradientBucket], None],
         finish: Callable[[], None],
         missing: OfParameter,
-        late: OfParameter | None = None,
+        on_gradient_after_launch: OfParameter | None = None,
         place: Place = HOST,
     ) -> None:
         self.synchronise = True
-        self.hold = False
-        self.unsent = False
+        self.defer_launch_to_end = False
+        self.has_unreduced_gradients = False
         self.expected: dict[torch.nn.Parameter, int] = {}
         self.arrivals: dict[torch.nn.Parameter, int] = {}
         self._watch = watch
         self._take, self._launch, self._finish, self._missing = take, launch, finish, missing
-        self._late = late or take
+        self._on_gradient_after_launch = on_gradient_after_launch or take
         self._place = place
         self._handles: dict[torch.nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         self.set_buckets(buckets)
@@ -102,7 +105,7 @@ class BucketQueue:
         times = self.arrivals.get(parameter, 0) + 1
         self.arrivals[parameter] = times
         if bucket.launched:
-            self._late(bucket, index)
+            self._on_gradient_after_launch(bucket, index)
             return
         bucket.streams.add(self._place.stream())
         self._take(bucket, index)
@@ -112,7 +115,7 @@ class BucketQueue:
     def mark_ready(self, bucket: GradientBucket, index: int) -> None:
         """The pass is through with a parameter; launches what is now filled, in order."""
         bucket.ready[index] = True
-        if self.synchronise and not self.hold:
+        if self.synchronise and not self.defer_launch_to_end:
             while self._next < len(self.buckets) and all(self.buckets[self._next].ready):
                 self._start(self.buckets[self._next])
 
@@ -137,14 +140,14 @@ class BucketQueue:
 
     def finish(self) -> None:
         """Ends a pass whose buckets have all been launched."""
-        self.unsent = False
+        self.has_unreduced_gradients = False
         with label("mpidl::finish_backward"):
             self._finish()
 
     def end(self) -> None:
         """Ends any pass; the gradients of one that has not communicated wait for one that does."""
         if not self.synchronise:
-            self.unsent = True
+            self.has_unreduced_gradients = True
         self.reset()
 
     def reset(self) -> None:

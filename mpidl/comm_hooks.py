@@ -53,12 +53,12 @@ class GradBucket:
         flat: torch.Tensor,
         views: Sequence[torch.Tensor],
         of: Sequence[Any],
-        lanes: Mapping[Communicator, Communicator] | None = None,
+        duplicates: Mapping[Communicator, Communicator] | None = None,
         cut: Cut | None = None,
     ) -> None:
         self._index, self._last, self._flat = index, last, flat
         self._views, self._parameters = list(views), list(of)
-        self._lanes, self._cut = lanes or {}, cut
+        self._duplicates, self._cut = duplicates or {}, cut
 
     def index(self) -> int:
         """The bucket's number; buckets are reduced in the order of their numbers."""
@@ -85,7 +85,7 @@ class GradBucket:
         process_group: by default the world. Another one than the wrapper's is returned as it is.
         """
         group = data_group("communication hook", process_group, needed="the wrapper's process_group as its state")
-        return self._lanes.get(group, group)
+        return self._duplicates.get(group, group)
 
     def needed(self) -> slice:
         """The elements of `buffer()` whose mean this rank needs: all of them in DDP, those of its shard in ZeRO."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives import Communicator
 
-from . import lanes
+from . import communicator_pool
 from .errors import ConfigurationError, TrainingError
 from .mesh.groups import data_group
 
@@ -145,8 +145,8 @@ class Join:
         if Join._under_way is not None:
             raise ConfigurationError("join: another join is under way, and a rank can stand in for one alone")
         self._hooks: list[JoinHook] = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
-        self._lane = lanes.take(self._group)
-        self._rounds = Rounds(self._lane.comm, self._throw)
+        self._pooled = communicator_pool.take(self._group)
+        self._rounds = Rounds(self._pooled.comm, self._throw)
         Join._under_way = self
         try:
             for number, hook in enumerate(self._hooks):
@@ -175,7 +175,7 @@ class Join:
         Join._under_way = None
         for hook in self._hooks:
             hook.end()
-        self._lane.give_back()
+        self._pooled.give_back()
 
     @staticmethod
     def notify_join_context(joinable: Any) -> None:

@@ -52,7 +52,7 @@ class BackwardSteps:
     """Reduces buckets in rotating buffers and steps on their parameters.
 
     names: of the module's parameters. reduce(bucket, number): begins a bucket's reduction. complete(bucket, handle):
-    waits for it. is_unsent(p): whether a pass under no_sync gave the parameter something that none has reduced.
+    waits for it. is_unreduced(p): whether a pass under no_sync gave the parameter something that none has reduced.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class BackwardSteps:
         foreign: ForeignSteps,
         reduce: Callable[[GradientBucket, int], Handle],
         complete: Callable[[GradientBucket, Handle], None],
-        is_unsent: Callable[[torch.nn.Parameter], bool],
+        is_unreduced: Callable[[torch.nn.Parameter], bool],
     ) -> None:
         self._optimizers, self._names = list(optimizers), names
         self._comm, self._place, self._foreign = comm, place, foreign
-        self._reduce, self._complete, self._is_unsent = reduce, complete, is_unsent
+        self._reduce, self._complete, self._is_unreduced = reduce, complete, is_unreduced
         self._partial = {optimizer: PartialSteps(optimizer) for optimizer in optimizers}
         self._of: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
         self._buffers: list[torch.Tensor] = []
@@ -101,7 +101,7 @@ class BackwardSteps:
         if inside_backward():
             raise TrainingError(STEP_INSIDE)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not has_closure and any(self._is_unsent(p) for p in parameters):
+        if not has_closure and any(self._is_unreduced(p) for p in parameters):
             raise TrainingError(NOT_REDUCED)
         _forget_used(parameters)
         self._open.discard(optimizer)

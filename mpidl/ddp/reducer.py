@@ -84,7 +84,7 @@ class Reducer:
         group: Communicator,
         ignored: Container[str],
     ) -> None:
-        self.comm, self._group, self._lanes = comm, group, {group: comm}
+        self.comm, self._group, self._duplicates = comm, group, {group: comm}
         self._ignored, self._contents = ignored, Contents(module, names, ignored)
         self._module, self._names = module, names
         self._cap, self._as_views = bucket_cap, as_views
@@ -123,10 +123,10 @@ class Reducer:
             launch=self._launch,
             finish=self._finish,
             missing=self._miss,
-            late=self._late,
+            on_gradient_after_launch=self._on_gradient_after_launch,
             place=place,
         )
-        self.queue.hold = static_graph
+        self.queue.defer_launch_to_end = static_graph
         self._watch = watch
         watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
         watch.phases = PassPhases(
@@ -162,7 +162,7 @@ class Reducer:
 
     def set_static_graph(self) -> None:
         """Before the first backward pass: as if it had been made with `static_graph`."""
-        self._static_graph = self.queue.hold = True
+        self._static_graph = self.queue.defer_launch_to_end = True
 
     def step_in_backward(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Between passes: from the next one on they step with these, or with none. Collective."""
@@ -179,7 +179,7 @@ class Reducer:
                 self._foreign,
                 reduce=self._begin_reduction,
                 complete=self._complete,
-                is_unsent=lambda p: p in self._quietly and p.grad is not None,
+                is_unreduced=lambda p: p in self._quietly and p.grad is not None,
             )
         self._arena = Arena(self.comm, self._place.device)
         self._lay_out([p for bucket in self.queue.buckets for p in bucket.parameters])
@@ -226,7 +226,7 @@ class Reducer:
             self._quietly |= {p for p in trained.difference(former) if p.grad is not None}
         self._sparse = sparse_parameters(self._module) & trained
         self.queue.expected = {}
-        self.queue.hold = self._static_graph
+        self.queue.defer_launch_to_end = self._static_graph
         self.rebuilt, self._counts_known, self.pending_order = False, False, None
         self._incomplete = None
         self._lay_out(list(reversed(self._trained)))
@@ -406,7 +406,7 @@ class Reducer:
         else:
             view.copy_(gradient)
 
-    def _late(self, bucket: GradientBucket, index: int) -> None:
+    def _on_gradient_after_launch(self, bucket: GradientBucket, index: int) -> None:
         if self.queue.synchronise and not self._static_graph:
             raise TrainingError(
                 f"{self._names[bucket.parameters[index]]}: a gradient arrived twice in one backward pass, the second "
@@ -439,7 +439,7 @@ class Reducer:
         assert bucket.flat is not None
         state, hook = self.hook or (self._group, comm_hooks.allreduce)
         last = number == self._dense - 1
-        seen = comm_hooks.GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._lanes)
+        seen = comm_hooks.GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._duplicates)
         return comm_hooks.begin((state, hook), seen)
 
     def _complete(self, bucket: GradientBucket, handle: comm_hooks.Handle) -> None:
@@ -562,7 +562,7 @@ class Reducer:
         """After the first synchronised pass: in what order gradients arrive, and for a static graph how often."""
         if self._static_graph and not self._counts_known and not self.stands_in:
             self.queue.expected = {p: self.queue.arrivals.get(p, 0) for p in self._trained}
-            self.queue.hold, self._counts_known = False, True
+            self.queue.defer_launch_to_end, self._counts_known = False, True
         if self.rebuilt:
             return
         self.rebuilt = True

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from collectives import Communicator
 from collectives.diagnostics import label
 
-from .. import comm_hooks, lanes
+from .. import comm_hooks, communicator_pool
 from ..agreement import check_everywhere
 from ..backward import BackwardWatch, inside_backward
 from ..buckets import MIB
@@ -166,11 +166,11 @@ class DistributedDataParallel(torch.nn.Module):
         if self._first_pass is not None:
             self._first_pass.remove()
         comm = self.process_group
-        lane = lanes.take(comm)
+        pooled = communicator_pool.take(comm)
         self._reducer = Reducer(
             self.module,
             self._named_parameters(frozen=True),
-            lane.comm,
+            pooled.comm,
             self._watch,
             place=self._place,
             bucket_cap=self.bucket_bytes_cap,
@@ -184,7 +184,7 @@ class DistributedDataParallel(torch.nn.Module):
         if self._hook is not None:
             self._reducer.hook = self._hook
         # What it refers to does not refer to it, so that its hooks are gone as soon as it is, on every rank.
-        weakref.finalize(self, _retire, self._reducer, lane).atexit = False
+        weakref.finalize(self, _retire, self._reducer, pooled).atexit = False
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -444,6 +444,6 @@ def _buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Ten
     return [b for name, b in module.named_buffers() if name not in ignored]
 
 
-def _retire(reducer: Reducer, lane: lanes.Lane) -> None:
+def _retire(reducer: Reducer, pooled: communicator_pool.PooledCommunicator) -> None:
     reducer.retire()
-    lane.give_back()
+    pooled.give_back()

@@ -64,7 +64,7 @@ class GradAttributes:
         """Gives every parameter that has a gradient its `.grad`."""
         self._pass_is_open = False
         self._norms.clear()
-        agreed = not self._gradients.queue.unsent
+        agreed = not self._gradients.queue.has_unreduced_gradients
         with torch._C.DisableTorchFunctionSubclass():
             for p, place in self._reached():
                 if place.arrived is not None:

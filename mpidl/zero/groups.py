@@ -18,7 +18,7 @@ import torch
 
 from collectives import ArgumentError, Communicator, Work
 
-from .. import lanes
+from .. import communicator_pool
 from ..agreement import check_everywhere
 from ..consistency import check_settings_agree
 from ..errors import ConfigurationError
@@ -38,9 +38,9 @@ class ShardGroup:
         self.is_root = world.rank == 0
         self._reducing = shards
         if replicas is not None:
-            lane = lanes.take(world)
-            weakref.finalize(self, lane.give_back).atexit = False
-            self._reducing = lane.comm
+            pooled = communicator_pool.take(world)
+            weakref.finalize(self, pooled.give_back).atexit = False
+            self._reducing = pooled.comm
 
     @classmethod
     def of(cls, world: Communicator, given: Communicator | str | None) -> ShardGroup:

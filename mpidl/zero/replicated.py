@@ -24,7 +24,7 @@ import torch
 from collectives import Communicator, Work
 from collectives.devices import Place
 
-from .. import lanes
+from .. import communicator_pool
 from ..buckets import assign, layout_of
 from ..compiling import uncompiled
 from .shards import ParameterShard
@@ -44,7 +44,7 @@ class ReplicatedParameters(ParameterStrategy):
     keeps_equal_writes: ClassVar = True
 
     def __init__(self, model: torch.nn.Module, comm: Communicator, place: Place, bucket_bytes: float) -> None:
-        pooled = lanes.take(comm)  # as the next forward pass may communicate meanwhile
+        pooled = communicator_pool.take(comm)  # as the next forward pass may communicate meanwhile
         weakref.finalize(self, pooled.give_back).atexit = False
         self._model, self._comm, self._place = model, pooled.comm, place
         self._in_flight: list[_GatherInFlight] = []

@@ -36,7 +36,7 @@ from collectives import Communicator, Work, WorkTimeout
 from collectives.devices import HOST, Place
 from collectives.diagnostics import deadlocked, label, listing
 
-from .. import lanes
+from .. import communicator_pool
 from ..backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
 from ..compiling import uncompiled
 from ..errors import TrainingError
@@ -82,11 +82,11 @@ class ShardedParameters(ParameterStrategy):
         self._watch = watch
         self._reshards = reshard_after_forward
         names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-        pooled = lanes.take(comm)
+        pooled = communicator_pool.take(comm)
         weakref.finalize(self, pooled.give_back).atexit = False
         self._world = world or comm
         self._comm = comm = pooled.comm  # whose memory the pages must be, to be gathered into as what they are
-        pooled.settle_by(partial(leave, comm, len(layouts)))
+        pooled.set_drain(partial(leave, comm, len(layouts)))
         sizes = [GatheredUnit.page_bytes(layout) for layout in layouts]
         pages = comm.pages(sum(sizes), shared=share_in_node, device=place.device)
         self._units = [

@@ -168,7 +168,7 @@ class GradientShards:
             launch=self._launch,
             finish=self._finish_pass,
             missing=lambda *_: None,
-            late=self._on_gradient_after_launch,
+            on_gradient_after_launch=self._on_gradient_after_launch,
             place=place,
         )
 
@@ -198,7 +198,7 @@ class GradientShards:
 
         TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
         """
-        self.refuse_unsent()
+        self.refuse_unreduced()
         self._finish_reductions()  # of a pass that an exception has cut short
         gradients = self._of[self.queue.buckets[number]]
         if gradients.shard is None:
@@ -207,9 +207,9 @@ class GradientShards:
         self._place.keep(gradients.shard)
         return gradients.shard
 
-    def refuse_unsent(self) -> None:
+    def refuse_unreduced(self) -> None:
         """Raises TrainingError if there were passes that did not communicate."""
-        if self.queue.unsent:
+        if self.queue.has_unreduced_gradients:
             raise TrainingError(NOT_REDUCED)
 
     def promote_to_fp32(self) -> None:
@@ -252,7 +252,7 @@ class GradientShards:
         """Forgets all gradients, also those of a pass that an exception has cut short."""
         self._finish_reductions()
         self._forget_used()
-        self.queue.unsent = False
+        self.queue.has_unreduced_gradients = False
         for gradients in self._of.values():
             self._clear(gradients)
 

@@ -46,7 +46,7 @@ def make_step(
         with torch.enable_grad():
             loss = closure()
     if parts.backward_steps is not None:
-        parts.gradients.refuse_unsent()
+        parts.gradients.refuse_unreduced()
         parts.backward_steps.close()
         parts.grads.take_changes()
         if broadcasts_buffers:

@@ -40,7 +40,7 @@ class Engine:
             finish=noted("finish"),
             missing=lambda *_: None,
         )
-        self.queue.hold = True
+        self.queue.defer_launch_to_end = True
         self.watch.phases = PassPhases(
             begun=(noted("begun"),),
             reached=(noted("reached"), self.queue.arrive),
@@ -70,9 +70,9 @@ def test_a_pass_under_no_sync_reduces_nothing_and_is_remembered() -> None:
     with engine.queue.no_sync():
         seen = engine.backward()
     assert seen == [name for name in IN_ORDER if name not in ("launch", "finish", "drained")]
-    assert engine.queue.unsent
+    assert engine.queue.has_unreduced_gradients
     assert engine.backward() == IN_ORDER
-    assert not engine.queue.unsent
+    assert not engine.queue.has_unreduced_gradients
 
 
 @pytest.mark.parametrize("phase", ["filled", "launch", "finish", "drained", "finished"])

@@ -11,7 +11,7 @@ import torch
 
 import mpidl
 from collectives import Work, WorkTimeout
-from mpidl import lanes
+from mpidl import communicator_pool
 from tests.harness import launch
 from tests.mpidl.zero_reference import Several, after_failure, engine, plainly
 
@@ -71,14 +71,14 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, befor
         left = left_open(optimizer)
         comm.barrier()
         assert left.is_over() == (comm.rank != 0)
-        count = count or len(lanes._lanes.get(comm, []))
+        count = count or len(communicator_pool._pooled.get(comm, []))
         parameters = torch.utils.weak.ref(optimizer._parts.parameters)
         del model, optimizer
         gc.collect()
         assert parameters() is None
         model, optimizer = engine(comm, Several, "3-gathered")
         assert left.is_over()
-        assert len(lanes._lanes.get(comm, [])) == count
+        assert len(communicator_pool._pooled.get(comm, [])) == count
         after_failure(comm, model, optimizer, Several)
         del model, optimizer
 

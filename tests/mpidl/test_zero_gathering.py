@@ -314,11 +314,11 @@ def test_changes_made_in_gathered_are_seen_inside_an_outer_one(comm, share: bool
 
 
 def test_engines_one_after_the_other_use_the_same_communicators(comm) -> None:
-    from mpidl import lanes
+    from mpidl import communicator_pool
 
     for _ in range(3):
         trained(comm, steps=1)
-        count = len(lanes._lanes.get(comm, []))
+        count = len(communicator_pool._pooled.get(comm, []))
     assert count <= 6
 
 
