@@ -155,13 +155,13 @@ def fingerprint(settings: Mapping[str, Any]) -> list[int]:
 
 
 def same_fingerprints(agreed: np.ndarray) -> bool:
-    """Whether the bytes at the end are still a fingerprint."""
+    """Tells if the bytes at the end are still a fingerprint."""
     largest, least = agreed[-2 * _DIGEST : -_DIGEST], 255 - agreed[-_DIGEST:]
     return bool((largest == least).all())
 
 
 def outline(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What must be alike on every rank of parameter groups: which parameters are in which, and their settings."""
+    """Settings that the ranks compare of parameter groups: which parameters are in which, and their settings."""
     names = {p: name for name, p in model.named_parameters()}
     parts: dict[str, Any] = {"groups": len(groups)}
     for number, group in enumerate(groups):

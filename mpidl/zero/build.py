@@ -153,7 +153,7 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What the ranks have agreed on before anything is changed."""
+    """The plan on which the ranks have agreed before anything is changed."""
 
     groups: list[dict[str, Any]]
     place: Place

@@ -12,7 +12,7 @@ def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     of, by = weakref.ref(model), weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        """As of torch.nn.Module, and of the optimizer."""
+        """Forgets the gradients that the optimizer holds, and those of torch.nn.Module.zero_grad."""
         model, optimizer = of(), by()
         if optimizer is not None:
             optimizer.zero_grad()

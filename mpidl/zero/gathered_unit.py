@@ -55,7 +55,7 @@ class FlatParameters:
         return {p: start + offset * each if p.numel() else 0 for p, offset in places}
 
     def covers(self, address: int) -> bool:
-        """Whether it is one of a byte of `whole`."""
+        """Tells if an address lies in `whole`."""
         start = self._pages.place(self._start)
         return start <= address < start + self.nbytes
 
@@ -65,7 +65,7 @@ class FlatParameters:
         return -(-group.nbytes // Pages.SIZE) * Pages.SIZE
 
     def gather(self, comm: Communicator, reserves: bool) -> None:
-        """See `GatheredUnit.gather`. reserves: whether this rank brings the pages of its node."""
+        """Gathers `whole` from all shards. Collective. reserves: whether this rank brings the pages of its node."""
         if reserves:
             self._pages.reserve(self._start, self.nbytes)
         comm.all_gather(self.whole, self.shard.values)
@@ -75,7 +75,7 @@ class FlatParameters:
         self._pages.discard(self._start, self.nbytes)
 
     def hold(self, watched: bool = False) -> None:
-        """The parameters are what was gathered. watched: whoever uses them is noticed on."""
+        """Makes the parameters views of what was gathered. watched: operators on them go on to call back."""
         self._point_to(self.layout.views(self.whole, self._shapes), watched)
 
     def release(self, before_read: BeforeRead) -> None:
@@ -84,13 +84,13 @@ class FlatParameters:
             release(p, empty, before_read)
 
     def copy(self) -> None:
-        """The parameters are a copy of this rank's own, of what was gathered, for one block more."""
+        """Makes the parameters views of a copy of this rank's own, of what was gathered, for one block more."""
         views = self._private.open(self.whole)
         if views is not None:
             self._point_to(views)
 
     def follow(self) -> None:
-        """A copy takes what has been gathered meanwhile."""
+        """Lets the copy, if there is one, take what was gathered meanwhile."""
         self._private.follow(self.whole)
 
     def keep_changes(self) -> None:
@@ -104,7 +104,7 @@ class FlatParameters:
 
 
 class UnitState(Enum):
-    """What of a unit is in this rank's memory, besides its shard, which always is.
+    """The memory that a unit takes on this rank, besides its shard, which is always there.
 
     RELEASED: the parameters are placeholders of one element. The node's place of the whole unit has no pages, unless
         another rank of the node holds the unit.
@@ -181,7 +181,7 @@ class GatheredUnit:
                 flat.discard()
 
     def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of the whole parameters, and no parameter itself."""
+        """Tells if a tensor is a view of the whole parameters, and no parameter itself."""
         if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
             return False
         return any(flat.covers(tensor.data_ptr()) for flat in self.flats)
@@ -227,7 +227,7 @@ class GatheredUnit:
 
 
 class Call:
-    """One forward pass through a unit: follows its backward pass from the outputs to the inputs.
+    """Follows the backward pass of one forward pass through a unit, from its outputs to its inputs.
 
     use: called when its backward pass begins. ended: when it has given the gradients of all its inputs. leaves: hooks
     of inputs that outlive the graph, to be removed at the end of the pass.
@@ -239,7 +239,7 @@ class Call:
         self._use, self._ended = use, ended
 
     def watch_input(self, tensor: torch.Tensor) -> None:
-        """The gradient of an input is the last thing that the unit does for it."""
+        """Ends the call's backward pass with the gradients of its inputs, the last that the unit computes."""
         self._inputs += 1
         consumers = getattr(tensor, _CONSUMERS, None)
         if consumers is not None:
@@ -252,16 +252,16 @@ class Call:
             self._input_gradient()
 
         # A leaf may be there in every step, as a trained prompt is. Where its gradient comes again through the same
-        # graph, nobody tells, and the unit is held to the end of the pass.
+        # graph, no hook tells, and the unit is held to the end of the pass.
         leaf = tensor.grad_fn is None
         handle = tensor.register_hook(hook)
         if leaf:
             self.leaves.append(handle)
 
     def watch_output(self, tensor: torch.Tensor) -> None:
-        """With the gradient of an output its backward pass begins, and that of units which it was an input of ends.
+        """Begins the call's backward pass with the gradient of an output, and ends that of units whose input it is.
 
-        A parameter that is an output needs none: it has been let go with its unit, and is watched.
+        A parameter that is an output needs none: it is released with its unit, and watched.
         """
         if tensor.grad_fn is None:
             return

@@ -1,11 +1,12 @@
 """Rounds in which the ranks gather units: each names the unit that it wants and those that it holds.
 
-    rank 0   wants 4, holds 3     all ranks see all of it:  2 is whole, but nobody holds or wants it: freed
+    rank 0   wants 4, holds 3     all ranks see all of it:  2 is whole, but no rank holds or wants it: freed
     rank 1   wants 5, holds 3                               4 and 5 are wanted, and not whole: gathered
 
-So the ranks need not run the same units, nor in the same order: who wants nothing of a round takes part in it with
-what he will want next. A round is one operation of the Communicator. In the usual case all ranks want the same, one
-unit ahead of the one that computes.
+So the ranks need not run the same units, nor in the same order: a rank that wants nothing of a round takes part in it
+with the unit that it will want next. A round is one operation of the Communicator, in its own thread: an all-gather of
+messages, then an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same
+messages and so run the same operations. In the usual case all want the same unit, one ahead of the one that computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
 one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.
@@ -57,8 +58,10 @@ class Gatherable(Protocol):
 
 @dataclass
 class Round:
-    """One under way. When it is over, everyone_done: whether all ranks were done; served: what was wanted is whole;
-    reducing: the ranks that waited for a reduction.
+    """A round in flight.
+
+    Set when it is over: everyone_done, whether all ranks were done; served, whether the unit that this rank wanted is
+    whole; reducing, the ranks that waited for a reduction.
     """
 
     work: Work | None = None
@@ -67,7 +70,7 @@ class Round:
     reducing: tuple[int, ...] = ()
 
     def is_over(self) -> bool:
-        """Whether all ranks have taken part."""
+        """Tells if all ranks have taken part."""
         assert self.work is not None
         return self.work.is_completed()
 
@@ -78,7 +81,10 @@ class Round:
 
 
 class Rounds:
-    """Starts rounds; they run in the order in which they are started. comm: for nothing else. device: of the units."""
+    """Starts rounds, which run in the order in which they are started.
+
+    comm: serves nothing else. device: of the units.
+    """
 
     def __init__(self, comm: Communicator, units: Sequence[Gatherable], device: torch.device = HOST.device) -> None:
         self.traffic, self._device = Traffic(), device
@@ -89,7 +95,7 @@ class Rounds:
 
     @property
     def are_over(self) -> bool:
-        """Whether all ranks have come to every round that this one has started."""
+        """Tells if all ranks have joined every round that this one has started."""
         return self._last is None or self._last.is_over()
 
     def start(self, wanted: int | None, held: Collection[int], purpose: Purpose) -> Round:
@@ -105,7 +111,7 @@ class Rounds:
         return started
 
     def done(self, held: Collection[int]) -> Round:
-        """A round for the others alone, when it is over."""
+        """Returns a round in which this rank wants nothing, when it is over."""
         last = self.start(None, held, Purpose.DONE)
         last.wait()
         return last
@@ -148,7 +154,7 @@ class Rounds:
 
 
 def leave(comm: Communicator, units: int) -> None:
-    """Takes part in rounds, without an engine, until all ranks do so: then there are none left. Collective.
+    """Takes part in rounds, without an engine, until all ranks do so, and none is left. Collective.
 
     Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so. units: how many there
     are.
@@ -176,14 +182,14 @@ def _messages(comm: Communicator, units: int) -> tuple[np.ndarray[Any, Any], np.
 
 
 class Forecast:
-    """Which unit comes next: the one that followed these two the last time."""
+    """Predicts the unit that comes next: the one that followed the last two the time before."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, ...], int] = {}
         self._last: tuple[int, ...] = (-1, -1, 0)
 
     def after(self, number: int, backward: bool) -> int | None:
-        """Notes that a unit is used; the one to expect next, if anything is known."""
+        """Notes that a unit is used; returns the number of the unit to expect next, None if it is not known."""
         self._next[self._last] = number
         self._last = (self._last[1], number, int(backward))
         return self._next.get(self._last)

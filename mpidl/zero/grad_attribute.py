@@ -115,7 +115,7 @@ class GradAttributes:
     # ---- at the step ------------------------------------------------------------------------------------------------
 
     def note(self, change: str, name: str | None = None) -> None:
-        """Gradients were changed, that of the parameter `name` or all, as the ranks must do alike."""
+        """Notes a change of gradients, of the parameter `name` or of all, which all ranks must make."""
         if not self._changes or self._changes[-1][0] != change:
             self._changes.append((change, []))
         self._changes[-1][1].extend([] if name is None else [name])
@@ -169,7 +169,7 @@ class GradAttributes:
         return self._gradients.shard(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
 
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
-        """The same, to be changed in place, in fp32 where it has 16 bits. change: noted for the step."""
+        """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step."""
         self.read(place)
         return self._change(place, change)
 

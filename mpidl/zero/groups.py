@@ -1,4 +1,4 @@
-"""Over which ranks state is cut, and which ranks hold the same shard: hybrid sharding.
+"""The ranks over which state is cut, and those that hold the same shard: hybrid sharding.
 
     4 ranks on 2 nodes, shards inside nodes           node 0     node 1
         shards      cut over these                    0 <-> 1    2 <-> 3     gathers, reduce-scatters
@@ -66,7 +66,7 @@ class ShardGroup:
         return cls(world, shards, replicas if replicas.size > 1 else None)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, algorithm: str) -> Work:
-        """own becomes this rank's shard of the mean of all ranks' `whole`. Asynchronous."""
+        """Starts the reduction of all ranks' `whole` to its mean, of which `own` becomes this rank's shard."""
         if self.replicas is None:
             work = self.shards.reduce_scatter(own, whole, "avg", algorithm=algorithm, async_op=True)
         else:
@@ -82,12 +82,12 @@ class ShardGroup:
         return work
 
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, counts: list[int]) -> None:
-        """Rank 0's out becomes all shards, one behind the other. Collective."""
+        """Gathers all shards into rank 0's `out`, one behind the other. Collective."""
         if self.is_first:
             self.shards.gather(out, x, counts=counts)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, counts: list[int]) -> None:
-        """out becomes this rank's part of rank 0's x. Collective."""
+        """Scatters rank 0's `x`; `out` becomes this rank's part. Collective."""
         if self.is_first:
             self.shards.scatter(out, x, counts=counts)
         if self.replicas is not None:
@@ -95,7 +95,7 @@ class ShardGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank's shards are cut over ranks among which is rank 0."""
+        """Tells if rank 0 of all is among the ranks that have shards with this one."""
         return self.replicas is None or self.replicas.rank == 0
 
 

@@ -7,7 +7,7 @@
     model.load_state_dict(...)              at once, by a hook of each module
 
 A forward pass and a step compare a few numbers of each parameter, and read no weight. The engine writes through views
-of its own, which torch counts apart. So it does for `p.data.mul_(2)`, which is not noticed.
+of its own, whose writes torch counts separately. So it counts those of `p.data.mul_(2)`, which the guard does not see.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WeightGuard:
                 claim(p, self._trainer)
 
     def remove(self) -> None:
-        """Takes the hooks off the model, whose parameters are nobody's then."""
+        """Takes the hooks off the model, and the notes of the optimizer off its parameters."""
         for handle in self._handles:
             handle.remove()
         for p in self._places:
@@ -86,7 +86,7 @@ class WeightGuard:
     # ---- what was done to the weights -------------------------------------------------------------------------------
 
     def problem(self, slices: Collection[torch.nn.Parameter]) -> str | None:
-        """Why no step can be taken on this rank. slices: the parameters that are in groups."""
+        """Tells why no step can be taken on this rank, None if one can. slices: the parameters that are in groups."""
         if self.replaced:
             return self.inside("step")
         forbidden = self._parameters.step_problem()
@@ -106,13 +106,13 @@ class WeightGuard:
         return self.damage()
 
     def inside(self, what: str) -> str | None:
-        """Why `what` is not possible now."""
+        """Tells why `what` is not possible now, None if it is."""
         if self.replaced:
             return f"{what}: inside `with ema.averaged():` the weights are averages"
         return f"{what}: inside `with optimizer.gathered(...):` the parameters are copies" if self._writable else None
 
     def damage(self, *, inside: bool = False) -> str | None:
-        """What is wrong with the weights of this rank. inside: writes that a block allows are not."""
+        """Tells what is wrong with the weights of this rank, None if nothing is. inside: allow a block's writes."""
         return self._moved() or self._described([p for p in self._written() if not (inside and self._may_write(p))])
 
     def refuse_moved(self) -> None:
@@ -196,7 +196,7 @@ class WeightGuard:
             for p in parameters:
                 before = p._version
                 torch.autograd.graph.increment_version(p)
-                self._versions[p] += p._version - before  # what somebody else has written still counts
+                self._versions[p] += p._version - before  # other writes still count
 
     def accept(self) -> None:
         """All weights have been loaded: whatever was done to them before does not count."""

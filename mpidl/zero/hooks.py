@@ -19,7 +19,7 @@ class Hook:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function."""
+        """Calls the function."""
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, _: Any) -> Hook:

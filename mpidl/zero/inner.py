@@ -18,7 +18,7 @@ from .slices import Slice
 
 
 class InnerOptimizer(Protocol):
-    """What a ZeroOptimizer asks of its inner optimizer.
+    """The verbs by which a ZeroOptimizer uses its inner optimizer.
 
     param_groups: list of dicts; settings, and the slices' values, in the order of the outer groups. A step uses the
         settings, and may note something in them.

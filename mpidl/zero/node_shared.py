@@ -1,10 +1,15 @@
-"""Stage 3 on one node: the parameters lie in memory that all ranks share, cut over them, and whole at any time.
+"""Stage 3 on one node: the parameters lie in memory that all ranks share; each rank updates its shard.
 
     shared memory   [ unit 0 | unit 1 | ... ]      one copy for the node: the model's parameters are views of it
     rank 0 updates  [ ##     | ##     | ... ]      each rank's optimizer writes its shard of each unit, in place;
-    rank 1 updates  [    ##  |    ##  | ... ]      then the ranks meet, and everything is gathered
+    rank 1 updates  [    ##  |    ##  | ... ]      then the ranks meet, and all see all of it
 
-To gather is to do nothing, and forward and backward copy no parameter. A rank's share of the node's copy is 1 / ranks.
+Parameters are whole at any time, and forward and backward copy none. A rank's share of the node's copy is 1 / ranks.
+
+Collectives separate the writes and reads of that memory in time, all in the thread of the program: a rank writes its
+shards in a step only after the step's agreement, which each rank reaches after its backward pass; it reads them again
+after the barrier in `publish`. A rank waits in these alone, and every rank calls them in the same order. Steps within
+the backward pass: see `backward_steps`.
 """
 
 from __future__ import annotations

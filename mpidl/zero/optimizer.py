@@ -49,7 +49,7 @@ _REQUIRED: Any = None  # the error for an argument that is not given says what t
 class ZeroOptimizer(torch.optim.Optimizer):
     """Trains `model` with its optimizer state (stage 1), gradients (2) and parameters (3) cut over the ranks.
 
-    model: alike in structure on every rank; rank 0's parameters and buffers are broadcast.
+    model: of the same structure on every rank; rank 0's parameters and buffers are broadcast.
     optimizer_class: a `torch.optim` class, LARS or LAMB of `mpidl.optim`, or one's own; `kwargs` are its settings.
         Classes that update every element by itself (AdamW, SGD, ...) step on slices. For others (Muon, Adafactor)
         each parameter has one rank that gets it whole for the step and keeps its state (`whole_steps`). Refused are
@@ -65,8 +65,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     bucket_cap_mb: size of the gradient buckets of stages 1 and 2, in MiB.
     share_in_node: if all ranks are on one node, stage 3 keeps one copy of the parameters in memory that they share, and
         gathers nothing. Weights then change in the step and inside `gathered` alone. False: as over several nodes.
-    reshard_after_forward: where stage 3 gathers, let a unit go between its forward and its backward pass. False: it
-        stays whole, for fewer bytes on the way and more in memory.
+    reshard_after_forward: where stage 3 gathers, release a unit between its forward and its backward pass. False: it
+        stays whole, for fewer bytes sent and more in memory.
     shard_group: the ranks over which state is cut, when not over all: "node" for those of each node, or a Communicator
         from `split` for groups of one size. Ranks of other groups hold the same shards, and reduce their gradients.
     broadcast_buffers: rank 0's buffers (running statistics, ...) are broadcast in every step.
@@ -180,7 +180,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns it. Collective.
 
-        The arguments are those of mpidl.clip_grad_norm_; a step refuses what was not clipped alike on all ranks.
+        The arguments are those of mpidl.clip_grad_norm_; a step refuses gradients that the ranks have clipped
+        differently.
         """
         return reduced_gradients.clip_norm(self._parts, max_norm, norm_type, error_if_nonfinite)
 
@@ -332,7 +333,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return states.gradients(self._parts)
 
     def owned_state(self) -> OwnedState:
-        """What this rank owns of the parameters and gradients, slice by slice; the state of a slice is in `state`.
+        """This rank's slices of the parameters and gradients; the state of a slice is in `state`.
 
         Waits for a delayed update that is under way, and leaves it unseen. Collective.
         """
@@ -374,7 +375,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def step_in_backward(self) -> bool:
-        """Whether the backward pass makes the step."""
+        """True if the backward pass makes the step."""
         return self._steps_in_backward
 
     def parameter_names(self) -> dict[torch.nn.Parameter, str]:
@@ -383,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return dict(zip(slices, self._parts.names_of(slices), strict=True))
 
     def traffic(self) -> Traffic:
-        """What this rank's collectives have moved so far for parameters and gradients."""
+        """Counts of what this rank's collectives have moved so far for parameters and gradients."""
         return replace(self._parts.parameters.traffic, **self._parts.gradients.counted)
 
 

@@ -1,4 +1,4 @@
-"""What can be said of an optimizer's class before anything is changed: is it refused, and does it step on slices?
+"""Decides of an optimizer's class, before anything is changed, if it is refused, and if it steps on slices.
 
     AdamW, SGD, ...     a step on a parameter is one on its parts: each rank steps on its slices
     Muon, Adafactor     it needs whole parameters: `whole_steps`
@@ -56,7 +56,7 @@ def prototype(
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step needs beside slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
+    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
 
     wholes: bool
     together: bool = False

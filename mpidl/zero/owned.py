@@ -1,4 +1,4 @@
-"""What a rank owns of a sharded model and of its gradients, slice by slice: what a checkpoint writes and fills.
+"""A rank's slices of a sharded model and of its gradients, which a checkpoint writes and fills.
 
     parameter, flattened   [ 0 .. start | start .. stop | stop .. ]      the middle is this rank's `values`
 
@@ -58,7 +58,7 @@ class OwnedState:
         self._offloaded, self._guard = offloaded, guard
 
     def slices(self) -> list[OwnedSlice]:
-        """Of all parameters that are cut over the ranks; those that are not are whole, and alike, on every rank."""
+        """This rank's slices of all parameters that are cut over the ranks; others are whole on every rank."""
         found = []
         for shard in self._parameters.shards:
             for p, piece in zip(shard.parameters, shard.layout.pieces(self._over.rank), strict=True):
@@ -106,7 +106,7 @@ class OwnedState:
 
     @property
     def delays(self) -> bool:
-        """Whether updates may be delayed."""
+        """True if updates may be delayed."""
         return self._offloaded is not None and self._offloaded.delays
 
     @property

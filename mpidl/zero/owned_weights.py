@@ -51,12 +51,12 @@ class OwnedWeights:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank has whole tensors to give, and gets them."""
+        """True on the rank that gives whole tensors, and gets them."""
         return self._over.is_root
 
     @property
     def delays(self) -> bool:
-        """Whether a thread may be writing them."""
+        """True if a thread may be writing them."""
         return self._owned.delays
 
     def values(self) -> Tensors:
@@ -115,7 +115,7 @@ class OwnedWeights:
         return broadcast_object(self.comm, value)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors."""
+        """Shapes of the whole tensors, by name."""
         return {name: tuple(p.shape) for name, (p, _) in self._by_name.items()}
 
     def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:

@@ -35,7 +35,7 @@ class Precision:
     param_dtype: of parameters, frozen ones too, and so of forward and backward: torch.bfloat16 or torch.float16, for
         which mpidl.GradScaler is made; None leaves the model as it is. Buffers are left as they are.
     reduce_dtype: in which gradients are kept in buckets and reduced; None: each in its parameter's dtype. float32 costs
-        twice the bytes on the way and, in stage 1, for every gradient. Sums of several communicating passes are fp32 in
+        twice the bytes sent and, in stage 1, for every gradient. Sums of several communicating passes are fp32 in
         any case; those inside `no_sync` are of this dtype.
     keep_fp32: modules, with all that is in them, that stay in fp32: module classes, or a function of a name and a
         module, as of `named_modules`. Their floating inputs are cast to fp32, their outputs to param_dtype. A batch
@@ -75,7 +75,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a Precision makes of a model. kept: modules that stay in fp32, none inside another. dtypes: the new ones."""
+    """Changes that a Precision makes to a model. kept: modules that stay in fp32, none in another. dtypes: new ones."""
 
     precision: Precision
     kept: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Conversion:
         return cls(precision, kept, dtypes)
 
     def settings(self) -> dict[str, Any]:
-        """What must be alike on every rank."""
+        """Settings that must be the same on every rank."""
         of = self.precision
         names = {name: getattr(of, name) for name in ("param_dtype", "reduce_dtype", "cast_forward_inputs")}
         return {**names, "output_dtype": of.output_dtype, "keep_fp32": sorted(self.kept)}

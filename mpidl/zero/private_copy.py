@@ -1,4 +1,4 @@
-"""A rank's own copy of whole parameters, while it may change them: one for `gathered` blocks inside one another."""
+"""A rank's own copy of whole parameters, which it may change inside `gathered`; nested blocks share one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .shards import ParameterShard
 
 
 class PrivateCopy:
-    """Of the parameters of which `shard` is this rank's part. rank: among those over which they are cut."""
+    """A copy of the parameters of which `shard` is this rank's part. rank: among those over which they are cut."""
 
     def __init__(self, shard: ParameterShard, rank: int) -> None:
         self._shard, self._rank = shard, rank
@@ -21,7 +21,7 @@ class PrivateCopy:
         return self._blocks > 0
 
     def open(self, whole: torch.Tensor) -> list[torch.Tensor] | None:
-        """For one block more. The outermost makes it, of `whole`, and gets views of it, of the parameters' shapes."""
+        """Counts one block more. For the outermost, copies `whole` and returns views, of the parameters' shapes."""
         self._blocks += 1
         if self._values is not None:
             return None
@@ -29,12 +29,12 @@ class PrivateCopy:
         return self._shard.layout.views(self._values, [p.shape for p in self._shard.parameters])
 
     def follow(self, whole: torch.Tensor) -> None:
-        """Takes what the shards have been given meanwhile, if it is there."""
+        """Updates the copy, if there is one, from `whole`."""
         if self._values is not None:
             self._values.copy_(whole)
 
     def close(self) -> bool:
-        """The shard takes its part at the end of a block; whether that was the outermost, with which the copy goes."""
+        """Writes the copy's part into the shard as a block ends; True for the outermost, which gives the copy up."""
         assert self._values is not None
         self._shard.values.copy_(self._shard.layout.shard(self._values, self._rank))
         self._blocks -= 1

@@ -1,4 +1,4 @@
-"""What a program asks of a ZeroOptimizer's reduced gradients, between the backward passes and the step.
+"""Clips, unscales, searches and clears a ZeroOptimizer's reduced gradients, between backward passes and the step.
 
 Every rank holds its shards of the mean over the ranks. A norm is a sum over all shards. A rank makes a change on its
 own shards, and `GradAttributes` notes it, so that the step refuses changes that differ over the ranks.

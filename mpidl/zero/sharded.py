@@ -117,7 +117,7 @@ class ShardedParameters(ParameterStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """What was gathered so far."""
+        """Counts of the gathers so far."""
         return self._rounds.traffic
 
     def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
@@ -427,7 +427,7 @@ class ShardedParameters(ParameterStrategy):
         """Whole parameters inside, of every unit that holds any of `parameters` (default: all). Collective.
 
         writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes.
-            Inside, the ranks need not run alike. A block inside another has that one's copies.
+            Inside, the ranks need not run the same. A block inside another has that one's copies.
         """
         wanted = None if parameters is None else set(parameters)
         chosen = [u for u in self._units if wanted is None or any(wanted & set(f.shard.parameters) for f in u.flats)]

@@ -45,13 +45,13 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class Source(Protocol):
-    """What knows the reduced gradients of an optimizer's parameters."""
+    """The source of the reduced gradients of an optimizer's parameters."""
 
     def read(self, place: GradientPlace) -> torch.Tensor:
         """This rank's part of a gradient, flat."""
 
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
-        """The same, to be changed in place. change: the operator and its arguments, the same on every rank."""
+        """This rank's part, to be changed in place. change: the operator and its arguments, the same on every rank."""
 
     def norm(self, place: GradientPlace, order: float) -> float:
         """The norm of a whole gradient. Collective."""
@@ -321,7 +321,7 @@ def _for_each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """What torch.amp.GradScaler does to gradients, with one answer of all ranks. Collective."""
+    """Unscales gradients as torch.amp.GradScaler does, with one answer of all ranks. Collective."""
     own = [g for g in gradients if isinstance(g, ShardedGradient)]
     told = f"unscaled by {_told(inverse_scale)}"
     parts = [g.place.known().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]

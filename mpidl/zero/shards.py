@@ -443,7 +443,7 @@ class GradientShards:
             self._release_storage(bucket)
 
     def _shown(self, gradients: _Gradients, flat: torch.Tensor) -> GradBucket:
-        """What a communication hook sees of a bucket."""
+        """The bucket as a communication hook sees it."""
         bucket, size = gradients.bucket, gradients.bucket.layout.shard_size
 
         def reduce_scatter(values: torch.Tensor) -> Handle:

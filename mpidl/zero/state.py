@@ -157,7 +157,7 @@ def gather_optimizer(
 
 
 def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: Any) -> Any:
-    """One value of an optimizer's state: what has the slice's shape is gathered, anything else is alike everywhere."""
+    """Gathers one value of an optimizer's state if it has the slice's shape; any other is the same on every rank."""
     if not is_slice(value, part.values):
         return value.detach().cpu().clone() if torch.is_tensor(value) else value
     whole = torch.empty(p.numel(), dtype=value.dtype, device=value.device) if over.is_root else None

@@ -102,7 +102,7 @@ def gradients(parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def owned_state(parts: Parts) -> OwnedState:
-    """What this rank owns of parameters and gradients. Collective: waits for a delayed update, and leaves it unseen."""
+    """This rank's slices of parameters and gradients. Collective: waits for a delayed update, and leaves it unseen."""
     parts.parameters.release()  # a library's all-gather may use the shard's own place as room while it runs
     if parts.offloaded is not None:
         parts.offloaded.complete()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Traffic:
-    """Since construction. What moves no bytes, as gathering in memory that a node shares, is not counted.
+    """Counts since construction. What moves no bytes, as gathering in memory that a node shares, is not counted.
 
     gathers, gathered_bytes: units or buckets of parameters that were gathered, and their bytes, whole.
     reductions, reduced_bytes: buckets of gradients that were reduce-scattered, and their bytes, whole.
@@ -24,5 +24,5 @@ class Traffic:
     peak_bytes: int = 0
 
     def sent_bytes(self, ranks: int) -> float:
-        """What a rank sends for it by algorithms that send the least, such as a ring."""
+        """Bytes that a rank sends for all this by algorithms that send the least, such as a ring."""
         return (self.gathered_bytes + self.reduced_bytes) * (ranks - 1) / ranks

@@ -1,7 +1,7 @@
 """The way back from a sharded model to a plain one: whole parameters of its own on every rank.
 
 shards on ranks 0..3   [ 0 | 1 | 2 | 3 ]   gathered one after the other, so that what a rank holds grows from its
-each parameter         memory of its own   shards to the whole model, and by one more shard's whole on the way
+each parameter         memory of its own   shards to the whole model, plus one more shard's whole
 """
 
 from __future__ import annotations

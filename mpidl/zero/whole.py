@@ -1,11 +1,11 @@
 """Whole parameters inside `with optimizer.gathered(...):`, and what every rank must have made of them when it ends.
 
-    rank 0   p.mul_(2)     rank 1   p.mul_(2)      alike: each keeps its shard
+    rank 0   p.mul_(2)     rank 1   p.mul_(2)      the same: each keeps its shard
     rank 0   p.mul_(2)     rank 1                  refused by name: the shards would be of two parameters
     rank 0   p.mul_(2)     rank 1                  from_rank=0: sent to all before each keeps its shard
 
-Whether ranks have changed a parameter alike is told by checksums: of all of it where torch has counted a write, of
-some elements of any other, as torch does not count what is written through `p.data`.
+Checksums tell if all ranks have made the same change: of the whole parameter where torch has counted a write, of some
+elements of any other, as torch does not count writes through `p.data`.
 
 A writable block inside another begins with what the outer one has made, on which the ranks agree first.
 """
@@ -46,7 +46,7 @@ class WholeParameters:
 
     @property
     def is_open(self) -> bool:
-        """Whether this is inside a writable block."""
+        """True inside a writable block."""
         return bool(self._open)
 
     def block(
@@ -157,7 +157,7 @@ class _Held:
         return True
 
     def checksum(self, full: bool) -> int:
-        """Of all elements, or of some."""
+        """A checksum of all elements, or of some."""
         values = self.memory.reshape(-1)
         if not full:
             values = values[:: max(1, values.numel() // _SAMPLES)]
@@ -166,7 +166,7 @@ class _Held:
 
 @dataclass(frozen=True, eq=False)
 class _Changes:
-    """What a block may change. from_rank: whose changes count, or None where they must be alike."""
+    """The parameters that a block may change. from_rank: whose changes count; None: all must make the same."""
 
     held: list[_Held]
     from_rank: int | None

@@ -83,7 +83,7 @@ class WholeSteps(InnerOptimizer):
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
 
     def add_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Groups of slices' values, alike on every rank, which are to be stepped on from now on."""
+        """Adds groups of slices' values, the same on every rank, to step on from now on."""
         parts = {part.values: (p, part) for p, part in self._slices.items()}
         added = {values: parts[values] for group in groups for values in group["params"]}
         for p, part in sorted(added.values(), key=lambda pair: -pair[0].numel()):
@@ -130,7 +130,7 @@ class WholeSteps(InnerOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step on the slices' values by their gradients, which may be None, alike on every rank. Collective."""
+        """Steps on the slices' values by their gradients, which are None on all ranks or on none. Collective."""
         assert self._inner is not None
         self._take_back_state()
         for batches in [self._batches] if self._together else [[batch] for batch in self._batches]:
@@ -163,7 +163,7 @@ class WholeSteps(InnerOptimizer):
                 each.whole.data = placeholder(each.whole.shape, each.whole.dtype, each.whole.device)
 
     def _take_notes(self) -> None:
-        """What the optimizer has changed in its groups; of ranks that have changed the same, the first one's."""
+        """Takes over what the optimizer has changed in its groups; of several ranks the first one's."""
         assert self._inner is not None
         pairs = zip(self.param_groups, self._inner.param_groups, strict=True)
         mine = [
@@ -218,7 +218,7 @@ class WholeSteps(InnerOptimizer):
 
     @staticmethod
     def _pieces(mine: Sequence[_Owned], flat: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Of each parameter that this rank owns every rank's slice, as views of what goes between them and this one."""
+        """Every rank's slice of each parameter that this rank owns, as views of the buffer that is exchanged."""
         by_rank = [
             part.split([each.counts[rank] for each in mine]) if mine else ()
             for rank, part in enumerate(flat.split(list(sizes)))
@@ -254,7 +254,7 @@ class WholeSteps(InnerOptimizer):
 
     @torch.no_grad()
     def _take_back_state(self) -> None:
-        """The owners have the state again, as it was or as somebody has loaded it into `state`."""
+        """Gives the owners the state back, as it was or as it was loaded into `state`."""
         if not self._is_cut:
             return
         assert self._inner is not None
@@ -274,7 +274,7 @@ class WholeSteps(InnerOptimizer):
         return own
 
     def _gather(self, each: _Owned, own: torch.Tensor) -> torch.Tensor | None:
-        """Of all ranks' slices the whole, on the owner."""
+        """Gathers all ranks' slices to the whole, on the owner."""
         whole = own.new_empty(each.whole.shape) if each.owner == self._comm.rank else None
         self._comm.gather(None if whole is None else whole.view(-1), own.contiguous(), each.owner, each.counts)
         return whole
@@ -301,7 +301,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, ShardedStateSpec | _Alike]:
-    """What every rank is told of a parameter's state."""
+    """The outline of a parameter's state that every rank is told."""
     outline: dict[str, ShardedStateSpec | _Alike] = {}
     for key, value in entry.items():
         if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
