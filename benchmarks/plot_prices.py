@@ -41,9 +41,9 @@ from collectives.reduction import Reduction
 from collectives.schedule import Place, Round, Schedule, chunk, recv, send
 from collectives.scratch import Scratch
 from collectives.timing import measure, repetitions
-from mpidl.agreement import agree_or_exit
 from mpidl.cli import ArgumentParser, at_least, bytes_text, check_writable, names
 from mpidl.errors import UsageError
+from mpidl.job.agreement import agree_or_exit
 
 ALGORITHM_NAMES = tuple(sorted({name for family in ALGORITHMS.values() for name in family}))
 SMALL, LARGE = 8, 16 << 20  # bytes of the two messages that give alpha and beta

@@ -31,7 +31,7 @@ from mpidl.data.images import Digits, image_folders
 from mpidl.errors import UsageError
 from mpidl.models.resnet import SIZES, ResNet
 from mpidl.optim import LARS, warmup_cosine
-from mpidl.replicate import broadcast_states
+from mpidl.replicas.broadcast import broadcast_states
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 
 LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3}

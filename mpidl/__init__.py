@@ -9,9 +9,6 @@ from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
 from . import activations, checkpoint, comm_hooks, data, memory, mesh, optim
-from .agreement import agree_or_exit
-from .amp import GradScaler
-from .clip import clip_grad_norm_, clip_grad_value_
 from .ddp import DistributedDataParallel
 from .errors import (
     CheckpointError,
@@ -24,16 +21,19 @@ from .errors import (
     TrainingError,
     UsageError,
 )
-from .joining import Join, Joinable, JoinHook
-from .loss import global_mean
+from .gradients.amp import GradScaler
+from .gradients.clip import clip_grad_norm_, clip_grad_value_
+from .gradients.loss import global_mean
+from .gradients.nonfinite import NonfiniteWatch, find_nonfinite_gradients
+from .gradients.nonfinite_guard import NonfiniteGuard
+from .job.agreement import agree_or_exit
+from .job.joining import Join, Joinable, JoinHook
+from .job.objects import all_gather_object, broadcast_object
+from .job.runtime import init, pick_device
+from .job.signals import STOPPED, StopSignal
 from .mesh import Mesh
-from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
-from .nonfinite_guard import NonfiniteGuard
-from .objects import all_gather_object, broadcast_object
-from .replicas import check_replicas
-from .runtime import init, pick_device
-from .signals import STOPPED, StopSignal
-from .sync_batch_norm import SyncBatchNorm
+from .nn.sync_batch_norm import SyncBatchNorm
+from .replicas.check import check_replicas
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 

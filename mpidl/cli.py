@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from collectives import Communicator
 
 from . import memory
-from .agreement import agree_or_exit
 from .errors import UsageError
+from .job.agreement import agree_or_exit
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -23,8 +23,8 @@ import torch
 
 from collectives import Communicator, Work
 
-from .buckets import by_rank
 from .errors import ConfigurationError, ConfigurationTypeError, TrainingError
+from .gradients.buckets import by_rank
 from .mesh.groups import data_group
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .partial_steps import PartialSteps
+from .gradients.partial_steps import PartialSteps
 
 NOT_SEQUENTIAL = "makes other steps on one parameter after another than on all at once, as what counts its steps does"
 _STEPS = 8  # some change their manner after a few

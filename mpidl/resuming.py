@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 from collectives import Communicator
 
 from . import checkpoint
-from .agreement import agree_or_exit
 from .checkpoint import Loaded
 from .cli import at_least
 from .errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
-from .objects import broadcast_object
-from .signals import StopSignal
+from .job.agreement import agree_or_exit
+from .job.objects import broadcast_object
+from .job.signals import StopSignal
 
 Result = TypeVar("Result")
 _PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")

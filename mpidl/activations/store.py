@@ -28,10 +28,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from collectives import Communicator, even_counts
 from collectives.diagnostics import is_debugging
 
-from ..agreement import check_everywhere
-from ..consistency import check_settings_agree
 from ..errors import ConfigurationError, TrainingError
-from ..objects import all_gather_object
+from ..job.agreement import check_everywhere
+from ..job.objects import all_gather_object
+from ..replicas.consistency import check_settings_agree
 from .arena import Arena, ArenaSlot
 from .disk import DiskSlot, Scratch
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..ending import INTERRUPTED
 from ..errors import CheckpointError, ConfigurationError, UsageError
+from ..job.ending import INTERRUPTED
 from . import folder, index
 from .exporting import byte_count, export_checkpoint
 from .index import Index

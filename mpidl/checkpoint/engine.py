@@ -20,12 +20,12 @@ import torch
 
 from collectives import Communicator
 
-from ..agreement import together
-from ..checksums import checksum, difference
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
+from ..job.agreement import together
 from ..mesh.groups import data_group, refuse_part
 from ..optim.post_local import PostLocalSGDOptimizer
+from ..replicas.checksums import checksum, difference
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
 

@@ -24,9 +24,9 @@ import torch
 
 from collectives import Communicator
 
-from ..agreement import on_rank_0, together
-from ..ending import UNFINISHED
 from ..errors import CheckpointError, ConfigurationError
+from ..job.agreement import on_rank_0, together
+from ..job.ending import UNFINISHED
 from ..models.pretrained import published_names
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
 from . import folder, index

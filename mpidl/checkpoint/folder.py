@@ -26,8 +26,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..ending import UNFINISHED
 from ..errors import CheckpointError, ConfigurationError
+from ..job.ending import UNFINISHED
 from . import holding, index
 from .index import Index
 from .regular import read_regular, size_of

@@ -17,9 +17,9 @@ import torch
 
 from collectives import Communicator
 
-from ..agreement import on_rank_0, together
-from ..consistency import check_settings_agree
 from ..errors import CheckpointError, CheckpointMismatch
+from ..job.agreement import on_rank_0, together
+from ..replicas.consistency import check_settings_agree
 from . import folder, index, tree
 from . import random_states as randoms
 from .collect import state_of

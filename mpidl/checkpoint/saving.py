@@ -14,12 +14,12 @@ import torch
 
 from collectives import Communicator
 
-from ..agreement import on_rank_0, together
-from ..consistency import check_settings_agree
-from ..ending import STANDING
 from ..errors import CheckpointError, ConfigurationError
-from ..objects import all_gather_object
-from ..runtime import default_communicator
+from ..job.agreement import on_rank_0, together
+from ..job.ending import STANDING
+from ..job.objects import all_gather_object
+from ..job.runtime import default_communicator
+from ..replicas.consistency import check_settings_agree
 from . import folder, holding
 from .collect import Collected, collect
 from .engine import Engine, unwrap

@@ -23,10 +23,10 @@ from typing import Any
 
 from collectives import Communicator
 
-from ..agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
-from ..ending import UNFINISHED, UNHEARD
 from ..errors import CheckpointError
-from ..objects import all_gather_object
+from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
+from ..job.ending import UNFINISHED, UNHEARD
+from ..job.objects import all_gather_object
 from . import folder, index
 from .collect import Piece, rank_name
 from .schema import CODES

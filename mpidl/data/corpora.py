@@ -15,7 +15,7 @@ from pathlib import Path
 from collectives import Communicator
 
 from ..errors import UsageError
-from ..objects import broadcast_object
+from ..job.objects import broadcast_object
 
 _SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

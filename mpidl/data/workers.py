@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..runtime import WORKER
+from ..job.runtime import WORKER
 
 # By which the launchers of MPICH, Open MPI, Slurm and Cray tell a process its place in a job.
 _OF_A_RANK = ("PMI", "HYDI_", "HYDRA_", "MPIR_", "MPI_LOCAL", "OMPI_", "OPAL_", "PRTE_", "PALS_")

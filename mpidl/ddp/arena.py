@@ -11,7 +11,7 @@ import torch
 
 from collectives import Communicator
 
-from ..buckets import GradientBucket, aligned
+from ..gradients.buckets import GradientBucket, aligned
 
 
 class Arena:

@@ -28,12 +28,12 @@ import torch
 from collectives import Communicator, Work
 from collectives.devices import Place
 
-from ..backward import inside_backward
-from ..buckets import GradientBucket
 from ..comm_hooks import Handle
 from ..errors import TrainingError
-from ..foreign_steps import ForeignSteps
-from ..partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
+from ..gradients.backward import inside_backward
+from ..gradients.buckets import GradientBucket
+from ..gradients.foreign_steps import ForeignSteps
+from ..gradients.partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
 from .used_gradient import UsedGradient
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..backward import BackwardWatch, PassPhases, goes_to, replacement_test
+from ..gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 
 
 class FirstPass:

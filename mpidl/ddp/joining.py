@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..joining import JoinHook, Rounds
+from ..job.joining import JoinHook, Rounds
 from .reducer import Reducer
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backward import BackwardWatch, inside_transform, will_run
+from ..gradients.backward import BackwardWatch, inside_transform, will_run
 
 # Modules that compute x @ weight + bias, and whether their weight is [out, in], instead of [in, out].
 _OUT_IN = {

@@ -26,17 +26,25 @@ from collectives.devices import Place
 from collectives.diagnostics import listing
 
 from .. import comm_hooks
-from ..agreement import raise_everywhere
-from ..backward import BackwardWatch, PassPhases, goes_to, is_opaque, reaches, replacement_test, tensors_with_gradient
-from ..bucket_queue import BucketQueue
-from ..buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
-from ..consistency import check_models_agree, check_settings_agree
 from ..errors import TrainingError, listed
-from ..foreign_steps import ForeignSteps
-from ..joining import Rounds, Stage
-from ..objects import broadcast_object
-from ..partial_steps import STEP_NOT_CALLED
-from ..replicate import broadcast_states
+from ..gradients.backward import (
+    BackwardWatch,
+    PassPhases,
+    goes_to,
+    is_opaque,
+    reaches,
+    replacement_test,
+    tensors_with_gradient,
+)
+from ..gradients.bucket_queue import BucketQueue
+from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
+from ..gradients.foreign_steps import ForeignSteps
+from ..gradients.partial_steps import STEP_NOT_CALLED
+from ..job.agreement import raise_everywhere
+from ..job.joining import Rounds, Stage
+from ..job.objects import broadcast_object
+from ..replicas.broadcast import broadcast_states
+from ..replicas.consistency import check_models_agree, check_settings_agree
 from .arena import Arena
 from .backward_steps import BackwardSteps
 from .contents import Contents

@@ -21,21 +21,22 @@ from torch.utils._pytree import tree_map_only
 from collectives import Communicator
 from collectives.diagnostics import label
 
-from .. import comm_hooks, communicator_pool
-from ..agreement import check_everywhere
-from ..backward import BackwardWatch, inside_backward
-from ..buckets import MIB
-from ..checksums import checksum, difference
+from .. import comm_hooks
 from ..compiling import uncompiled
-from ..consistency import check_models_agree, check_settings_agree
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
-from ..joining import Join
+from ..gradients.backward import BackwardWatch, inside_backward
+from ..gradients.buckets import MIB
+from ..job import communicator_pool
+from ..job.agreement import check_everywhere
+from ..job.joining import Join
+from ..job.place import place_of
 from ..mesh import Mesh
 from ..mesh.groups import data_group
 from ..mesh.placement import refuse_experts
-from ..place import place_of
-from ..replicate import broadcast_states
-from ..sync_batch_norm import SyncBatchNorm
+from ..nn.sync_batch_norm import SyncBatchNorm
+from ..replicas.broadcast import broadcast_states
+from ..replicas.checksums import checksum, difference
+from ..replicas.consistency import check_models_agree, check_settings_agree
 from . import arguments, steppable
 from .first_pass import FirstPass
 from .joining import WrapperJoinHook

@@ -16,11 +16,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from ..agreement import agree_or_exit
 from ..cli import ArgumentParser
+from ..job.agreement import agree_or_exit
+from ..job.objects import all_gather_object
+from ..job.runtime import init
 from ..mesh.mesh import agreed_layout
-from ..objects import all_gather_object
-from ..runtime import init
 from . import expected
 from . import mesh as mesh_of
 from .advice import Finding, by_host, count, findings, in_bytes

@@ -12,7 +12,7 @@ import torch
 from collectives import Communicator
 from collectives.diagnostics import about_mpi, directories, usable
 
-from ..control_group import cpu_quota, memory_limit
+from ..job.control_group import cpu_quota, memory_limit
 
 # By which launchers say how many processes they have started.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")

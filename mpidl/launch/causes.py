@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 
-from ..signals import STOPPED
+from ..job.signals import STOPPED
 
 _FAILED = re.compile(r"mpidl: rank (\d+) of \d+(, in [^\n]*?)? ends the job: (.*)")
 _LATE = re.compile(r"\s*not arrived: (.*)")

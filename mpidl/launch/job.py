@@ -23,7 +23,7 @@ from pathlib import Path
 
 from collectives.diagnostics import JOB, Witness, directories, mapped
 
-from ..control_group import killed_for_memory
+from ..job.control_group import killed_for_memory
 from .command import is_launcher
 from .deaths import Deaths
 from .last_seen import Group, last_seen

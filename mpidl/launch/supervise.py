@@ -22,7 +22,7 @@ from typing import Any
 from ..checkpoint import newest
 from ..checkpoint.folder import clean
 from ..errors import CheckpointError, UsageError
-from ..signals import STOPPED
+from ..job.signals import STOPPED
 from .causes import cause, status_of
 from .command import ranks_of, with_ranks
 from .job import Job

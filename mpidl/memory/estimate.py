@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..buckets import FIRST_BUCKET_MB, assign
 from ..errors import ConfigurationError
+from ..gradients.buckets import FIRST_BUCKET_MB, assign
 from .process import MIB
 
 STAGES = (0, 1, 2, 3)

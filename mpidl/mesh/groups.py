@@ -13,7 +13,7 @@ from typing import Any
 from collectives import Communicator
 
 from ..errors import ConfigurationError
-from ..runtime import default_communicator
+from ..job.runtime import default_communicator
 from .mesh import Mesh, open_meshes
 
 DATA = ("dp", "cp")  # the ranks that hold the same parameters and train on different tokens

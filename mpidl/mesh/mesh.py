@@ -23,8 +23,8 @@ from typing import Any
 from collectives import Communicator
 
 from ..errors import UsageError
-from ..objects import all_gather_object
-from ..runtime import default_communicator
+from ..job.objects import all_gather_object
+from ..job.runtime import default_communicator
 from .layout import AXES, Layout
 
 _open: list[Mesh] = []  # strong references: a garbage collector would forget them at other times on each rank

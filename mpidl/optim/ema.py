@@ -27,9 +27,9 @@ import torch
 from collectives import Communicator
 
 from ..absent_state import absent_state, refusal
-from ..consistency import check_settings_agree
 from ..ddp import DistributedDataParallel
 from ..errors import ConfigurationError, TrainingError, listed
+from ..replicas.consistency import check_settings_agree
 from ..trained_by import trainer_of, trainer_of_model
 from .trust import integer, require
 

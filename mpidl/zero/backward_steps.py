@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..errors import TrainingError
-from ..partial_steps import STEP_NOT_CALLED, PartialSteps
+from ..gradients.partial_steps import STEP_NOT_CALLED, PartialSteps
 from .guard import WeightGuard
 from .shards import ParameterShard
 from .slices import Slice

@@ -23,17 +23,17 @@ import torch
 from collectives import Communicator
 from collectives.devices import Place
 
-from ..agreement import check_everywhere
-from ..backward import BackwardWatch, PassPhases, goes_to, replacement_test
-from ..buckets import MIB
-from ..consistency import check_models_agree, check_settings_agree
 from ..ddp.arguments import communicator, flag
+from ..gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
+from ..gradients.buckets import MIB
+from ..job.agreement import check_everywhere
+from ..job.place import place_of
 from ..mesh import Mesh
 from ..mesh.groups import data_group
 from ..optim.trust import TrustRatioOptimizer, squared_norms_over
 from ..optimizer_trial import comparable
-from ..place import place_of
-from ..replicate import broadcast_states
+from ..replicas.broadcast import broadcast_states
+from ..replicas.consistency import check_models_agree, check_settings_agree
 from . import arguments
 from .backward_steps import BackwardSteps
 from .construction.construct import Construction, Weights

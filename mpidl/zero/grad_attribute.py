@@ -23,9 +23,9 @@ import torch
 
 from collectives import Communicator
 
-from ..backward import BackwardWatch
-from ..clip import local_norms
 from ..errors import TrainingError
+from ..gradients.backward import BackwardWatch
+from ..gradients.clip import local_norms
 from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
 from .shards import GradientShards
 

@@ -18,10 +18,10 @@ import torch
 
 from collectives import ArgumentError, Communicator, Work
 
-from .. import communicator_pool
-from ..agreement import check_everywhere
-from ..consistency import check_settings_agree
 from ..errors import ConfigurationError
+from ..job import communicator_pool
+from ..job.agreement import check_everywhere
+from ..replicas.consistency import check_settings_agree
 
 _by_node: weakref.WeakKeyDictionary[Communicator, tuple[Communicator, Communicator]] = weakref.WeakKeyDictionary()
 

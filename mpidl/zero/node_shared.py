@@ -23,7 +23,7 @@ import torch
 from collectives import Communicator
 from collectives.devices import Place
 
-from ..buckets import aligned
+from ..gradients.buckets import aligned
 from .private_copy import PrivateCopy
 from .shards import ParameterShard
 from .strategy import NamesOf, ParameterStrategy, thawed

@@ -24,8 +24,8 @@ from collectives import Communicator
 from ..comm_hooks import Hook
 from ..comm_hooks import check as check_hook
 from ..errors import ConfigurationConflict, TrainingError
+from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
-from ..nonfinite import NonfiniteWatch
 from ..optimizer_trial import without_parameters
 from . import arguments, reduced_gradients, states, step
 from .build import Options, Parts, build

@@ -17,9 +17,9 @@ import torch
 
 from collectives import Communicator
 
-from ..agreement import refuse_everywhere
 from ..errors import TrainingError
-from ..objects import all_gather_object, broadcast_object
+from ..job.agreement import refuse_everywhere
+from ..job.objects import all_gather_object, broadcast_object
 from .groups import ShardGroup
 from .guard import WeightGuard
 from .owned import OwnedState

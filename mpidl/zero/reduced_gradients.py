@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
 from ..errors import TrainingError
+from ..gradients.clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
+from ..gradients.nonfinite import NonfiniteWatch, are_finite
 from ..mesh.norm import norm_over_mesh
-from ..nonfinite import NonfiniteWatch, are_finite
 from .build import Parts
 
 

@@ -24,9 +24,9 @@ import torch
 from collectives import Communicator, Work
 from collectives.devices import Place
 
-from .. import communicator_pool
-from ..buckets import assign, layout_of
 from ..compiling import uncompiled
+from ..gradients.buckets import assign, layout_of
+from ..job import communicator_pool
 from .shards import ParameterShard
 from .strategy import NamesOf, ParameterStrategy
 from .touch import Watched, unwatch, watch

@@ -36,10 +36,10 @@ from collectives import Communicator, Work, WorkTimeout
 from collectives.devices import HOST, Place
 from collectives.diagnostics import deadlocked, label, listing
 
-from .. import communicator_pool
-from ..backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
 from ..compiling import uncompiled
 from ..errors import TrainingError
+from ..gradients.backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
+from ..job import communicator_pool
 from .gathered_unit import Call, GatheredUnit, UnitState
 from .gathering import Forecast, Purpose, Round, Rounds, leave
 from .shards import ParameterShard

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..backward import inside_backward
-from ..buckets import Piece
-from ..clip import local_norms
 from ..errors import TrainingError
+from ..gradients.backward import inside_backward
+from ..gradients.buckets import Piece
+from ..gradients.clip import local_norms
 
 _ELEMENTWISE = frozenset(
     {"abs", "neg", "sign", "sgn", "sqrt", "rsqrt", "reciprocal", "exp", "log", "log2", "log10", "log1p", "pow"}

@@ -35,13 +35,13 @@ import torch
 from collectives import Work
 from collectives.devices import HOST, Place
 
-from ..backward import BackwardWatch
-from ..bucket_queue import BucketQueue
-from ..buckets import GradientBucket, Layout, by_rank
 from ..comm_hooks import Cut, GradBucket, Handle, Hook, Then, begin, result_of
 from ..errors import TrainingError, listed
-from ..foreign_steps import ForeignSteps
-from ..partial_steps import NOT_REDUCED
+from ..gradients.backward import BackwardWatch
+from ..gradients.bucket_queue import BucketQueue
+from ..gradients.buckets import GradientBucket, Layout, by_rank
+from ..gradients.foreign_steps import ForeignSteps
+from ..gradients.partial_steps import NOT_REDUCED
 from .gradient_buffers import GradientBuffers
 from .groups import ShardGroup
 from .sharded_gradient import ShardedGradient

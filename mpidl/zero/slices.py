@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..buckets import Piece
+from ..gradients.buckets import Piece
 from .shards import ParameterShard
 
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..absent_state import absent_state, refusal
 from ..errors import ConfigurationError
-from ..objects import broadcast_object
+from ..job.objects import broadcast_object
 from ..optim.elementwise import alike, elementwise, is_slice
-from ..replicate import broadcast_states
+from ..replicas.broadcast import broadcast_states
 from .groups import ShardGroup
 from .inner import InnerOptimizer
 from .slices import ShardedStateSpec, Slice

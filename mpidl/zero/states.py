@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..agreement import check_everywhere, refuse_everywhere
 from ..errors import TrainingError
+from ..job.agreement import check_everywhere, refuse_everywhere
 from . import state
 from .build import Parts
 from .construction.construct import targets_of

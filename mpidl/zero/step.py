@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..agreement import raise_everywhere
-from ..backward import inside_backward
-from ..consistency import check_settings_agree
 from ..errors import TrainingError
-from ..partial_steps import STEP_INSIDE
-from ..replicate import broadcast_states
+from ..gradients.backward import inside_backward
+from ..gradients.partial_steps import STEP_INSIDE
+from ..job.agreement import raise_everywhere
+from ..replicas.broadcast import broadcast_states
+from ..replicas.consistency import check_settings_agree
 from . import arguments
 from .build import Parts
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..agreement import check_everywhere
-from ..consistency import check_settings_agree
 from ..errors import ConfigurationError
+from ..job.agreement import check_everywhere
+from ..replicas.consistency import check_settings_agree
 from .arguments import parameters_of
 from .build import Parts
 from .optimizer_class import try_group

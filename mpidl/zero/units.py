@@ -10,8 +10,8 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
-from ..buckets import Layout, layout_of
 from ..errors import ConfigurationError
+from ..gradients.buckets import Layout, layout_of
 from .arguments import plain
 
 _MARK = "_mpidl_unit"

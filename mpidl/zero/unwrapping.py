@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..agreement import refuse_everywhere
-from ..nonfinite import NonfiniteWatch
+from ..gradients.nonfinite import NonfiniteWatch
+from ..job.agreement import refuse_everywhere
 from . import reduced_gradients
 from .build import Parts
 from .clearing import clears_alone

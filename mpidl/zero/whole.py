@@ -22,9 +22,9 @@ import torch
 
 from collectives import Communicator
 
-from ..agreement import check_everywhere
 from ..errors import ConfigurationError, TrainingError
-from ..replicate import broadcast_states
+from ..job.agreement import check_everywhere
+from ..replicas.broadcast import broadcast_states
 from .slices import Slice
 from .strategy import ParameterStrategy
 

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..agreement import check_everywhere
-from ..buckets import MIB
-from ..objects import all_gather_object
+from ..gradients.buckets import MIB
+from ..job.agreement import check_everywhere
+from ..job.objects import all_gather_object
 from ..optim.elementwise import alike, is_slice
 from .construction.target import placeholder
 from .groups import ShardGroup

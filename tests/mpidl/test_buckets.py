@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidl.buckets import Layout, assign, layout_of
+from mpidl.gradients.buckets import Layout, assign, layout_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import mpidl
 from mpidl.errors import ConfigurationError
-from mpidl.objects import broadcast_object
+from mpidl.job.objects import broadcast_object
 from mpidl.zero import Safetensors
 from mpidl.zero.construction import weights
 from tests.mpidl.models import Branching, Mixture, SmoothImages, small_gpt2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidl import control_group
+from mpidl.job import control_group
 
 GIB = 1 << 30
 OWN = {1: "5:cpu,cpuacct:/slurm/job_7\n4:memory:/slurm/job_7\n1:name=systemd:/\n", 2: "0::/slurm/job_7\n"}

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
-from mpidl.buckets import MIB
+from mpidl.gradients.buckets import MIB
 from tests.mpidl.models import MODELS, fresh, sequences
 
 pytestmark = pytest.mark.mpi

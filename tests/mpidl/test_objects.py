@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi
 
 
 def test_objects_go_over_a_communicator_or_the_world(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpidl.runtime._default", comm)
+    monkeypatch.setattr("mpidl.job.runtime._default", comm)
     group = comm.split(comm.rank % 2)
     assert group is not None
     ranks = list(range(comm.size))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpidl.backward import BackwardWatch, PassPhases
-from mpidl.bucket_queue import BucketQueue
-from mpidl.buckets import GradientBucket
+from mpidl.gradients.backward import BackwardWatch, PassPhases
+from mpidl.gradients.bucket_queue import BucketQueue
+from mpidl.gradients.buckets import GradientBucket
 
 IN_ORDER = ["begun", "reached", "take", "reached", "take", "filled", "launch", "finish", "drained", "finished"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mpidl
-from mpidl.checksums import checksum
+from mpidl.replicas.checksums import checksum
 from tests.mpidl.models import Mixture
 
 

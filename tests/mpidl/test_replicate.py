@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidl import replicate
-from mpidl.replicate import broadcast_states
+from mpidl.replicas import broadcast as replicate
+from mpidl.replicas.broadcast import broadcast_states
 
 
 class Recorder:

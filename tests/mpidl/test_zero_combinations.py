@@ -10,7 +10,7 @@ import torch
 
 import mpidl
 from mpidl import Offload
-from mpidl.objects import broadcast_object
+from mpidl.job.objects import broadcast_object
 from mpidl.zero import Safetensors
 from tests.mpidl.models import Mixture, sequences, small_gpt2
 from tests.mpidl.test_construction import BF16, assert_same, seeded

@@ -11,7 +11,7 @@ import torch
 
 import mpidl
 from collectives import Work, WorkTimeout
-from mpidl import communicator_pool
+from mpidl.job import communicator_pool
 from tests.harness import launch
 from tests.mpidl.zero_reference import Several, after_failure, engine, plainly
 

@@ -120,7 +120,7 @@ def test_ways_to_gather_change_no_bit(comm) -> None:
 
 def test_memory_goes_back_when_a_step_is_over(comm) -> None:
     """Shared by the ranks of a node, as over several nodes."""
-    from mpidl.backward import BackwardWatch
+    from mpidl.gradients.backward import BackwardWatch
     from mpidl.zero.sharded import ShardedParameters
     from mpidl.zero.units import cut, lay_out
 
@@ -314,7 +314,7 @@ def test_changes_made_in_gathered_are_seen_inside_an_outer_one(comm, share: bool
 
 
 def test_engines_one_after_the_other_use_the_same_communicators(comm) -> None:
-    from mpidl import communicator_pool
+    from mpidl.job import communicator_pool
 
     for _ in range(3):
         trained(comm, steps=1)

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from collectives import Communicator
 
-from ...agreement import check_everywhere
-from ...consistency import check_settings_agree
 from ...errors import ConfigurationError
-from ...objects import broadcast_object
-from ...replicate import broadcast_states
+from ...job.agreement import check_everywhere
+from ...job.objects import broadcast_object
+from ...replicas.broadcast import broadcast_states
+from ...replicas.consistency import check_settings_agree
 from ..shards import ParameterShard
 from ..slices import Slice
 from ..state import StateNames

@@ -14,9 +14,9 @@ import torch
 
 from collectives import Communicator
 
-from ...agreement import check_everywhere
-from ...consistency import check_settings_agree
 from ...errors import ConfigurationError, listed
+from ...job.agreement import check_everywhere
+from ...replicas.consistency import check_settings_agree
 from .target import Targets, wanted
 
 Rename = Callable[[str], str | None]

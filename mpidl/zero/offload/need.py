@@ -15,9 +15,9 @@ import torch
 
 from collectives import Communicator
 
-from ...agreement import check_everywhere
 from ...errors import ConfigurationError
-from ...objects import all_gather_object
+from ...job.agreement import check_everywhere
+from ...job.objects import all_gather_object
 from ...optimizer_trial import without_parameters
 from .settings import Offload
 from .slices import HALVES

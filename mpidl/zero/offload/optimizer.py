@@ -19,12 +19,12 @@ import torch
 
 from collectives.devices import HOST, Place
 
-from ...agreement import check_everywhere, first_problem, is_anywhere
-from ...buckets import MIB, Piece
-from ...consistency import check_settings_agree
 from ...errors import ConfigurationError, TrainingError
+from ...gradients.buckets import MIB, Piece
+from ...job.agreement import check_everywhere, first_problem, is_anywhere
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
+from ...replicas.consistency import check_settings_agree
 from ..groups import ShardGroup
 from ..inner import InnerOptimizer
 from ..optimizer_class import frozen

@@ -14,7 +14,7 @@ import torch
 
 from collectives.devices import Arrival, Copies
 
-from ...buckets import Piece
+from ...gradients.buckets import Piece
 from ..shards import ParameterShard
 from ..slices import Slice
 

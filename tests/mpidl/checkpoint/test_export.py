@@ -19,7 +19,7 @@ import mpidl
 from mpidl.checkpoint import export_checkpoint, export_safetensors, folder, import_safetensors
 from mpidl.checkpoint.__main__ import main
 from mpidl.checkpoint.exporting import byte_count
-from mpidl.ending import UNFINISHED
+from mpidl.job.ending import UNFINISHED
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.models.pretrained import load_pretrained
 from tests.harness import launch

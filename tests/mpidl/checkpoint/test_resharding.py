@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpidl import buckets
 from mpidl.checkpoint import index
 from mpidl.checkpoint.tensorfile import TensorFile
+from mpidl.gradients import buckets
 from mpidl.models.gpt2 import GPT2
 from tests.mpidl.checkpoint.training import ENGINES, Run
 from tests.mpidl.models import MODELS, SMALL_GPT2, fresh, largest_difference

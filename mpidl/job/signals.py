@@ -27,7 +27,7 @@ import numpy as np
 
 from collectives import Communicator
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 from .runtime import default_communicator
 
 STOPPED = 75  # exit status of a job that was asked to stop and can go on; EX_TEMPFAIL of sysexits.h

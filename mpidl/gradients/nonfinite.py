@@ -16,12 +16,12 @@ import torch
 
 from collectives import Communicator
 
-from .ddp import DistributedDataParallel
-from .errors import ConfigurationError
-from .objects import all_gather_object
-from .runtime import default_communicator
+from ..ddp import DistributedDataParallel
+from ..errors import ConfigurationError
+from ..job.objects import all_gather_object
+from ..job.runtime import default_communicator
+from ..trained_by import trainer_of_model
 from .scalars import values_of
-from .trained_by import trainer_of_model
 
 Found = list[tuple[str, int]]
 

@@ -27,9 +27,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives import Communicator
 
-from .errors import ConfigurationError
-from .mesh import Mesh
-from .mesh.groups import DATA, checked, data_group
+from ..errors import ConfigurationError
+from ..mesh import Mesh
+from ..mesh.groups import DATA, checked, data_group
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HEADER = 4  # count, channels, dtype, whether a gradient flows back

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .compiling import uncompiled
+from ..compiling import uncompiled
 
 
 class KeptBuffers:

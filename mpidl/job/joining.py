@@ -19,9 +19,9 @@ import numpy as np
 
 from collectives import Communicator
 
+from ..errors import ConfigurationError, TrainingError
+from ..mesh.groups import data_group
 from . import communicator_pool
-from .errors import ConfigurationError, TrainingError
-from .mesh.groups import data_group
 
 _ENDED = -1
 

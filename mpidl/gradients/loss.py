@@ -7,9 +7,9 @@ import torch
 
 from collectives import Communicator
 
-from .errors import TrainingError
-from .mesh import Mesh
-from .mesh.groups import data_group
+from ..errors import TrainingError
+from ..mesh import Mesh
+from ..mesh.groups import data_group
 
 
 def global_mean(

@@ -20,12 +20,12 @@ import torch
 
 from collectives import Communicator
 
-from .errors import ConfigurationError, TrainingError
-from .mesh import Mesh
-from .mesh.groups import checked
+from ..errors import ConfigurationError, TrainingError
+from ..job.runtime import default_communicator
+from ..mesh import Mesh
+from ..mesh.groups import checked
+from ..zero import ZeroOptimizer
 from .nonfinite import NonfiniteWatch
-from .runtime import default_communicator
-from .zero import ZeroOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -17,8 +17,8 @@ from collectives import Communicator
 from collectives.devices import take_turn, why_not
 from collectives.diagnostics import tell, usable, witnessed
 
+from ..errors import TrainingError, UsageError
 from .ending import end_job_with_any_rank
-from .errors import TrainingError, UsageError
 from .pickled import gather_pickled
 
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -19,12 +19,12 @@ import torch
 
 from collectives import Communicator
 
+from ..ddp import DistributedDataParallel
+from ..errors import ConfigurationError, ModelMismatch
+from ..mesh.groups import data_group
+from ..trained_by import trainer_of_model
+from ..zero import ZeroOptimizer
 from .checksums import checksum, difference
-from .ddp import DistributedDataParallel
-from .errors import ConfigurationError, ModelMismatch
-from .mesh.groups import data_group
-from .trained_by import trainer_of_model
-from .zero import ZeroOptimizer
 
 What = torch.nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 

@@ -10,7 +10,7 @@ import torch
 from collectives import ArgumentError
 from collectives.devices import Place, place_at
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 
 
 def place_of(what: str, model: torch.nn.Module, ignored: Container[str] = (), device: Any = None) -> Place:

@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives import Communicator
 
+from ..errors import TrainingError
 from .backward import inside_backward
-from .errors import TrainingError
 
 
 class ForeignSteps:

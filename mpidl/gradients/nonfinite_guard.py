@@ -38,16 +38,16 @@ import torch
 
 from collectives import Communicator
 
-from .ddp import DistributedDataParallel
-from .errors import ConfigurationError, TrainingError
+from ..ddp import DistributedDataParallel
+from ..errors import ConfigurationError, TrainingError
+from ..job.objects import all_gather_object
+from ..job.runtime import default_communicator
+from ..mesh import Mesh
+from ..mesh.groups import checked, refuse_part
+from ..trained_by import trainer_of_model
+from ..zero import ZeroOptimizer
 from .kept_buffers import KeptBuffers
-from .mesh import Mesh
-from .mesh.groups import checked, refuse_part
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
-from .objects import all_gather_object
-from .runtime import default_communicator
-from .trained_by import trainer_of_model
-from .zero import ZeroOptimizer
 
 Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
 

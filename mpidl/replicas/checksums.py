@@ -16,7 +16,7 @@ import torch
 
 from collectives import Communicator
 
-from .objects import all_gather_object
+from ..job.objects import all_gather_object
 
 _COLUMNS = 1 << 13  # of 8 bytes: what is worked on stays in the caches
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two values become one

@@ -11,8 +11,8 @@ import torch
 
 from collectives import Communicator
 
-from .errors import ModelMismatch
-from .objects import all_gather_object
+from ..errors import ModelMismatch
+from ..job.objects import all_gather_object
 
 
 def check_settings_agree(comm: Communicator, of: str, settings: Mapping[str, Any]) -> None:

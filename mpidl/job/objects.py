@@ -6,7 +6,7 @@ from typing import Any, overload
 
 from collectives import Communicator
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 from .pickled import broadcast_pickled, gather_pickled
 from .runtime import init
 

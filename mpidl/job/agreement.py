@@ -18,8 +18,8 @@ import numpy as np
 
 from collectives import Communicator
 
-from . import errors
-from .errors import CheckpointError, CheckpointMismatch, ConfigurationError, MpidlError, TrainingError, UsageError
+from .. import errors
+from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, MpidlError, TrainingError, UsageError
 from .pickled import broadcast_pickled, gather_pickled
 
 Result = TypeVar("Result")

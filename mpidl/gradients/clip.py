@@ -15,10 +15,10 @@ import torch
 
 from collectives import Communicator
 
-from .errors import ConfigurationError, TrainingError
-from .mesh import Mesh
-from .mesh.groups import checked, refuse_world
-from .mesh.norm import norm_over_mesh
+from ..errors import ConfigurationError, TrainingError
+from ..mesh import Mesh
+from ..mesh.groups import checked, refuse_world
+from ..mesh.norm import norm_over_mesh
 from .scalars import values_of
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]

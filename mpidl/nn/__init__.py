@@ -1,0 +1,1 @@
+"""Modules that compute over all ranks."""

@@ -1,0 +1,1 @@
+"""What all ranks hold: made equal to that of rank 0, and compared."""
