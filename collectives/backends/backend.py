@@ -10,10 +10,12 @@ from mpi4py import MPI
 from ..buffers import Buffer, DType
 from ..memory.shared_memory import Allocator
 from ..partition import Splits
+from ..positions import Positions
 from ..reduction import Reduction
 from ..scratch import Scratch
 from ..topology import Topology
 from .symmetric.meeting import Meetings
+from .symmetric.partitioned import PartitionedReduction
 
 Call = Callable[[], None]
 
@@ -23,7 +25,8 @@ class Resources:
     """The communicators and the memory that the backends of one group are made from.
 
     comm: of the group's ranks, for their messages. scratch: memory that operations use in turn. meetings: where the
-    ranks of a node meet in shared memory; None where those of some node share none.
+    ranks of a node meet in shared memory; None where those of some node share none. positions: where they show which
+    operations they are in.
     """
 
     comm: MPI.Intracomm
@@ -31,6 +34,7 @@ class Resources:
     allocator: Allocator
     scratch: Scratch
     meetings: Meetings | None
+    positions: Positions
 
 
 class Backend:
@@ -63,6 +67,13 @@ class Backend:
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """In place on every rank; bitwise equal on all of them."""
         raise NotImplementedError
+
+    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
+        """An all_reduce of parts that are handed in one by one; None where it is no better than one after the other.
+
+        Collective.
+        """
+        return None
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
         """counts[r] elements of the reduction to rank r; out may be x's own part."""

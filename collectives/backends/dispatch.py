@@ -19,7 +19,7 @@ from ..buffers import Buffer, DeviceBuffer, DType
 from ..coalesced import PACKED_BYTES, Item, Packed, arguments_of
 from ..dropped import free_dropped
 from ..float_errors import silent
-from ..memory.counters import ORDERED, STRIDE, Barrier
+from ..memory.counters import STRIDE, Barrier
 from ..memory.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
 from ..positions import Positions
 from ..reduction import OPERATIONS as REDUCTIONS
@@ -34,10 +34,9 @@ from .cuda.memory import DeviceMemory
 from .cuda.task import Task
 from .registry import make_backends
 from .selection import Selection
-from .symmetric.backend import Symmetric
 from .symmetric.meeting import Meetings
 from .symmetric.operation import MeetsInMemory
-from .symmetric.partitioned import PartitionedReduction, Pool, place_of
+from .symmetric.partitioned import PartitionedReduction
 
 Array = np.ndarray[Any, Any]
 
@@ -63,10 +62,11 @@ class Dispatch:
         self.scratch = Scratch()
         self._silently = silent()
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
-        self.backends = make_backends(Resources(comm, place, self.allocator, self.scratch, self._meetings()))
+        meetings = self._meetings()
+        self.resources = Resources(comm, place, self.allocator, self.scratch, meetings, self.positions)
+        self.backends = make_backends(self.resources)
         self.selection = Selection(self.backends, {})
         self._symmetric_packing: Array | None = None
-        self._pool: Pool | None = None
         self._gpu: GpuBackend | None = None
         self._parts: list[Dispatch] = []
 
@@ -125,25 +125,9 @@ class Dispatch:
         return self.selection.choose(operation, requested, dtype, nbytes, op, even)
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
-        """An all_reduce of parts that are handed in one by one; None where there is no better way than one by one.
-
-        Collective. There is where the ranks fill the cores of one node and share the arrays' memory.
-        """
-        place, symmetric = self.topology, self.backends.get(Symmetric.name)
-        if not isinstance(symmetric, Symmetric) or not place.full or not ORDERED or self.size == 1:
-            return None
-        own = [None if isinstance(data, DeviceBuffer) else place_of(data, self.allocator) for data in parts]
-        found = self.comm.allgather((op.name, own))
-        alike = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]
-        if op.premultiplied or None in own or any(other != alike[0] for other in alike):
-            return None
-        if self._pool is None:
-            memory = self.allocator.allocate(Pool.nbytes(self.size), shared=True, keep_file=True)
-            if memory is None:
-                return None
-            self._pool = Pool(symmetric, memory, crowded=place.crowded)
-        places = [part for _, part in found]
-        return PartitionedReduction(self._pool, self.allocator, parts, places, op, self.positions.has_come)
+        """An all_reduce of parts that are handed in one by one; None where no backend has a way for it. Collective."""
+        found = (backend.partitioned(parts, op) for backend in self.backends.values())
+        return next((made for made in found if made is not None), None)
 
     def announce(self, operation: str, what: str = "") -> None:
         """Comes before what ranks do together and no backend does; see `checks`."""

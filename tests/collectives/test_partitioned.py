@@ -25,7 +25,8 @@ def group_of(comm: Communicator, *, full: bool) -> Communicator:
     """The ranks of this node, which do, or do not, fill its cores."""
     group = comm.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
     assert group is not None
-    group._dispatch.topology = dataclasses.replace(group._dispatch.topology, full=full)
+    resources = group._dispatch.resources
+    resources.topology = dataclasses.replace(resources.topology, full=full)
     return group
 
 
@@ -227,7 +228,7 @@ def test_another_one_takes_the_place_of_what_is_given_up(node: Communicator) -> 
     """Though the ranks had handed in different numbers of arrays."""
     parts = [symmetric(node, torch.ones(size)) for size in SIZES]
     given_up = node.partitioned_all_reduce(parts)
-    for part in parts[: 1 if node._dispatch.topology.full and node.rank else 2]:
+    for part in parts[: 1 if node._dispatch.resources.topology.full and node.rank else 2]:
         given_up.hand_in(part)
     given_up.abandon()
     with pytest.raises(ArgumentError, match="got another array"):

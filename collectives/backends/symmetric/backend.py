@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ...buffers import Buffer, DeviceBuffer
+from ...memory.counters import ORDERED
 from ...memory.peer_memory import connect
+from ...reduction import Reduction
 from ..backend import Backend, Resources
+from .group import Group
 from .movements import Movements
+from .partitioned import PartitionedReduction, Pool, place_of
 from .reductions import Reductions
 
 
@@ -13,11 +20,16 @@ class Symmetric(Reductions, Movements, Backend):
 
     name = "symmetric"
     shares_memory = True
+    _resources: Resources | None = None  # where they are the whole group's
+    _pool: Pool | None = None
 
     @classmethod
     def of_node(cls, resources: Resources) -> Symmetric | None:
         """Those of the whole group; None unless all its ranks are on one node and share memory. Collective."""
-        return cls.inside_node(resources) if resources.topology.nodes == 1 else None
+        made = cls.inside_node(resources) if resources.topology.nodes == 1 else None
+        if made is not None:
+            made._resources = resources
+        return made
 
     @classmethod
     def inside_node(cls, resources: Resources) -> Symmetric | None:
@@ -25,3 +37,22 @@ class Symmetric(Reductions, Movements, Backend):
         if resources.meetings is None:
             return None
         return cls(resources.meetings, resources.allocator, connect(resources.topology.node))
+
+    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
+        """Where the ranks fill the cores of the node and share the memory of all parts."""
+        have = self._resources
+        if have is None or not have.topology.full or not ORDERED or self.ranks == 1:
+            return None
+        own = [None if isinstance(data, DeviceBuffer) else place_of(data, have.allocator) for data in parts]
+        found = have.comm.allgather((op.name, own))
+        alike = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]
+        if op.premultiplied or None in own or any(other != alike[0] for other in alike):
+            return None
+        if self._pool is None:
+            memory = have.allocator.allocate(Pool.nbytes(self.ranks), shared=True, keep_file=True)
+            if memory is None:
+                return None
+            group = Group(self.meetings, have.allocator, engine=self.engine)  # not this object, which has the pool
+            self._pool = Pool(group, memory, crowded=have.topology.crowded)
+        places = [part for _, part in found]
+        return PartitionedReduction(self._pool, have.allocator, parts, places, op, have.positions.has_come)
