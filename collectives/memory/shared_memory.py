@@ -194,13 +194,14 @@ class Allocator:
             else:
                 self._together(lambda: None)
                 self._together(lambda: files.append(os.open(path, os.O_RDWR)))
+            self._together(lambda: os.unlink(path) if self._rank == 0 else None)  # before any rank fills it
         except OSError:
             for file in files:
                 os.close(file)
             raise
         finally:
             if self._rank == 0:
-                with contextlib.suppress(OSError):  # it could not be made
+                with contextlib.suppress(OSError):  # it could not be made, or has no name any more
                     os.unlink(path)
         return files[0]
 
