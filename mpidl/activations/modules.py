@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError
-from ..zero.units import UnitRule, chosen
+from ..zero.parameters.units import UnitRule, chosen
 from .checkpoint import OF_TORCH, call
 from .store import CheckpointStore
 

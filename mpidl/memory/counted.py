@@ -14,7 +14,7 @@ import torch
 
 from ..ddp import DistributedDataParallel
 from ..ddp.used_gradient import UsedGradient
-from ..zero.sharded_gradient import ShardedGradient
+from ..zero.gradients.sharded_gradient import ShardedGradient
 from .activations import SavedActivations
 from .process import MIB, pss_mib, rss_mib
 

@@ -279,7 +279,7 @@ def _of_model(
     model: torch.nn.Module, dtype: str | None, reduced: torch.dtype | None, state: _State, cap: float
 ) -> _Whole:
     """cap: of buckets, in bytes of parameters."""
-    from ..zero.units import cut  # the engines may import this package
+    from ..zero.parameters.units import cut  # the engines may import this package
 
     def stand_in(p: torch.Tensor) -> torch.Tensor:
         wanted = DTYPES[dtype] if dtype and p.is_floating_point() else p.dtype

@@ -17,10 +17,10 @@ whole states together from shards.
 
 from .construction.recording import deferred_init
 from .construction.weights import Safetensors
+from .gradients.sharded_gradient import ShardedGradient
 from .offload import Offload
 from .optimizer import ZeroOptimizer
-from .precision import Precision
-from .sharded_gradient import ShardedGradient
-from .units import unit
+from .parameters.units import unit
+from .stepping.precision import Precision
 
 __all__ = ["Offload", "Precision", "Safetensors", "ShardedGradient", "ZeroOptimizer", "deferred_init", "unit"]

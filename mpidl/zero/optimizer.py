@@ -27,21 +27,24 @@ from ..errors import ConfigurationConflict, TrainingError
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
-from . import arguments, reduced_gradients, states, step
-from .build import Options, Parts, build
-from .clearing import clears_with
+from .construction import arguments
+from .construction.build import Options, Parts, build
 from .construction.construct import Weights
 from .construction.modules import InitFn
+from .construction.unfreeze import add_group
+from .construction.unwrapping import unwrap
 from .construction.weights import Rename
+from .gradients import reduced_gradients
+from .gradients.clearing import clears_with
 from .hooks import refuse_copy
 from .offload import Offload
-from .owned import OwnedState
-from .owned_weights import OwnedWeights
-from .precision import Precision
+from .parameters.units import UnitRule
+from .states import optimizer_states as states
+from .states.owned import OwnedState
+from .states.owned_weights import OwnedWeights
+from .stepping import step
+from .stepping.precision import Precision
 from .traffic import Traffic
-from .unfreeze import add_group
-from .units import UnitRule
-from .unwrapping import unwrap
 
 _REQUIRED: Any = None  # the error for an argument that is not given says what to write
 

@@ -113,7 +113,7 @@ FORMULAS = {
 @pytest.fixture(autouse=True)
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks run alike, so that none has to help another out before its turn, however busy the machine is."""
-    monkeypatch.setattr("mpidl.zero.sharded._FIRST_POLL_S", 60.0)
+    monkeypatch.setattr("mpidl.zero.parameters.sharded._FIRST_POLL_S", 60.0)
 
 
 @pytest.mark.parametrize("micro", [1, 3])

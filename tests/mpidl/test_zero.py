@@ -14,7 +14,7 @@ import mpidl
 from mpidl.absent_state import absent_state
 from mpidl.memory import model_state_bytes
 from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
-from mpidl.zero.units import cut
+from mpidl.zero.parameters.units import cut
 from tests.mpidl.models import MODELS, Recipe, fresh, largest_difference, sequences, train
 
 pytestmark = pytest.mark.mpi

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mpidl
-from mpidl.zero.gathering import Forecast
+from mpidl.zero.parameters.gathering import Forecast
 
 pytestmark = pytest.mark.mpi
 
@@ -63,7 +63,7 @@ def trained(comm, adapted: bool = False, steps: int = STEPS, **settings: Any):
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks run alike, so that none has to help another out before its turn, however busy the machine is."""
-    monkeypatch.setattr("mpidl.zero.sharded._FIRST_POLL_S", 60.0)
+    monkeypatch.setattr("mpidl.zero.parameters.sharded._FIRST_POLL_S", 60.0)
 
 
 def padded(sizes: Sequence[int], ranks: int) -> int:
@@ -121,8 +121,8 @@ def test_ways_to_gather_change_no_bit(comm) -> None:
 def test_memory_goes_back_when_a_step_is_over(comm) -> None:
     """Shared by the ranks of a node, as over several nodes."""
     from mpidl.gradients.backward import BackwardWatch
-    from mpidl.zero.sharded import ShardedParameters
-    from mpidl.zero.units import cut, lay_out
+    from mpidl.zero.parameters.sharded import ShardedParameters
+    from mpidl.zero.parameters.units import cut, lay_out
 
     if comm.size == 1:
         return

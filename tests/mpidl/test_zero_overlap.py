@@ -13,7 +13,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from mpidl.zero.touch import Watched
+from mpidl.zero.parameters.touch import Watched
 from tests.mpidl.zero_reference import Plain, Several, engine, plainly
 
 pytestmark = pytest.mark.mpi

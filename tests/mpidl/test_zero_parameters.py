@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpidl.zero.units import cut
+from mpidl.zero.parameters.units import cut
 from tests.mpidl.zero_reference import Block, Several, data, engine, every_part, follow, made, plainly
 
 pytestmark = pytest.mark.mpi

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpidl
-from mpidl.zero.units import cut
+from mpidl.zero.parameters.units import cut
 from tests.mpidl.zero_reference import SGD, WAYS, Block, Several, engine, follow, made, plainly
 
 pytestmark = pytest.mark.mpi

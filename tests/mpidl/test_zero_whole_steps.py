@@ -13,7 +13,7 @@ from torch import nn
 import mpidl
 from mpidl.absent_state import absent_state
 from mpidl.job.objects import broadcast_object
-from mpidl.zero import whole_steps
+from mpidl.zero.stepping import whole_steps
 from tests.mpidl.models import Mixture, fresh, sequences
 from tests.mpidl.zero_reference import WAYS, every_way
 

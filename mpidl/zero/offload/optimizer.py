@@ -25,10 +25,10 @@ from ...job.agreement import check_everywhere, first_problem, is_anywhere
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ...replicas.consistency import check_settings_agree
+from ..gradients.shards import ParameterShard
 from ..groups import ShardGroup
-from ..inner import InnerOptimizer
-from ..optimizer_class import frozen
-from ..shards import ParameterShard
+from ..stepping.inner import InnerOptimizer
+from ..stepping.optimizer_class import frozen
 from .entries import Entries
 from .groups import MASTER, Chunk, SubGroup, cut
 from .need import Groups, Make, foresee, needed, open_file

@@ -15,8 +15,8 @@ import torch
 from collectives.devices import Arrival, Copies
 
 from ...gradients.buckets import Piece
-from ..shards import ParameterShard
-from ..slices import Slice
+from ..gradients.shards import ParameterShard
+from ..stepping.slices import Slice
 
 HALVES = (torch.float16, torch.bfloat16)
 

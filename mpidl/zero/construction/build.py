@@ -1,0 +1,414 @@
+"""Builds a ZeroOptimizer: checks what it was given, changes the model, and returns the parts that train it.
+
+    check       arguments, settings, models and plans, agreed on by all ranks; an error changes nothing
+    parameters  rank 0's values go to all; the model takes on `precision`; a strategy cuts its parameters into shards
+    gradients   buckets of the same layouts, hooks of autograd, `.grad` attributes
+    values      what had none (meta device, files) is filled into shards and masters
+    inner       an optimizer of slices, or what steps in its place: offloaded, or on whole parameters
+    guards      hooks that refuse copies, foreign weights and moved memory; steps in backward
+
+Every rank makes the same collectives in the order of this file. The model's hooks keep `watch`, and by it the gradients
+and the strategy, but not the optimizer: only weak references lead back to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+from collectives.devices import Place
+
+from ...ddp.arguments import communicator, flag
+from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
+from ...gradients.buckets import MIB
+from ...job.agreement import check_everywhere
+from ...job.place import place_of
+from ...mesh import Mesh
+from ...mesh.groups import data_group
+from ...optim.trust import TrustRatioOptimizer, squared_norms_over
+from ...optimizer_trial import comparable
+from ...replicas.broadcast import broadcast_states
+from ...replicas.consistency import check_models_agree, check_settings_agree
+from ..gradients.grad_attribute import GradAttributes
+from ..gradients.shards import GradientShards, ParameterShard
+from ..groups import ShardGroup
+from ..hooks import Hook, refuse_copies
+from ..offload import Offload, OffloadedOptimizer
+from ..parameters.guard import WeightGuard
+from ..parameters.node_shared import NodeSharedParameters, shared_arenas
+from ..parameters.replicated import ReplicatedParameters
+from ..parameters.sharded import ShardedParameters
+from ..parameters.strategy import ParameterStrategy
+from ..parameters.units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_rest
+from ..parameters.whole import WholeParameters
+from ..states.own_storages import with_own_storages
+from ..states.whole_states import StateNames
+from ..stepping.backward_steps import BackwardSteps
+from ..stepping.inner import InnerOptimizer, SliceSteps
+from ..stepping.optimizer_class import Needs, needs, prototype
+from ..stepping.precision import Conversion, Precision
+from ..stepping.slices import Slice
+from ..stepping.whole_steps import WholeSteps
+from . import arguments
+from .construct import Construction, Weights
+from .modules import InitFn
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ZeroOptimizer but for the model, the optimizer's class and its settings; documented there."""
+
+    stage: int
+    params: arguments.Params
+    process_group: Communicator | None
+    units: UnitRule
+    bucket_cap_mb: float
+    broadcast_buffers: bool
+    share_in_node: bool
+    reshard_after_forward: bool
+    shard_group: Communicator | str | None
+    precision: Precision | None
+    offload: Offload | str | None
+    init_fn: InitFn | None
+    weights: Weights
+    device: torch.device | str | None
+    step_in_backward: bool
+    mesh: Mesh | None
+
+    def flags(self) -> dict[str, bool]:
+        """Those that are True or False."""
+        return {
+            "share_in_node": self.share_in_node,
+            "reshard_after_forward": self.reshard_after_forward,
+            "broadcast_buffers": self.broadcast_buffers,
+            "step_in_backward": self.step_in_backward,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a ZeroOptimizer.
+
+    group: the ranks: all of them, those that have shards, those with this rank's shard.
+    mesh: the axes over which the norm of the whole model is taken; None: those of `group`.
+    model: the plain model, trained in place. place: where its parameters lie.
+    names: of the model's state_dict.
+    groups: list of dicts; the parameter groups as given, with the model's parameters.
+    prototype: optimizer of the inner class on single elements; refuses wrong groups before anything is changed.
+    needs: function of groups; what a step on them needs besides slices.
+    trained: list of the parameters that train; grows by add_param_group.
+    watch: begins and ends backward passes.
+    parameters: where the parameters live.
+    shards: list of ParameterShard; this rank's shards that train, by the numbers of the gradients' buckets.
+    slices: dict of parameter to Slice; this rank's part of each that trains.
+    gradients: reduces gradients to shards. grads: shows them as `.grad`.
+    inner: steps on the slices' values. offloaded: the same, where state lies elsewhere; else None.
+    guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
+    backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
+    hooks: list of handles on the model, to be removed. dtypes: of parameters before `precision`.
+    """
+
+    group: ShardGroup
+    mesh: Mesh | None
+    model: torch.nn.Module
+    place: Place
+    names: StateNames
+    groups: list[dict[str, Any]]
+    prototype: torch.optim.Optimizer
+    needs: Callable[[Iterable[Mapping[str, Any]]], Needs]
+    trained: list[torch.nn.Parameter]
+    watch: BackwardWatch
+    parameters: ParameterStrategy
+    shards: list[ParameterShard]
+    slices: dict[torch.nn.Parameter, Slice]
+    gradients: GradientShards
+    grads: GradAttributes
+    inner: InnerOptimizer
+    offloaded: OffloadedOptimizer | None
+    guard: WeightGuard
+    whole: WholeParameters
+    backward_steps: BackwardSteps | None
+    hooks: list[Any]
+    dtypes: dict[torch.nn.Parameter, torch.dtype]
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self.group.world
+
+    def slice(self, shards: Iterable[ParameterShard]) -> None:
+        """Takes in shards that train from now on, behind those there are."""
+        slice_shards(self.group, self.offloaded, shards, self.shards, self.slices)
+
+    def names_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
+        """Names of parameters in the plain model; the first of a tied one's."""
+        names = {p: name for name, p in reversed(self.names.parameters.items())}
+        return [names[p] for p in parameters]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The plan on which the ranks have agreed before anything is changed."""
+
+    groups: list[dict[str, Any]]
+    place: Place
+    conversion: Conversion
+    construction: Construction
+    units: list[Unit]
+    prototype: torch.optim.Optimizer
+    needs: Callable[[Iterable[Mapping[str, Any]]], Needs]
+    wants: Needs
+    offloaded: OffloadedOptimizer | None
+
+
+def build(
+    owner: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Options,
+    kwargs: Mapping[str, Any],
+    before_backward_steps: Callable[[], None],
+) -> Parts:
+    """Changes `model` in place and returns the parts that train it for `owner`. Collective.
+
+    before_backward_steps: called at the begin of each pass that makes steps; must not keep `owner`.
+
+    Raises ConfigurationError and ModelMismatch on every rank, and changes nothing, for arguments that cannot work.
+    """
+    world = data_group("ZeroOptimizer", communicator(options.process_group), options.mesh)
+    model = arguments.plain(model)
+    group, plan = _check(world, model, optimizer_class, options, kwargs)
+    state_names = StateNames.of(model)
+    watch, trained = _watch(model)
+    with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    plan.construction.begin(world)  # the last that refuses anything, and the first that changes the model
+    broadcast_states(world, with_values)
+    watch.attach(model)
+    originals, hooks = plan.conversion.carry_out(model)
+    dtypes = {p: values.dtype for p, values in originals.items()}
+    names = {p: name for name, p in model.named_parameters()}
+
+    layouts = lay_out(plan.units, group.size) if options.stage == 3 else []
+    parameters = _cut_parameters(model, plan, layouts, group, watch, options)
+    trains = [shard for shard in parameters.shards if shard.trains]
+    gradients = _gradients(parameters, trains, plan, layouts, group, watch, names, options)
+    grads = GradAttributes(gradients, group.shards, watch, names, parameters.release)
+    watch.phases = _phases(parameters, gradients, grads)
+    shards: list[ParameterShard] = []
+    slices: dict[torch.nn.Parameter, Slice] = {}
+    slice_shards(group, plan.offloaded, trains, shards, slices)
+    if plan.construction.finish(world, group.rank, originals, parameters.shards, slices):
+        parameters.publish()
+    parameters.start()
+
+    inner = _inner(plan, group, slices, optimizer_class, kwargs)
+    hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
+    refuse_copies(model)
+    guard = WeightGuard(owner, model, names, parameters)
+    guard.watch(slices)
+    whole = WholeParameters(world, model, parameters, slices)
+    backward_steps = None
+    if options.step_in_backward:
+        assert isinstance(inner, SliceSteps)  # `needs` refuses what steps otherwise
+        backward_steps = BackwardSteps(
+            inner.partial(), parameters, shards, slices, guard, agree=before_backward_steps, reached=gradients.reached
+        )
+        gradients.stepper = backward_steps
+    if options.stage == 3 and options.units is None and world.rank == 0 and group.shards.size > 1:
+        warn_of_rest(plan.units, stacklevel=3)
+    return Parts(
+        group=group,
+        mesh=options.mesh,
+        model=model,
+        place=plan.place,
+        names=state_names,
+        groups=plan.groups,
+        prototype=plan.prototype,
+        needs=plan.needs,
+        trained=trained,
+        watch=watch,
+        parameters=parameters,
+        shards=shards,
+        slices=slices,
+        gradients=gradients,
+        grads=grads,
+        inner=inner,
+        offloaded=plan.offloaded,
+        guard=guard,
+        whole=whole,
+        backward_steps=backward_steps,
+        hooks=hooks,
+        dtypes=dtypes,
+    )
+
+
+def slice_shards(
+    group: ShardGroup,
+    offloaded: OffloadedOptimizer | None,
+    added: Iterable[ParameterShard],
+    shards: list[ParameterShard],
+    slices: dict[torch.nn.Parameter, Slice],
+) -> None:
+    """Appends shards that train to `shards`, and this rank's slices of their parameters to `slices`."""
+    make = Slice if offloaded is None else offloaded.slice
+    for number, shard in enumerate(added, len(shards)):
+        shards.append(shard)
+        for p, piece in zip(shard.parameters, shard.layout.pieces(group.rank), strict=True):
+            slices[p] = make(shard, number, piece)
+
+
+def _check(
+    world: Communicator,
+    model: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Options,
+    kwargs: Mapping[str, Any],
+) -> tuple[ShardGroup, _Plan]:
+    """Checks all arguments, on all ranks, and plans what is to be done. Collective; the model stays as it is."""
+    stage, cap, mesh = options.stage, options.bucket_cap_mb, options.mesh
+    check_everywhere(world, lambda: arguments.check(model, optimizer_class, stage, cap))
+    check_everywhere(world, lambda: [flag(name, value) for name, value in options.flags().items()])
+    group = ShardGroup.of(world, options.shard_group)
+    groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
+    elsewhere = check_everywhere(world, lambda: Offload.of(options.offload))
+    place = check_everywhere(world, lambda: place_of("model", model, device=options.device))
+    alike = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
+    alike |= {**options.flags(), "offload": elsewhere is not None, "device": place.device.type}
+    check_settings_agree(world, "ZeroOptimizer", {**alike, **comparable(kwargs)})
+    check_models_agree(world, model)
+    conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
+    check_settings_agree(world, "precision", conversion.settings())
+    construction = check_everywhere(
+        world, lambda: Construction.of(model, options.init_fn, options.weights, place.device)
+    )
+    units = check_everywhere(world, lambda: cut(model, options.units))
+    check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
+    check_settings_agree(world, "params", arguments.outline(model, groups))
+    made = check_everywhere(world, lambda: prototype(optimizer_class, groups, kwargs))
+    wants = partial(
+        needs,
+        optimizer_class,
+        settings=kwargs,
+        offloaded=elsewhere is not None,
+        step_in_backward=options.step_in_backward,
+    )
+    found = check_everywhere(world, lambda: wants(groups))
+    check_everywhere(world, lambda: arguments.refuse_placements(model, optimizer_class, mesh, found.wholes))
+    offloaded = None
+    if elsewhere is not None:
+        halves = conversion.precision.param_dtype is not None
+        offloaded = OffloadedOptimizer(group, elsewhere, optimizer_class, kwargs, groups, halves, place)
+    return group, _Plan(groups, place, conversion, construction, units, made, wants, found, offloaded)
+
+
+def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Parameter]]:
+    """Makes what begins and ends the model's backward passes, and the list of parameters that make a pass one."""
+    watch, trained = BackwardWatch(), [p for p in model.parameters() if p.requires_grad]
+    watch.concerns = partial(goes_to, trained)
+    watch.are_replaced = replacement_test(model, set(model.parameters()))
+    return watch, trained
+
+
+def _cut_parameters(
+    model: torch.nn.Module,
+    plan: _Plan,
+    layouts: list[UnitLayout],
+    group: ShardGroup,
+    watch: BackwardWatch,
+    options: Options,
+) -> ParameterStrategy:
+    """Cuts the model's parameters over the ranks by the strategy that stage and ranks call for.
+
+    layouts: of the units, for stage 3.
+    """
+    comm = group.shards
+    if options.stage < 3:
+        precision = plan.conversion.precision
+        bucket_bytes = options.bucket_cap_mb * MIB
+        if precision.reduce_dtype is not None and precision.param_dtype is not None:
+            bucket_bytes *= precision.param_dtype.itemsize / precision.reduce_dtype.itemsize
+        return ReplicatedParameters(model, comm, plan.place, bucket_bytes)
+    in_node = options.share_in_node or comm.size == 1
+    arenas = shared_arenas(layouts, comm, plan.place) if in_node else None
+    if arenas is not None:
+        return NodeSharedParameters(layouts, comm, arenas, plan.place)
+    return ShardedParameters(
+        model,
+        layouts,
+        comm,
+        watch,
+        plan.place,
+        world=group.world,
+        share_in_node=options.share_in_node,
+        reshard_after_forward=options.reshard_after_forward,
+    )
+
+
+def _gradients(
+    parameters: ParameterStrategy,
+    trains: list[ParameterShard],
+    plan: _Plan,
+    layouts: list[UnitLayout],
+    group: ShardGroup,
+    watch: BackwardWatch,
+    names: Mapping[torch.nn.Parameter, str],
+    options: Options,
+) -> GradientShards:
+    """Makes the buckets of the shards that train, and the hooks that fill and reduce them."""
+    shared, dedicated = 3, 0
+    if options.stage == 3:
+        shared, dedicated = 2, sum(flat.trains for flat in layouts[-1].groups)
+    return GradientShards(
+        trains,
+        group,
+        watch,
+        options.stage == 1 and not options.step_in_backward,
+        names,
+        plan.conversion.precision.reduce_dtype,
+        wait=parameters.wait_for_reduction,
+        num_shared_buffers=shared,
+        num_dedicated_buffers=dedicated,
+        place=plan.place,
+        keeps_shard_memory=plan.offloaded is None and not options.step_in_backward,  # both are to save memory
+    )
+
+
+def _phases(parameters: ParameterStrategy, gradients: GradientShards, grads: GradAttributes) -> PassPhases:
+    """The order of what happens in a backward pass."""
+    queue = gradients.queue
+    return PassPhases(
+        begun=(gradients.begin_pass, grads.begin_pass),
+        reached=(*parameters.on_gradient, queue.arrive),
+        filled=(parameters.end_backward,),
+        reduced=(queue.launch_rest, queue.finish, parameters.drain),
+        finished=(queue.end, grads.show_gradients),
+        abandoned=(parameters.end_backward, queue.reset, gradients.abandon_pass),
+        communicates=lambda: queue.synchronise,
+    )
+
+
+def _inner(
+    plan: _Plan,
+    group: ShardGroup,
+    slices: Mapping[torch.nn.Parameter, Slice],
+    optimizer_class: type[torch.optim.Optimizer],
+    kwargs: Mapping[str, Any],
+) -> InnerOptimizer:
+    """Makes what steps on the slices."""
+    groups = [{**given, "params": [slices[p].values for p in given["params"]]} for given in plan.groups]
+    if plan.offloaded is not None:
+        plan.offloaded.add_param_groups(groups)
+        return plan.offloaded
+    if plan.wants.wholes:
+        inner = WholeSteps(group, partial(optimizer_class, **kwargs), slices, plan.wants.together)
+        inner.add_param_groups(groups)
+        return inner
+    plain = optimizer_class(groups, **kwargs)
+    if isinstance(plain, TrustRatioOptimizer):
+        plain.squared_norms = partial(squared_norms_over, group.shards)
+    return SliceSteps(plain, slices)

@@ -1,0 +1,66 @@
+"""Parameters that were frozen at construction, and are to train from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+
+from ...errors import ConfigurationError
+from ...job.agreement import check_everywhere
+from ...replicas.consistency import check_settings_agree
+from ..states.optimizer_states import flush
+from ..stepping.optimizer_class import try_group
+from .arguments import parameters_of
+from .build import Parts
+
+
+def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
+    """Lets a group's parameters train; returns the group with its parameters as a list. Collective.
+
+    The settings of the new inner group are those of `param_group`. Raises, on every rank and before anything is
+    changed, ConfigurationError and the class's own errors.
+    """
+    group = check_everywhere(parts.comm, lambda: _checked(parts.model, parts.slices, param_group))
+    check_settings_agree(parts.comm, "add_param_group", {"params": parts.names_of(group["params"])})
+    # The class's own errors, before anything is changed.
+    check_everywhere(parts.comm, lambda: try_group(parts.prototype, group))
+    check_everywhere(parts.comm, lambda: _check_needs(parts, group))
+    flush(parts)
+    shards = parts.parameters.add(group["params"], parts.names_of)
+    parts.gradients.add(shards)
+    parts.trained.extend(group["params"])
+    parts.slice(shards)
+    parts.guard.watch(parts.slices)
+    return group
+
+
+def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
+    if parts.needs([group]).wholes and not parts.inner.needs_wholes:
+        raise ConfigurationError(
+            f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
+            "parameters, and with the first groups' it did not: give a group like this one at construction"
+        )
+
+
+def _checked(
+    model: torch.nn.Module, trained: Container[torch.nn.Parameter], param_group: dict[str, Any]
+) -> dict[str, Any]:
+    """The group with its parameters as a list. ConfigurationError unless they are the model's, unfrozen and new."""
+    parameters = parameters_of(param_group, "add_param_group")
+    names = {p: name for name, p in model.named_parameters()}
+    if not parameters:
+        raise ConfigurationError("add_param_group: got no parameters")
+    for p in parameters:
+        if p not in names:
+            raise ConfigurationError(
+                f"add_param_group: a tensor of shape {tuple(p.shape)} is no parameter of the model"
+            )
+        if p in trained:
+            raise ConfigurationError(f"add_param_group: {names[p]} is in a group already")
+        if not p.requires_grad:
+            raise ConfigurationError(f"add_param_group: {names[p]} is frozen; call its requires_grad_() first")
+    if len(set(parameters)) < len(parameters):
+        raise ConfigurationError("add_param_group: a parameter is given twice")
+    return {**param_group, "params": parameters}

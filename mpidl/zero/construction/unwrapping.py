@@ -1,0 +1,70 @@
+"""The way back from a sharded model to a plain one: whole parameters of its own on every rank.
+
+shards on ranks 0..3   [ 0 | 1 | 2 | 3 ]   gathered one after the other, so that what a rank holds grows from its
+each parameter         memory of its own   shards to the whole model, plus one more shard's whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...gradients.nonfinite import NonfiniteWatch
+from ...job.agreement import refuse_everywhere
+from ..gradients import reduced_gradients
+from ..gradients.clearing import clears_alone
+from ..gradients.shards import ParameterShard
+from ..groups import ShardGroup
+from ..hooks import allow_copies
+from ..parameters.touch import unwatch
+from ..states.optimizer_states import flush
+from ..stepping.slices import Slice
+from .build import Parts
+
+
+def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
+    """Takes the parts' hooks off the model and makes it a plain one; `parts` are of no use then. Collective.
+
+    nonfinite: what watches the gradients' values. Errors as of `ZeroOptimizer.unwrap`; they change nothing.
+    """
+    flush(parts)
+    refuse_everywhere(parts.comm, parts.guard.inside("unwrap") or parts.guard.damage())
+    parts.parameters.release()
+    reduced_gradients.clear(parts, nonfinite, set_to_none=True)
+    for part in (parts.guard, parts.watch, parts.gradients, parts.parameters, nonfinite, *parts.hooks):
+        if part is not None:
+            part.remove()
+    allow_copies(parts.model)
+    clears_alone(parts.model)
+    make_whole(parts.group, parts.parameters.shards, parts.slices, parts.dtypes)
+    return parts.model
+
+
+@torch.no_grad()
+def make_whole(
+    over: ShardGroup,
+    shards: Sequence[ParameterShard],
+    slices: Mapping[torch.nn.Parameter, Slice],
+    dtypes: Mapping[torch.nn.Parameter, torch.dtype],
+) -> None:
+    """Gives the parameters of all shards memory of their own, with the values on which training goes on. Collective.
+
+    slices: those that train, with masters where there are any. dtypes: of the parameters that are to have another one
+    than now. No hook may be left on them.
+    """
+    for shard in shards:
+        masters = [slices[p] for p in shard.parameters if p in slices and slices[p].is_master]
+        dtype = masters[0].values.dtype if masters else shard.values.dtype
+        flat = torch.empty(shard.layout.padded, dtype=dtype, device=shard.values.device)
+        own = shard.layout.shard(flat, over.rank).copy_(shard.values)
+        for master in masters:
+            master.of(own).copy_(master.values)
+        over.shards.all_gather(flat, own)
+        shapes = [p.shape for p in shard.parameters]
+        for p, view in zip(shard.parameters, shard.layout.views(flat, shapes), strict=True):
+            with torch._C.DisableTorchFunctionSubclass():
+                unwatch(p)
+                p.data = view.to(dtypes.get(p, p.dtype), copy=True)
+    for p in dtypes.keys() - {p for shard in shards for p in shard.parameters}:  # frozen, whole on every rank
+        p.data = p.data.to(dtypes[p])

@@ -1,0 +1,1 @@
+"""Gradients reduced to shards, and the `.grad` that shows them."""

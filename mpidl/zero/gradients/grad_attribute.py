@@ -1,0 +1,238 @@
+"""The `.grad` attributes of the parameters that a ZeroOptimizer trains, kept in step with the reduced gradients.
+
+    zero_grad     backward (autograd gives gradients to the buckets)     the pass has ended       step      zero_grad
+    p.grad None   None, or a ShardedGradient to which autograd adds      a ShardedGradient        same      None
+
+A parameter gets one at the end of a pass if any rank's passes have reached it, so that all ranks see the same ones.
+`p.grad = None` gives up one gradient, as it does with a plain model: what was reduced of it is forgotten.
+
+A norm is computed of all gradients at once and remembered until they change: the norms that clipping asks for, one by
+one, cost one all-reduce, and ranks may ask for them in any order. For every other number made of a whole gradient the
+ranks compare what they ask for. What was changed through `.grad` is noted, and compared at the step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from ...errors import TrainingError
+from ...gradients.backward import BackwardWatch
+from ...gradients.clip import local_norms
+from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
+from .shards import GradientShards
+
+
+class GradAttributes:
+    """Puts ShardedGradients into `.grad`, and takes in what the program does to them.
+
+    comm: the ranks over which `gradients` are cut. names: of the parameters. release: returns when no rank
+    needs another one for a pass that is over; collective.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientShards,
+        comm: Communicator,
+        watch: BackwardWatch,
+        names: Mapping[torch.nn.Parameter, str],
+        release: Callable[[], None],
+    ) -> None:
+        self._gradients, self._comm, self._watch = gradients, comm, watch
+        self._names, self._release = names, release
+        self._made: dict[torch.nn.Parameter, ShardedGradient] = {}
+        self._shown: dict[torch.nn.Parameter, bool] = {}  # whether all ranks show it, or its passes were under no_sync
+        self._norms: dict[float, dict[GradientPlace, float]] = {}
+        self._changes: list[tuple[str, list[str]]] = []
+        self._pass_is_open = False
+
+    # ---- in step with the passes ------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A pass begins: what the program has set `.grad` to is taken in first."""
+        self.update()
+        self._pass_is_open = True
+
+    def show_gradients(self) -> None:
+        """Gives every parameter that has a gradient its `.grad`."""
+        self._pass_is_open = False
+        self._norms.clear()
+        agreed = not self._gradients.queue.has_unreduced_gradients
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, place in self._reached():
+                if place.arrived is not None:
+                    place.arrived = None
+                    raise TrainingError(f"{place.name}: {CHANGED_INSIDE}")
+                if p.grad is None:
+                    p.grad = self._made[p]
+                self._shown[p] = agreed or self._shown.get(p, False)
+
+    def _reached(self) -> Iterator[tuple[torch.nn.Parameter, GradientPlace]]:
+        for number, bucket in enumerate(self._gradients.queue.buckets):
+            flags = zip(self._gradients.reached(number), self._gradients.used(number), strict=True)
+            for index, (p, (reached, used)) in enumerate(zip(bucket.parameters, flags, strict=True)):
+                if reached or used:
+                    if p not in self._made:
+                        piece = bucket.layout.piece(index, self._comm.rank)
+                        place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self))
+                        self._made[p] = ShardedGradient(place, p.shape, p.dtype, p.device)
+                    yield p, self._made[p].place
+
+    def update(self) -> None:
+        """Takes in what the program has set `.grad` to: None, or what it has computed of the gradient itself."""
+        self._norms.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in [p for p in self._shown if p.grad is not self._made[p]]:
+                given, own = p.grad, self._made[p]
+                if isinstance(given, ShardedGradient) and given.place is own.place:
+                    if given.result is not None:
+                        self._change(own.place, ".grad = a result").copy_(given.result)
+                    p.grad = own
+                    continue
+                if self._shown.pop(p):
+                    self.note(".grad = None", own.place.name)
+                self._gradients.forget(own.place.number, own.place.index)
+
+    def clear(self) -> None:
+        """All gradients were forgotten."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in self._shown:
+                p.grad = None
+        for made in self._made.values():
+            made.place.arrived = None
+        self._shown.clear()
+        self._norms.clear()
+        self._changes.clear()
+        self._pass_is_open = False
+
+    # ---- at the step ------------------------------------------------------------------------------------------------
+
+    def note(self, change: str, name: str | None = None) -> None:
+        """Notes a change of gradients, of the parameter `name` or of all, which all ranks must make."""
+        if not self._changes or self._changes[-1][0] != change:
+            self._changes.append((change, []))
+        self._changes[-1][1].extend([] if name is None else [name])
+
+    def take_changes(self) -> str:
+        """Returns what was noted since the last call."""
+        told = "; ".join(f"{change} of {', '.join(names)}" if names else change for change, names in self._changes)
+        self._changes.clear()
+        self._norms.clear()  # a step may change gradients too
+        return told
+
+    def problem(self) -> str | None:
+        """Why no step can be taken on the gradients that there are on this rank."""
+        cut = next(iter(self._reached()), None) if self._pass_is_open else None
+        return None if cut is None else f"{cut[1].name}: {self._of_open_pass()}"
+
+    def foreign(self) -> str | None:
+        """Which `.grad` was set otherwise than by a backward pass."""
+        self.update()
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, name in self._names.items():
+                if p.requires_grad and p.grad is not None and p.grad is not self._made.get(p):
+                    return (
+                        f"{name}: its .grad was set otherwise than by a backward pass, and a step takes the reduced "
+                        "gradients of those alone; set it to None, or change it in place after the pass"
+                    )
+        return None
+
+    def _of_open_pass(self) -> str:
+        if self._watch.is_running:
+            return "its .grad was read inside a backward pass, at whose end the gradients are reduced; read it then"
+        return "a backward pass was cut short by an exception, and its gradient is not complete; call zero_grad()"
+
+    # ---- what a ShardedGradient asks for ----------------------------------------------------------------------------
+
+    def read(self, place: GradientPlace) -> torch.Tensor:
+        """This rank's part of a gradient, flat."""
+        if self._pass_is_open:
+            raise TrainingError(f"{place.name}: {self._of_open_pass()}")
+        if self._gradients.used(place.number)[place.index]:
+            raise TrainingError(
+                f"{place.name}: with step_in_backward the backward pass has made the step, and the gradient that this "
+                ".grad was is gone; to clip or to look at gradients make the ZeroOptimizer without it"
+            )
+        if not self._gradients.reached(place.number)[place.index]:
+            raise TrainingError(f"{place.name}: the gradient that this .grad was has been forgotten; read .grad anew")
+        return self._part(place)
+
+    def _part(self, place: GradientPlace) -> torch.Tensor:
+        piece = place.piece
+        return self._gradients.shard(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
+
+    def write(self, place: GradientPlace, change: str) -> torch.Tensor:
+        """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step."""
+        self.read(place)
+        return self._change(place, change)
+
+    def _change(self, place: GradientPlace, change: str) -> torch.Tensor:
+        self._norms.clear()
+        self.note(change, place.name)
+        self._gradients.promote_to_fp32()
+        return self._part(place)
+
+    def norm(self, place: GradientPlace, order: float) -> float:
+        """The norm of a whole gradient. Collective, unless one of this order was asked for since the last change."""
+        self.read(place)
+        if order not in self._norms:
+            self._norms[order] = self._all_norms(order)
+        return self._norms[order][place]
+
+    def _all_norms(self, order: float) -> dict[GradientPlace, float]:
+        self._release()
+        places = [place for _, place in self._reached()]
+        norms = local_norms([self._part(place) for place in places], order)
+        code = _code(f"norms of order {order} of {len(places)} gradients")
+        if math.isinf(order):
+            unknown = np.isnan(norms)  # which MPI may lose from a maximum
+            agreed = np.concatenate([np.where(unknown, 0, norms), unknown, [code, -code]])
+            self._comm.all_reduce(agreed, "max")
+            same = agreed[-2] == -agreed[-1]
+            found = np.where(agreed[len(norms) : -2] > 0, math.nan, agreed[: len(norms)])
+        else:
+            agreed = np.concatenate([norms**order, [code, code**2]])
+            self._comm.all_reduce(agreed, "sum")
+            same = agreed[-2] == code * self._comm.size and agreed[-1] == code**2 * self._comm.size
+            found = agreed[:-2]
+        if not same:
+            raise TrainingError(
+                f"{places[0].name}: this rank asks for norms of order {order} of {len(places)} gradients, and another "
+                "rank for others; every rank must make the same calls"
+            )
+        return {place: root_of(power, order) for place, power in zip(places, found.tolist(), strict=True)}
+
+    def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
+        """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
+        self._release()
+        code = _code(f"{asked} of {place.name}")
+        found = torch.empty(self._comm.size, 2, dtype=torch.float64)
+        self._comm.all_gather(found, torch.tensor([value, code], dtype=torch.float64))
+        if (found[:, 1] != code).any():
+            raise TrainingError(
+                f"{place.name}: this rank asks for the {asked} of its .grad, and another rank for something else; "
+                "every rank must make the same calls"
+            )
+        return found[:, 0]
+
+    def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts, flat. Collective."""
+        self.of_all_ranks(place, "whole tensor", 0.0)
+        layout = self._gradients.queue.buckets[place.number].layout
+        pieces = [layout.piece(place.index, rank) for rank in range(self._comm.size)]
+        counts = [piece.stop - piece.start for piece in pieces]
+        whole = part.new_empty(sum(counts))
+        self._comm.all_gather(whole, part.contiguous(), counts)
+        return whole
+
+
+def _code(asked: str) -> int:
+    """A small number for what is asked, whose square and sums are exact in double precision."""
+    return zlib.crc32(asked.encode()) & 0xFFFFF

@@ -1,0 +1,329 @@
+"""The `.grad` of a parameter that a ZeroOptimizer trains: of the parameter's shape, cut over the ranks.
+
+    p.grad         no memory of its own; it refers to the optimizer's gradient shards
+    rank 0 reads   [ 0 .. k |          ]     this rank's part, looked up at each use
+    rank 1 reads   [        | k .. n   ]
+
+An operator that treats every element by itself works on this rank's part, in place or into a result that is cut in the
+same way. One that makes a number of all elements (norm, max, all, ...) combines the numbers of all ranks: every rank
+must call it. Shape, dtype and device are known without. Every other operator is refused by name.
+
+`torch._foreach_norm` and the norms one by one, as `torch.nn.utils.clip_grad_norm_` asks for them, cost one operation
+between the ranks for all gradients together (`grad_attribute`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ...errors import TrainingError
+from ...gradients.backward import inside_backward
+from ...gradients.buckets import Piece
+from ...gradients.clip import local_norms
+
+_ELEMENTWISE = frozenset(
+    {"abs", "neg", "sign", "sgn", "sqrt", "rsqrt", "reciprocal", "exp", "log", "log2", "log10", "log1p", "pow"}
+    | {"square", "add", "sub", "rsub", "mul", "div", "clamp", "clamp_min", "clamp_max", "nan_to_num", "where"}
+    | {"maximum", "minimum", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge"}
+    | {"logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or"}
+    | {"clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like"}
+)
+_IN_PLACE = frozenset(
+    {"abs_", "neg_", "sign_", "sqrt_", "pow_", "square_", "add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_"}
+    | {"clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"}
+)
+CHANGED_INSIDE = "its .grad was changed inside a backward pass; change it after the pass"
+_SAME = frozenset({"detach", "alias"})
+_NORMS = frozenset({"linalg_vector_norm", "norm"})
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class Source(Protocol):
+    """The source of the reduced gradients of an optimizer's parameters."""
+
+    def read(self, place: GradientPlace) -> torch.Tensor:
+        """This rank's part of a gradient, flat."""
+
+    def write(self, place: GradientPlace, change: str) -> torch.Tensor:
+        """This rank's part, to be changed in place. change: the operator and its arguments, the same on every rank."""
+
+    def norm(self, place: GradientPlace, order: float) -> float:
+        """The norm of a whole gradient. Collective."""
+
+    def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
+        """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
+
+    def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts, flat. Collective."""
+
+
+@dataclass(eq=False)
+class GradientPlace:
+    """The place of one parameter's gradient. name: of the parameter. piece: what this rank holds of it.
+
+    number, index: the bucket, and the parameter in it. source: gives the Source; None once that is gone. arrived: what
+    autograd has added to the `.grad` in the backward pass under way.
+    """
+
+    name: str
+    number: int
+    index: int
+    piece: Piece
+    source: Callable[[], Source | None]
+    arrived: torch.Tensor | None = None
+
+    def known(self) -> Source:
+        """The source."""
+        source = self.source()
+        if source is None:
+            raise TrainingError(f"{self.name}: the ZeroOptimizer that held its gradient is gone")
+        return source
+
+
+class ShardedGradient(torch.Tensor):
+    """A gradient that is cut over the ranks, or what was computed of one element by element.
+
+    result: this rank's part of what was computed, flat; None: the gradient itself, as the optimizer has it at each use.
+    """
+
+    place: GradientPlace
+    result: torch.Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        place: GradientPlace,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        result: torch.Tensor | None = None,
+    ) -> ShardedGradient:
+        """Has no memory of its own."""
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made.place, made.result = place, result
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        piece = self.place.piece
+        held = f"this rank holds elements {piece.start} to {piece.stop}"
+        return f"ShardedGradient({self.place.name}, shape={tuple(self.shape)}, dtype={self.dtype}; {held})"
+
+    def __deepcopy__(self, _: Any) -> ShardedGradient:
+        raise self._refusal("a copy")
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise self._refusal("pickling")
+
+    def is_gradient_of(self, place: GradientPlace) -> bool:
+        """Tells if this is the gradient at that place itself, not a result of it."""
+        return self.place is place and self.result is None
+
+    def take_arrived(self) -> torch.Tensor | None:
+        """Returns what autograd has added since the last call."""
+        arrived, self.place.arrived = self.place.arrived, None
+        return arrived
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole gradient, on every rank. Collective."""
+        return self.place.known().whole(self.place, self.part()).view(self.shape)
+
+    def part(self) -> torch.Tensor:
+        """This rank's part, flat."""
+        return self.place.known().read(self.place) if self.result is None else self.result
+
+    def _refusal(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{self.place.name}: {what} of a gradient that is cut over the ranks; take .grad.full_tensor() on every "
+            "rank, or optimizer.gradients(), which rank 0 gets whole"
+        )
+
+    # ---- operators --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        first = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, cls))
+        with torch.no_grad():
+            if name in _SAME:
+                return first._with(first.result)
+            if name == "add_" and inside_backward():
+                return first._arrive(args)
+            if name in _ELEMENTWISE:
+                return first._computed(function, args, kwargs)
+            if name in _IN_PLACE and first is args[0]:
+                return first._changed(function, args, kwargs)
+            if name in _NORMS:
+                return first._norm(function, args, kwargs)
+            if name in _REDUCTIONS:
+                return first._reduced(name, args, kwargs)
+            if name.startswith("_foreach_"):
+                return _for_each(name, args, kwargs)
+            if name == _UNSCALE:
+                return _unscale(*args)
+        raise first._refusal(f"{function.__name__}()")
+
+    def _with(self, result: torch.Tensor | None) -> ShardedGradient:
+        dtype = self.dtype if result is None else result.dtype
+        return ShardedGradient(self.place, self.shape, dtype, self.device, result)
+
+    def _arrive(self, args: tuple[Any, ...]) -> ShardedGradient:
+        """Autograd adds to it, in the next backward pass before the optimizer forgets it."""
+        place, gradient = self.place, args[1]
+        if place.arrived is not None or isinstance(gradient, ShardedGradient) or args[0] is not self:
+            raise TrainingError(f"{place.name}: {CHANGED_INSIDE}")
+        place.arrived = gradient
+        return self
+
+    def _parts(self, function: Any, given: Any) -> Any:
+        """The arguments with this rank's parts in place of what is cut."""
+        for leaf in tree_flatten(given)[0]:
+            if isinstance(leaf, ShardedGradient):
+                fits = leaf.place is self.place
+            else:
+                fits = not isinstance(leaf, torch.Tensor) or leaf.dim() == 0
+            if not fits:
+                raise self._refusal(f"{function.__name__}() with a tensor that is not of the same parameter's .grad,")
+            if isinstance(leaf, torch.device) and leaf.type != self.device.type:
+                raise self._refusal(f"{function.__name__}() to {leaf}")
+        return tree_map_only(ShardedGradient, lambda t: t.part(), given)
+
+    def _computed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
+        """An operator on each element gives a result that is cut likewise."""
+        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+        args, kwargs = self._parts(function, (args, kwargs))
+        return self._with(function(*args, **kwargs))
+
+    def _changed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
+        args, kwargs = self._parts(function, (args, kwargs))
+        target = self.result
+        if target is None:
+            told = [_told(a) for a in [*args[1:], *kwargs.values()]]
+            target = self.place.known().write(self.place, f"{function.overloadpacket.__name__}({', '.join(told)})")
+        function(target, *args[1:], **kwargs)
+        return self
+
+    def _norm(self, function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
+        order = given.get("ord", given.get("p"))
+        order = 2.0 if order is None else float(order)
+        self._check_all_of_it(function.__name__, given.get("dim"), given.get("keepdim"))
+        if not order > 0:
+            raise self._refusal(f"a norm of order {order}")
+        if self.result is None:
+            norm = self.place.known().norm(self.place, order)
+        else:
+            (own,) = local_norms([self.result], order)
+            norms = self._of_ranks(f"norm of order {order}", own)
+            norm = float(norms.max()) if math.isinf(order) else root_of(float((norms**order).sum()), order)
+        return torch.tensor(norm, dtype=given.get("dtype") or _finer(self.dtype).to_real(), device=self.device)
+
+    def _reduced(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A number that is made of all elements."""
+        dim, keepdim = (*args[1:3], None, None)[:2]
+        self._check_all_of_it(name, kwargs.get("dim", dim), kwargs.get("keepdim", keepdim))
+        part = self.part()
+        if part.is_complex() and name not in _OF_COMPLEX:
+            raise self._refusal(f"{name}() of complex numbers")
+        reduction = _REDUCTIONS[name]
+        found = reduction.combine(self._of_ranks(name, float(reduction.local(part))))
+        if name == "mean":
+            found = found / self.numel()
+        if name == "_local_scalar_dense":
+            return found.to(self.dtype).item()
+        dtype = reduction.dtype or (_finer(self.dtype) if self.dtype.is_floating_point else torch.int64)
+        return found.to(kwargs.get("dtype") or dtype).to(self.device)
+
+    def _check_all_of_it(self, what: str, dim: Any, keepdim: Any) -> None:
+        dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+        if keepdim or (dims and len(dims) < self.dim()):
+            raise self._refusal(f"{what}() over some of the dimensions")
+
+    def _of_ranks(self, asked: str, value: float) -> torch.Tensor:
+        return self.place.known().of_all_ranks(self.place, asked, value)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """local: of this rank's part, which may be empty. combine: of all ranks' numbers. dtype: of the result."""
+
+    local: Callable[[torch.Tensor], Any]
+    combine: Callable[[torch.Tensor], torch.Tensor]
+    dtype: torch.dtype | None = None
+
+
+def _sum(part: torch.Tensor) -> torch.Tensor:
+    return part.sum(dtype=torch.float64 if part.is_floating_point() else None)
+
+
+def _largest(part: torch.Tensor) -> Any:
+    return part.max() if part.numel() else -math.inf
+
+
+def _least(part: torch.Tensor) -> Any:
+    return part.min() if part.numel() else math.inf
+
+
+_REDUCTIONS = {
+    "sum": _Reduction(_sum, torch.sum),
+    "mean": _Reduction(_sum, torch.sum),
+    "max": _Reduction(_largest, torch.max),
+    "amax": _Reduction(_largest, torch.max),
+    "min": _Reduction(_least, torch.min),
+    "amin": _Reduction(_least, torch.min),
+    "all": _Reduction(torch.all, torch.min, torch.bool),
+    "any": _Reduction(torch.any, torch.max, torch.bool),
+    "count_nonzero": _Reduction(torch.count_nonzero, torch.sum, torch.int64),
+    "_local_scalar_dense": _Reduction(_sum, torch.sum),
+}
+_OF_COMPLEX = frozenset({"all", "any", "count_nonzero"})
+
+
+def root_of(power: float, order: float) -> float:
+    """The norm of this order whose ranks' powers add up to `power`; for the infinite one the largest of them."""
+    return power if math.isinf(order) else power ** (1.0 / order)
+
+
+def _finer(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _told(argument: Any) -> str:
+    """An argument as the ranks compare it, to six digits."""
+    if isinstance(argument, ShardedGradient) or (isinstance(argument, torch.Tensor) and argument.device.type != "cpu"):
+        return "a tensor"  # a GPU would be waited for
+    try:
+        return f"{float(argument):.6g}"
+    except (TypeError, ValueError):
+        return str(argument)
+
+
+def _for_each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """torch._foreach_...: the operator on one after the other."""
+    operator = name.removeprefix("_foreach_")
+    call = torch.linalg.vector_norm if operator == "norm" else getattr(torch.Tensor, operator, None)
+    results = []
+    for number, gradient in enumerate(args[0]):
+        if call is None or not isinstance(gradient, torch.Tensor):
+            raise next(g for g in args[0] if isinstance(g, ShardedGradient))._refusal(f"{name}()")
+        rest = [a[number] if isinstance(a, list | tuple) else a for a in args[1:]]
+        results.append(call(gradient, *rest, **kwargs))
+    return None if operator.endswith("_") else results
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Unscales gradients as torch.amp.GradScaler does, with one answer of all ranks. Collective."""
+    own = [g for g in gradients if isinstance(g, ShardedGradient)]
+    told = f"unscaled by {_told(inverse_scale)}"
+    parts = [g.place.known().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    found_inf.fill_(own[0]._of_ranks("finite", float(found_inf)).max())

@@ -1,0 +1,290 @@
+"""A unit of stage 3 over several nodes: a rank's shards of it, and the place where its node keeps it whole.
+
+shard         this rank's part of each flat group of parameters; the optimizer steps on it; always in memory
+whole         the flat group, at its place in memory that the node's ranks share; `gather` brings its pages, `discard`
+              gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew
+views         of `whole`, of the parameters' shapes: the parameters' data while the unit is held
+placeholders  one NaN each, expanded to the parameter's shape: the parameters' data while the unit is released
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+from collectives import Communicator
+from collectives.devices import DevicePages, Pages
+
+from ..construction.target import placeholder
+from ..gradients.shards import ParameterShard
+from .private_copy import PrivateCopy
+from .released import BeforeRead, release, restore
+from .units import FlatGroup, UnitLayout
+
+_CONSUMERS = "_mpidl_consumers"  # of a tensor that is a unit's output: what to call when its gradient is there
+
+
+class FlatParameters:
+    """A flat group that is whole at times. start: of `whole` in the pages, bytes."""
+
+    def __init__(self, group: FlatGroup, comm: Communicator, pages: Pages | DevicePages, start: int) -> None:
+        self._pages, self._start = pages, start
+        self._parameters, self._shapes, self._dtype = list(group.parameters), group.shapes, group.dtype
+        self.layout, self.nbytes = group.layout, group.nbytes
+        device = group.parameters[0].device
+        values = comm.empty(self.layout.shard_size, self._dtype, device=device).zero_()
+        for p, piece in zip(self._parameters, self.layout.pieces(comm.rank), strict=True):
+            part = p.detach().reshape(-1)[piece.start : piece.stop]
+            values[piece.offset : piece.offset + part.numel()] = part
+        self.shard = ParameterShard(self._parameters, self.layout, values, group.trains)
+        self._placeholders = [placeholder(shape, self._dtype, device) for shape in self._shapes]
+        self._private = PrivateCopy(self.shard, comm.rank)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The place where it is gathered."""
+        return self._pages.tensor(self._start, self.layout.padded, self._dtype)
+
+    def places(self) -> dict[torch.nn.Parameter, int]:
+        """The addresses of the parameters in `whole`."""
+        start, each = self._pages.place(self._start), self._dtype.itemsize
+        places = zip(self._parameters, self.layout.offsets, strict=True)
+        return {p: start + offset * each if p.numel() else 0 for p, offset in places}
+
+    def covers(self, address: int) -> bool:
+        """Tells if an address lies in `whole`."""
+        start = self._pages.place(self._start)
+        return start <= address < start + self.nbytes
+
+    @staticmethod
+    def page_bytes(group: FlatGroup) -> int:
+        """Bytes of the whole pages that a group takes."""
+        return -(-group.nbytes // Pages.SIZE) * Pages.SIZE
+
+    def gather(self, comm: Communicator, reserves: bool) -> None:
+        """Gathers `whole` from all shards. Collective. reserves: whether this rank brings the pages of its node."""
+        if reserves:
+            self._pages.reserve(self._start, self.nbytes)
+        comm.all_gather(self.whole, self.shard.values)
+
+    def discard(self) -> None:
+        """Gives the pages of `whole` back."""
+        self._pages.discard(self._start, self.nbytes)
+
+    def hold(self, watched: bool = False) -> None:
+        """Makes the parameters views of what was gathered. watched: operators on them go on to call back."""
+        self._point_to(self.layout.views(self.whole, self._shapes), watched)
+
+    def release(self, before_read: BeforeRead) -> None:
+        """Makes the parameters placeholders, which are not to be used."""
+        for p, empty in zip(self._parameters, self._placeholders, strict=True):
+            release(p, empty, before_read)
+
+    def copy(self) -> None:
+        """Makes the parameters views of a copy of this rank's own, of what was gathered, for one block more."""
+        views = self._private.open(self.whole)
+        if views is not None:
+            self._point_to(views)
+
+    def follow(self) -> None:
+        """Lets the copy, if there is one, take what was gathered meanwhile."""
+        self._private.follow(self.whole)
+
+    def keep_changes(self) -> None:
+        """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
+        if self._private.close():
+            self.hold()
+
+    def _point_to(self, tensors: Sequence[torch.Tensor], watched: bool = False) -> None:
+        for p, tensor in zip(self._parameters, tensors, strict=True):
+            restore(p, tensor, watched)
+
+
+class UnitState(Enum):
+    """The memory that a unit takes on this rank, besides its shard, which is always there.
+
+    RELEASED: the parameters are placeholders of one element. The node's place of the whole unit has no pages, unless
+        another rank of the node holds the unit.
+    HELD: the parameters are views of the whole unit at its node's place. Its module computes, or its backward pass is
+        not complete; then it is released.
+    HELD_TO_END: the same until the end of the pass, as something may read the weights that cannot be followed: an
+        output that is a view of them, a use outside the module, gradients that come by other ways than the outputs.
+
+    A unit that a `gathered` block pins (`pin_count`) is held, and not released before the block's end.
+    """
+
+    RELEASED = "released"
+    HELD = "held"
+    HELD_TO_END = "held to the end of the pass"
+
+
+class GatheredUnit:
+    """A unit's flat parameters, and their state on this rank. It does not keep the model, as graphs keep it.
+
+    number: int; of the unit in messages between the ranks. name: of its module.
+    flats: list of FlatParameters. gathered_bytes: int; of all of them, whole.
+    trained: int; parameters that train. frozen: whether any parameter does not.
+    state: UnitState. pin_count: int; `gathered` blocks that hold it.
+    arrived: set of trained parameters whose gradient this backward pass has given since the unit was last gathered.
+    open_calls: dict of a call's id to int; calls whose backward has begun and not ended, and the number of their inputs
+        whose gradient is to come.
+    """
+
+    def __init__(
+        self, number: int, layout: UnitLayout, comm: Communicator, pages: Pages | DevicePages, start: int
+    ) -> None:
+        self.number, self.name = number, layout.unit.name
+        self._reserves = comm.local_rank == 0 or not pages.shared
+        self.flats: list[FlatParameters] = []
+        for group in layout.groups:
+            self.flats.append(FlatParameters(group, comm, pages, start))
+            start += FlatParameters.page_bytes(group)
+        self.gathered_bytes = sum(flat.nbytes for flat in self.flats)
+        self.trained = sum(len(flat.shard.parameters) for flat in self.flats if flat.shard.trains)
+        self.frozen = any(not flat.shard.trains for flat in self.flats)
+        self.state = UnitState.RELEASED
+        self.pin_count = 0
+        self.arrived: set[torch.nn.Parameter] = set()
+        self.open_calls: dict[int, int] = {}
+
+    @staticmethod
+    def page_bytes(layout: UnitLayout) -> int:
+        """Bytes of the whole pages that a unit takes."""
+        return sum(map(FlatParameters.page_bytes, layout.groups))
+
+    @property
+    def is_held(self) -> bool:
+        """Tells if the parameters are whole on this rank."""
+        return self.state is not UnitState.RELEASED
+
+    @property
+    def backward_done(self) -> bool:
+        """Tells if this backward pass reads no weight of the unit any more.
+
+        It does not once all trained parameters have their gradients; it may read frozen ones until the gradients of the
+        inputs are there.
+        """
+        return len(self.arrived) == self.trained and not (self.frozen and self.open_calls)
+
+    def gather(self, comm: Communicator) -> None:
+        """Makes it whole at its node's place, from all ranks' shards. Collective."""
+        for flat in self.flats:
+            flat.gather(comm, self._reserves)
+
+    def discard(self) -> None:
+        """Gives its node's place back; no rank of the node holds it."""
+        if self._reserves:
+            for flat in self.flats:
+                flat.discard()
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Tells if a tensor is a view of the whole parameters, and no parameter itself."""
+        if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+            return False
+        return any(flat.covers(tensor.data_ptr()) for flat in self.flats)
+
+    def hold(self, watched: bool = False) -> None:
+        """Makes the parameters views of the whole unit, once it is gathered. watched: for a use outside its module."""
+        self.state = UnitState.HELD
+        for flat in self.flats:
+            flat.hold(watched)
+
+    def hold_to_end(self) -> None:
+        """Lets a held unit stay held to the end of the pass."""
+        if self.is_held:
+            self.state = UnitState.HELD_TO_END
+
+    def end_pass(self) -> None:
+        """Lets the unit be released again, if it was held to the end of the pass."""
+        if self.is_held:
+            self.state = UnitState.HELD
+
+    def release(self, before_read: BeforeRead) -> None:
+        """Makes the parameters placeholders, until the unit is held again."""
+        self.state = UnitState.RELEASED
+        self.arrived.clear()
+        self.open_calls.clear()
+        for flat in self.flats:
+            flat.release(before_read)
+
+    def copy(self) -> None:
+        """Makes the parameters views of a copy of this rank's own, for one block more."""
+        for flat in self.flats:
+            flat.copy()
+
+    def follow(self) -> None:
+        """Lets the copy, if there is one, take what was gathered meanwhile."""
+        for flat in self.flats:
+            flat.follow()
+
+    def keep_changes(self) -> None:
+        """Takes this rank's shard from the copy, at the end of a block."""
+        for flat in self.flats:
+            flat.keep_changes()
+
+
+class Call:
+    """Follows the backward pass of one forward pass through a unit, from its outputs to its inputs.
+
+    use: called when its backward pass begins. ended: when it has given the gradients of all its inputs. leaves: hooks
+    of inputs that outlive the graph, to be removed at the end of the pass.
+    """
+
+    def __init__(self, unit: GatheredUnit, use: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._unit, self._inputs = weakref.ref(unit), 0
+        self.leaves: list[torch.utils.hooks.RemovableHandle] = []
+        self._use, self._ended = use, ended
+
+    def watch_input(self, tensor: torch.Tensor) -> None:
+        """Ends the call's backward pass with the gradients of its inputs, the last that the unit computes."""
+        self._inputs += 1
+        consumers = getattr(tensor, _CONSUMERS, None)
+        if consumers is not None:
+            consumers.append(self._input_gradient)
+            return
+
+        def hook(_: torch.Tensor) -> None:
+            if leaf:
+                handle.remove()
+            self._input_gradient()
+
+        # A leaf may be there in every step, as a trained prompt is. Where its gradient comes again through the same
+        # graph, no hook tells, and the unit is held to the end of the pass.
+        leaf = tensor.grad_fn is None
+        handle = tensor.register_hook(hook)
+        if leaf:
+            self.leaves.append(handle)
+
+    def watch_output(self, tensor: torch.Tensor) -> None:
+        """Begins the call's backward pass with the gradient of an output, and ends that of units whose input it is.
+
+        A parameter that is an output needs none: it is released with its unit, and watched.
+        """
+        if tensor.grad_fn is None:
+            return
+        consumers: list[Callable[[], None]] = []
+        setattr(tensor, _CONSUMERS, consumers)
+
+        def hook(_: torch.Tensor) -> None:
+            for consumer in consumers:
+                consumer()
+            self._output_gradient()
+
+        tensor.register_hook(hook)
+
+    def _output_gradient(self) -> None:
+        unit = self._unit()
+        if unit is not None:
+            self._use()
+            unit.open_calls.setdefault(id(self), self._inputs)
+
+    def _input_gradient(self) -> None:
+        unit = self._unit()
+        if unit is not None and id(self) in unit.open_calls:
+            unit.open_calls[id(self)] -= 1
+            if unit.open_calls[id(self)] == 0:
+                del unit.open_calls[id(self)]
+                self._ended()

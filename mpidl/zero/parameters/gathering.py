@@ -1,0 +1,195 @@
+"""Rounds in which the ranks gather units: each names the unit that it wants and those that it holds.
+
+    rank 0   wants 4, holds 3     all ranks see all of it:  2 is whole, but no rank holds or wants it: freed
+    rank 1   wants 5, holds 3                               4 and 5 are wanted, and not whole: gathered
+
+So the ranks need not run the same units, nor in the same order: a rank that wants nothing of a round takes part in it
+with the unit that it will want next. A round is one operation of the Communicator, in its own thread: an all-gather of
+messages, then an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same
+messages and so run the same operations. In the usual case all want the same unit, one ahead of the one that computes.
+
+A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
+one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from collectives import Communicator, Work
+from collectives.devices import HOST
+
+from ..traffic import Traffic
+
+_BITS = 62  # of a message's word
+
+
+class Purpose(IntEnum):
+    """Why a rank takes part in a round.
+
+    AHEAD: it goes on meanwhile. NEEDED: it waits for its unit. REDUCES: it waits for a reduction. DONE: its pass is
+    over. GONE: its engine is; in such a round nothing is gathered.
+    """
+
+    AHEAD = 0
+    NEEDED = 1
+    REDUCES = 2
+    DONE = 3
+    GONE = 4
+
+
+class Gatherable(Protocol):
+    """A unit. gathered_bytes: of all ranks' shards."""
+
+    gathered_bytes: int
+
+    def gather(self, comm: Communicator) -> None:
+        """Makes the unit whole where this rank's node keeps it. Collective."""
+
+    def discard(self) -> None:
+        """Gives that memory back, which no rank of the node uses any more."""
+
+
+@dataclass
+class Round:
+    """A round in flight.
+
+    Set when it is over: everyone_done, whether all ranks were done; served, whether the unit that this rank wanted is
+    whole; reducing, the ranks that waited for a reduction.
+    """
+
+    work: Work | None = None
+    everyone_done: bool = False
+    served: bool = False
+    reducing: tuple[int, ...] = ()
+
+    def is_over(self) -> bool:
+        """Tells if all ranks have taken part."""
+        assert self.work is not None
+        return self.work.is_completed()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when it is over. timeout: seconds; WorkTimeout when they pass first."""
+        assert self.work is not None
+        self.work.wait(timeout)
+
+
+class Rounds:
+    """Starts rounds, which run in the order in which they are started.
+
+    comm: serves nothing else. device: of the units.
+    """
+
+    def __init__(self, comm: Communicator, units: Sequence[Gatherable], device: torch.device = HOST.device) -> None:
+        self.traffic, self._device = Traffic(), device
+        self._comm, self._units = comm, list(units)
+        self._whole: set[int] = set()  # on all ranks the same
+        self._message, self._table = _messages(comm, len(self._units))
+        self._last: Round | None = None
+
+    @property
+    def are_over(self) -> bool:
+        """Tells if all ranks have joined every round that this one has started."""
+        return self._last is None or self._last.is_over()
+
+    def start(self, wanted: int | None, held: Collection[int], purpose: Purpose) -> Round:
+        """wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank."""
+        words = [0] * (self._message.size - 2)
+        for number in held:
+            words[number // _BITS] |= 1 << (number % _BITS)
+        message = [-1 if wanted is None else wanted, purpose, *words]
+        self._last = started = Round()
+        started.work = self._comm.compound(
+            "gather units", lambda: self._run(message, started), async_op=True, device=self._device
+        )
+        return started
+
+    def done(self, held: Collection[int]) -> Round:
+        """Returns a round in which this rank wants nothing, when it is over."""
+        last = self.start(None, held, Purpose.DONE)
+        last.wait()
+        return last
+
+    def refresh(self, numbers: Collection[int]) -> None:
+        """Gathers those of these units that are whole once more, as their shards have changed. Collective."""
+
+        def task() -> None:
+            for number in sorted(self._whole.intersection(numbers)):
+                self._gather(number)
+
+        self._comm.compound("gather units", task, device=self._device)
+
+    def _run(self, message: list[int], started: Round) -> None:
+        self._message[:] = message
+        self._comm.all_gather(self._table, self._message)
+        self.traffic.rounds += 1
+        table = self._table
+        started.everyone_done = bool((table[:, 1] >= Purpose.DONE).all())
+        started.reducing = tuple(int(rank) for rank in np.flatnonzero(table[:, 1] == Purpose.REDUCES))
+        wanted = {int(number) for number in table[:, 0]} - {-1}
+        if (table[:, 1] == Purpose.GONE).any():
+            wanted &= self._whole
+        held = np.bitwise_or.reduce(table[:, 2:], axis=0)
+        kept = {n for n in self._whole if int(held[n // _BITS]) >> (n % _BITS) & 1} | (wanted & self._whole)
+        for number in sorted(self._whole - kept):
+            self._units[number].discard()
+        self._whole = kept
+        for number in sorted(wanted - kept):
+            self._whole.add(number)
+            self._gather(number)
+        started.served = message[0] in self._whole
+
+    def _gather(self, number: int) -> None:
+        self._units[number].gather(self._comm)
+        self.traffic.gathers += 1
+        self.traffic.gathered_bytes += self._units[number].gathered_bytes
+        whole = sum(self._units[n].gathered_bytes for n in self._whole)
+        self.traffic.peak_bytes = max(self.traffic.peak_bytes, whole)
+
+
+def leave(comm: Communicator, units: int) -> None:
+    """Takes part in rounds, without an engine, until all ranks do so, and none is left. Collective.
+
+    Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so. units: how many there
+    are.
+    """
+    message, table = _messages(comm, units)
+    message[:] = [-1, Purpose.GONE, *[0] * (message.size - 2)]
+    comm.patient = True  # at the end of the program the others may come late
+
+    def task() -> None:
+        comm.all_gather(table, message)
+
+    purposes = {Purpose.AHEAD}
+    while purposes != {Purpose.GONE} and Purpose.NEEDED not in purposes:
+        # Beside the program, as `start` does, so that MPI's collectives are of one kind on all ranks.
+        work = comm.compound("gather units", task, async_op=True)
+        assert work is not None
+        work.wait()
+        purposes = {Purpose(number) for number in table[:, 1]}
+
+
+def _messages(comm: Communicator, units: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Memory for what this rank says in a round, and for what all ranks say."""
+    words = 2 + -(-units // _BITS)
+    return np.empty(words, np.int64), np.empty((comm.size, words), np.int64)
+
+
+class Forecast:
+    """Predicts the unit that comes next: the one that followed the last two the time before."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, ...], int] = {}
+        self._last: tuple[int, ...] = (-1, -1, 0)
+
+    def after(self, number: int, backward: bool) -> int | None:
+        """Notes that a unit is used; returns the number of the unit to expect next, None if it is not known."""
+        self._next[self._last] = number
+        self._last = (self._last[1], number, int(backward))
+        return self._next.get(self._last)

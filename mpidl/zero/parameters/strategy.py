@@ -1,0 +1,174 @@
+"""Parameter strategy: where the parameters live between steps, and what a rank does before one is read or changed.
+
+    strategy                 stage                  a rank keeps             before a parameter is read
+    `ReplicatedParameters`   1 and 2                all parameters           wait for its bucket's all-gather
+    `NodeSharedParameters`   3 on one node          shards, in shared memory nothing
+    `ShardedParameters`      3 over several nodes   shards                   gather its unit, with the other ranks
+
+The optimizer's parts call a strategy by the verbs of `ParameterStrategy` alone. In the order of a step:
+
+    construction   the strategy cuts `shards`; values are filled into them; publish(), start()
+    forward        the strategy's own hooks and tensor subclasses
+    backward       on_gradient for each parameter; wait_for_reduction(work) for each bucket; end_backward() after the
+                   last gradient; drain() when all buckets have been reduced
+    step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
+
+publish, release, drain and gathered are collective: every rank calls them, in the same order. The others are local.
+No call deadlocks: what gathers units takes part in other ranks' rounds while it waits (`sharded`), and where nothing is
+gathered no rank waits for another but in publish() and gathered(), which all ranks call.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import torch
+
+from collectives import Work
+
+from ...errors import ConfigurationError
+from ..gradients.shards import ParameterShard
+from ..traffic import Traffic
+
+NamesOf = Callable[[Iterable[torch.nn.Parameter]], list[str]]
+
+
+class ParameterStrategy(Protocol):
+    """The verbs by which the parts of a ZeroOptimizer use the place where its parameters live.
+
+    The bodies here are those of a strategy whose parameters are whole at any time, in place, on every rank; the methods
+    marked as abstract are each strategy's own.
+
+    shards: list of ParameterShard; this rank's part of all parameters, frozen ones included, in the order in which
+        their gradients are reduced. The optimizer's step writes to `shards[i].values`.
+    write_effect: str; for errors: what becomes of a value that the program writes in place, outside `gathered`.
+    keeps_equal_writes: bool; whether such a write lasts if every rank makes the same and the parameter has no master.
+    """
+
+    shards: list[ParameterShard]
+    write_effect: ClassVar[str]
+    keeps_equal_writes: ClassVar[bool] = False
+
+    # ---- around a step ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Goes over to training, once the shards have their first values. Called once, at the end of construction."""
+        return
+
+    def step_problem(self) -> str | None:
+        """Tells why no gradient can be used and no step taken now on this rank; None if nothing forbids it.
+
+        Called before a step, and at the begin of a backward pass that makes steps.
+        """
+        return None
+
+    @abstractmethod
+    def release(self, *, inside_gathered: bool = False) -> None:
+        """Returns when this rank reads no parameter that the step changes. Collective.
+
+        Called before a step, and before other uses of the shards: norms, states, checkpoints. Raises TrainingError for
+        `step_problem`, unless inside_gathered.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Makes the shards that every rank has changed visible to all ranks. Collective.
+
+        Called after each step, and after the shards were filled or loaded. May return before the values have arrived.
+        """
+
+    def wait_for_gathers(self) -> None:
+        """Returns when no all-gather that `publish` has started uses the shards' memory. Local.
+
+        Called before the shards are read or changed where `release` is not, as in a backward pass.
+        """
+        return
+
+    # ---- in a backward pass (`backward.PassPhases`) ------------------------------------------------------------------
+
+    @property
+    def on_gradient(self) -> tuple[Callable[[torch.nn.Parameter], None], ...]:
+        """Functions to be called when the gradient of a parameter is complete, before it goes to its bucket. Local."""
+        return ()
+
+    def end_backward(self) -> None:
+        """This rank's pass reads no weight any more, or an exception has cut it short. Local."""
+        return
+
+    # ---- while other ranks may need this one ------------------------------------------------------------------------
+
+    def wait_for_reduction(self, work: Work) -> None:
+        """Returns when an operation on gradients is complete, taking part in gathers that other ranks need first."""
+        work.wait()
+
+    def drain(self) -> None:
+        """Returns when no rank waits for this one to gather a unit. Collective.
+
+        Called when all buckets of a backward pass have been reduced, and before operations that all ranks call.
+        """
+        return
+
+    # ---- whole parameters -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def gathered(
+        self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True
+    ) -> AbstractContextManager[None]:
+        """Holds whole parameters inside, of every unit that has any of `parameters` (default: all). Collective.
+
+        writable: as copies of this rank, of which its shard is kept at the end; every rank must make the same changes.
+            A block inside another one sees that one's copies.
+        """
+
+    def gathered_address(self, parameter: torch.nn.Parameter) -> int | None:
+        """The address of a parameter while it is gathered; None if it never moves. For the check of moved memory."""
+        return None
+
+    # ---- what there is ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+        """Lets parameters train that were frozen; returns their shards. The same call on every rank.
+
+        Raises ConfigurationError where one of them shares a shard with a parameter that stays frozen.
+        """
+
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """Counts of the gathers so far."""
+
+    @abstractmethod
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tensors that this rank holds now, under the category "parameters"."""
+
+    def remove(self) -> None:
+        """Takes the strategy's hooks off the model."""
+        return
+
+
+def thawed(
+    shards: Sequence[ParameterShard],
+    parameters: Sequence[torch.nn.Parameter],
+    names_of: NamesOf,
+) -> list[ParameterShard]:
+    """Marks stage 3's frozen shards that hold these parameters as training, and returns them.
+
+    ConfigurationError, and no shard is marked, if they hold other parameters too.
+    """
+    wanted = set(parameters)
+    chosen = [shard for shard in shards if wanted & set(shard.parameters)]
+    for shard in chosen:
+        left = [p for p in shard.parameters if p not in wanted]
+        if left:
+            raise ConfigurationError(
+                f"add_param_group: stage 3 has cut {', '.join(names_of(shard.parameters)[:5])} over the ranks as one "
+                f"piece, of which {', '.join(names_of(left)[:5])} would stay frozen; unfreeze them together, make a "
+                "module a unit of its own (units=), or use stage 1 or 2"
+            )
+    for shard in chosen:
+        shard.trains = True
+    return chosen

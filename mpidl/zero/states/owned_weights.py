@@ -1,0 +1,130 @@
+"""This rank's slices of the weights that train, for what keeps a second set of them beside the optimizer's: an average.
+
+    averages   [ rank 0's slices ] [ rank 1's slices ]      of the shapes of `values`, in memory of their own
+    values     [ rank 0's slices ] [ rank 1's slices ]      fp32 masters where there are any
+    replaced   values kept aside, averages written in their place and shown to every rank; at the end put back
+
+A block of `replaced` writes when all ranks have come to its begin and to its end: weights may be the node's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ...errors import TrainingError
+from ...job.agreement import refuse_everywhere
+from ...job.objects import all_gather_object, broadcast_object
+from ..groups import ShardGroup
+from ..parameters.guard import WeightGuard
+from ..parameters.strategy import ParameterStrategy
+from ..stepping.slices import Slice
+from .owned import OwnedState
+
+Tensors = dict[str, torch.Tensor]
+
+
+class OwnedWeights:
+    """Weights by the plain model's names. owned: the same rank's state. names: of the parameters in `slices`."""
+
+    def __init__(
+        self,
+        over: ShardGroup,
+        parameters: ParameterStrategy,
+        slices: Mapping[torch.nn.Parameter, Slice],
+        names: Mapping[torch.nn.Parameter, str],
+        owned: OwnedState,
+        guard: WeightGuard,
+    ) -> None:
+        self._over, self._parameters, self._owned, self._guard = over, parameters, owned, guard
+        self._by_name = {names[p]: (p, part) for p, part in slices.items()}
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self._over.world
+
+    @property
+    def is_root(self) -> bool:
+        """True on the rank that gives whole tensors, and gets them."""
+        return self._over.is_root
+
+    @property
+    def delays(self) -> bool:
+        """True if a thread may be writing them."""
+        return self._owned.delays
+
+    def values(self) -> Tensors:
+        """This rank's slices, to read, as the last step has left them. Not collective."""
+        self._parameters.wait_for_gathers()  # a library's all-gather may use a shard's own place as room while it runs
+        return {name: part.values.detach() for name, (_, part) in self._by_name.items()}
+
+    def forget(self) -> None:
+        """Slices on the disk that were read leave this process's memory."""
+        self._owned.forget()
+
+    @contextmanager
+    def replaced(self, averages: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the weights of every rank are these, of which each gives its slices. Collective.
+
+        Raises TrainingError on every rank inside a writable `gathered`, and for weights that were changed otherwise
+        than by a step, `gathered` or loading, before the block or in it; they are as they were then.
+        """
+        refuse_everywhere(self.comm, self._guard.inside("averaged") or self._guard.damage())
+        kept: Tensors = {}
+        try:
+            with self._owned.written(), torch.no_grad():
+                for name, values in self.values().items():
+                    if name in averages:
+                        kept[name] = values.clone()
+                        values.copy_(averages[name])
+                        self.forget()
+            self._guard.replaced = True
+            yield
+        finally:
+            self._guard.replaced = False
+            self._parameters.drain()
+            problems = all_gather_object(self.comm, self._guard.damage())
+            with self._owned.written(), torch.no_grad():
+                now = self.values()
+                for name, before in kept.items():
+                    now[name].copy_(before)
+                    self.forget()
+        rank, problem = next(((rank, text) for rank, text in enumerate(problems) if text is not None), (0, None))
+        if problem is not None:
+            raise TrainingError(f"inside `with ema.averaged():` on rank {rank}, to no effect: {problem}")
+
+    def gather(self, averages: Mapping[str, torch.Tensor]) -> Tensors:
+        """Whole tensors of all ranks' slices, in the host's memory of rank 0; {} on the others. Collective."""
+        found = {}
+        for name, own in averages.items():
+            p, part = self._by_name[name]
+            whole = torch.empty(p.numel(), dtype=own.dtype, device=own.device) if self.is_root else None
+            self._over.gather(whole, own, part.counts(p, self._over.size))
+            if whole is not None:
+                found[name] = whole.view(p.shape).cpu()
+        return found
+
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's value. Collective."""
+        return broadcast_object(self.comm, value)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole tensors, by name."""
+        return {name: tuple(p.shape) for name, (p, _) in self._by_name.items()}
+
+    def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:
+        """This rank's slices of whole tensors of these names that rank 0 gives. Collective."""
+        found = {}
+        for name in names:
+            p, part = self._by_name[name]
+            own = torch.empty_like(part.values, requires_grad=False)
+            whole = given[name].detach().to(own.device, own.dtype).contiguous() if self.is_root else None
+            self._over.scatter(own, whole, part.counts(p, self._over.size))
+            found[name] = own
+        return found

@@ -1,0 +1,260 @@
+"""Whole states from shards and back, in the plain model's and the plain optimizer's formats.
+
+Rank 0 holds the whole, one tensor at a time travels, and no other rank ever holds more than one unit or tensor whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ...absent_state import absent_state, refusal
+from ...errors import ConfigurationError
+from ...job.objects import broadcast_object
+from ...optim.elementwise import alike, elementwise, is_slice
+from ...replicas.broadcast import broadcast_states
+from ..groups import ShardGroup
+from ..parameters.strategy import ParameterStrategy
+from ..stepping.inner import InnerOptimizer
+from ..stepping.slices import ShardedStateSpec, Slice
+
+Slices = Mapping[torch.nn.Parameter, Slice]
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """The names of a plain model's state_dict, in its order, and the parameters among them."""
+
+    names: tuple[str, ...]
+    parameters: dict[str, torch.nn.Parameter]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> StateNames:
+        """Reads them off a model whose parameters are whole."""
+        names = tuple(model.state_dict(keep_vars=True))
+        return cls(names, dict(model.named_parameters(remove_duplicate=False)))
+
+    def tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of these names."""
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return {**self.parameters, **{name: b for name, b in buffers.items() if name in self.names}}
+
+
+def gather_model(
+    over: ShardGroup,
+    model: torch.nn.Module,
+    names: StateNames,
+    parameters: ParameterStrategy,
+    slices: Slices,
+) -> dict[str, torch.Tensor]:
+    """The plain state_dict on rank 0, on the CPU; tied parameters are one tensor under two names, as torch has it.
+
+    slices: those whose masters are given in place of the parameters.
+    """
+    copies: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for shard in parameters.shards:
+        parts = [slices[p] for p in shard.parameters if p in slices]
+        if parts and parts[0].is_master:
+            for p, part in zip(shard.parameters, parts, strict=True):
+                whole_master = _gather_entry(over, p, part, part.values)
+                copies.update({p: whole_master} if over.is_root else {})
+            continue
+        with torch.no_grad(), parameters.gathered(shard.parameters, writable=False):
+            if over.is_root:
+                copies.update({p: p.detach().cpu().clone() for p in shard.parameters})
+    if not over.is_root:
+        return {}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    whole = {}
+    for name in names.names:
+        if name in names.parameters:
+            p = names.parameters[name]
+            whole[name] = copies[p] if p in copies else copies.setdefault(p, p.detach().cpu().clone())
+        elif name in buffers:
+            whole[name] = buffers[name].detach().cpu().clone()
+    return whole
+
+
+def scatter_model(
+    over: ShardGroup,
+    model: torch.nn.Module,
+    names: StateNames,
+    state_dict: Mapping[str, torch.Tensor],
+    gathered: AbstractContextManager[None],
+    slices: Slices,
+) -> None:
+    """Rank 0's whole state into every rank's part of the model, and of the masters.
+
+    gathered: whole parameters inside, of which rank 0's changes go to all.
+    """
+    places = names.tensors(model)
+    problem = _mismatch(places, state_dict) if over.is_root else None
+    problem = broadcast_object(over.world, problem)
+    if problem:
+        raise ConfigurationError(f"load_model_state_dict: {problem}")
+    with gathered:
+        for name, place in places.items() if over.is_root else ():
+            place.detach().copy_(state_dict[name])
+        for name, place in places.items():
+            if name not in names.parameters:
+                broadcast_states(over.world, [place])
+    for name, p in names.parameters.items():
+        if p in slices and slices[p].is_master:
+            master = slices[p].values
+            whole = state_dict[name].detach().to(master.device, master.dtype).contiguous() if over.is_root else None
+            over.scatter(slices[p].values.detach(), whole, slices[p].counts(p, over.size))
+
+
+def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
+    if not isinstance(given, Mapping):
+        return f"got {type(given).__name__}; needs a dictionary of tensors by name"
+    missing, unexpected = sorted(places.keys() - given.keys()), sorted(map(str, given.keys() - places.keys()))
+    if missing or unexpected:
+        return f"missing names {missing[:5]}, unexpected names {unexpected[:5]}"
+    for name, place in places.items():
+        if not torch.is_tensor(given[name]):
+            return f"{name} is of type {type(given[name]).__name__}; needs a tensor"
+        if given[name].shape != place.shape:
+            return f"{name} has shape {tuple(given[name].shape)}; needs {tuple(place.shape)}"
+    return None
+
+
+def gather_gradients(
+    over: ShardGroup, names: StateNames, gradients: Mapping[torch.nn.Parameter, torch.Tensor], slices: Slices
+) -> dict[str, torch.Tensor]:
+    """Whole gradients on rank 0, of each rank's slices of them; a tied parameter's under its first name."""
+    found: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+    for p in names.parameters.values():
+        if p in gradients and p not in found:
+            found[p] = _gather_entry(over, p, slices[p], gradients[p])
+    first = {p: name for name, p in reversed(names.parameters.items())}
+    return {first[p]: whole for p, whole in found.items() if whole is not None}
+
+
+def gather_optimizer(
+    over: ShardGroup, outer: torch.optim.Optimizer, inner: InnerOptimizer, slices: Slices
+) -> dict[str, Any]:
+    """The plain optimizer's state_dict on rank 0; a mark that it is there on others."""
+    packed: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for group in outer.param_groups:
+        numbers = list(range(number, number + len(group["params"])))
+        settings = {key: value for key, value in group.items() if key != "params"}
+        packed["param_groups"].append({**settings, "params": numbers})
+        for index, p in zip(numbers, group["params"], strict=True):
+            entry = inner.state.get(slices[p].values, {})
+            whole = {key: _gather_entry(over, p, slices[p], value) for key, value in entry.items()}
+            if whole and over.is_root:
+                packed["state"][index] = whole
+        number += len(numbers)
+    return packed if over.is_root else absent_state(over.world.rank)
+
+
+def _gather_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, value: Any) -> Any:
+    """Gathers one value of an optimizer's state if it has the slice's shape; any other is the same on every rank."""
+    if not is_slice(value, part.values):
+        return value.detach().cpu().clone() if torch.is_tensor(value) else value
+    whole = torch.empty(p.numel(), dtype=value.dtype, device=value.device) if over.is_root else None
+    over.gather(whole, value.detach().contiguous(), part.counts(p, over.size))
+    return None if whole is None else whole.view(p.shape).cpu()
+
+
+def scatter_optimizer(
+    over: ShardGroup,
+    outer: torch.optim.Optimizer,
+    inner: InnerOptimizer,
+    slices: Slices,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Rank 0's whole optimizer state into every rank's slices."""
+    by_itself = inner.needs_wholes
+    problem = _misfit(outer.param_groups, state_dict, by_itself) if over.is_root else None
+    outline = None if problem or not over.is_root else _outline(state_dict, outer.param_groups, by_itself)
+    problem, outline = broadcast_object(over.world, (problem, outline))
+    if problem:
+        raise ConfigurationError(f"load_state_dict: {problem}")
+    assert outline is not None
+    for group, saved in zip(outer.param_groups, outline["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+        for number, p in zip(saved["params"], group["params"], strict=True):
+            part = slices[p]
+            entry = {}
+            for key, told in outline["state"].get(number, {}).items():
+                whole = state_dict["state"][number][key] if over.is_root else None
+                entry[key] = _scatter_entry(over, p, part, told, whole)
+                if torch.is_tensor(told) and (group.get("fused") or group.get("capturable")):
+                    entry[key] = entry[key].to(part.values.device)  # where such steps count
+            inner.state[part.values] = entry
+
+
+def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:
+    """Why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
+    if (absent := refusal(given)) is not None:
+        return absent
+    if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+        listed = ", ".join(map(repr, given)) or "nothing" if isinstance(given, Mapping) else type(given).__name__
+        return f"got {listed}; needs what a state_dict() gave, with 'state' and 'param_groups'"
+    saved = given["param_groups"]
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved):
+        return "param_groups: needs dictionaries with 'params', the numbers of the parameters"
+    sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != own:
+        return f"got groups of {sizes} parameters; needs {own}"
+    numbered = _numbered(given, groups)
+    for number, entry in given["state"].items():
+        if number not in numbered:
+            return f"got a state of parameter {number!r}, which is in no group"
+        shape = tuple(numbered[number].shape)
+        for key, value in entry.items():
+            if torch.is_tensor(value) and value.dim() and value.shape != shape and not by_itself:
+                return f"got {key} of shape {tuple(value.shape)} for a parameter of shape {shape}"
+    return None
+
+
+def _numbered(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[Any, torch.nn.Parameter]:
+    """The parameters by the numbers that they have in a whole state."""
+    pairs = zip(state_dict["param_groups"], groups, strict=True)
+    return {n: p for saved, own in pairs for n, p in zip(saved["params"], own["params"], strict=True)}
+
+
+def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], by_itself: bool) -> dict[str, Any]:
+    """A state without the tensors that are cut over the ranks: of those only the dtype.
+
+    by_itself: states may have other shapes than the parameters, and each tells by its own, not by its name.
+    """
+    numbered, state = _numbered(state_dict, groups), state_dict["state"]
+    named = elementwise((numbered[number].shape, entry) for number, entry in state.items())
+
+    def is_cut(number: Any, key: str, value: Any) -> bool:
+        if not torch.is_tensor(value):
+            return False
+        return bool(value.dim()) and value.shape == numbered[number].shape if by_itself else key in named
+
+    entries = {
+        number: {key: ShardedStateSpec(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}
+        for number, entry in state.items()
+    }
+    return {"param_groups": state_dict["param_groups"], "state": entries}
+
+
+def _beside(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    return tensor.to(where if tensor.dim() else tensor.device, copy=True)
+
+
+def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
+    if not isinstance(told, ShardedStateSpec):
+        # As torch does: but for numbers, it goes where the parameter is.
+        move = partial(_beside, where=part.values.device)
+        return alike(tree_map_only(torch.Tensor, move, told))
+    counts = part.counts(p, over.size)
+    where = part.values.device
+    own = torch.empty(counts[over.rank], dtype=told.dtype, device=where)
+    over.scatter(own, whole.detach().contiguous().to(where) if over.is_root else None, counts)
+    # As torch does: a state saved with 16-bit parameters goes on in the master's dtype.
+    return own.to(part.values.dtype) if own.is_floating_point() else own

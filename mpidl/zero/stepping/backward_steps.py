@@ -1,0 +1,94 @@
+"""Steps within the backward pass: a bucket's shard is updated when it has been reduced, and its gradient is forgotten.
+
+    backward    unit 3 | unit 2          | unit 1          | unit 0          |
+    reduced            | 3               | 2               | 1               | 0
+    stepped                              | 3, as its buffer is needed again  | ... all that is left at the end
+    gathered                                                                        the new parameters, as by any step
+
+So gradients take the few buffers through which they pass, instead of a model's worth. `step()` afterwards closes the
+books. What needs all gradients at once, or may forbid the step, cannot be had: a norm of all of them, loss scaling,
+several reduced passes for one step.
+
+Who runs what: everything here is called by the thread of the backward pass, with its collectives, which all ranks begin
+in the order of the buckets. A rank may change a weight that other ranks see, in memory of the node, once all of them
+have given a gradient to every parameter of its bucket, after which no rank's pass reads it. torch's counts of writes go
+up as a rank gives its gradients, so that a later read of what was saved is torch's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ...errors import TrainingError
+from ...gradients.partial_steps import STEP_NOT_CALLED, PartialSteps
+from ..gradients.shards import ParameterShard
+from ..parameters.guard import WeightGuard
+from ..parameters.strategy import ParameterStrategy
+from .slices import Slice
+
+
+class BackwardSteps:
+    """A `Stepper` of `GradientShards`.
+
+    partial: steps on some slices at a time. shards: by the buckets' numbers; more may come. agree: called at the begin
+    of a pass, raises TrainingError on every rank where one of them cannot step.
+    """
+
+    def __init__(
+        self,
+        partial: PartialSteps,
+        parameters: ParameterStrategy,
+        shards: Sequence[ParameterShard],
+        slices: Mapping[torch.nn.Parameter, Slice],
+        guard: WeightGuard,
+        agree: Callable[[], None],
+        reached: Callable[[int], Sequence[bool]],
+    ) -> None:
+        self._partial = partial
+        self._parameters, self._shards, self._slices, self._guard = parameters, shards, slices, guard
+        self._agree, self._reached = agree, reached
+        self._counted: set[torch.nn.Parameter] = set()
+        self._stepped: list[torch.nn.Parameter] = []
+        self._is_open = False  # whether a pass has stepped since the last call of `step`
+
+    def begin(self) -> None:
+        """A pass that steps begins."""
+        if self._is_open:
+            raise TrainingError(STEP_NOT_CALLED)
+        self._counted, self._stepped = set(), []
+        self._agree()
+
+    def launched(self, number: int) -> None:
+        """This rank's pass needs the bucket's parameters no more."""
+        flags = zip(self._shards[number].parameters, self._reached(number), strict=True)
+        mine = [p for p, reached in flags if reached]
+        self._counted.update(mine)
+        self._guard.stepped(mine)
+
+    @torch.no_grad()
+    def step(self, number: int, gradient: torch.Tensor, reached: Sequence[bool]) -> None:
+        """Steps on this rank's slices of a bucket's parameters."""
+        self._is_open = True
+        chosen = [p for p, flag in zip(self._shards[number].parameters, reached, strict=True) if flag]
+        parts = [self._slices[p] for p in chosen]
+        for part in parts:
+            part.attach(gradient)
+        self._partial.step([part.values for part in parts])
+        for part in parts:
+            part.write_back()
+            part.values.grad = None
+        self._stepped += chosen
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """All have been stepped: every rank sees the new parameters. Collective."""
+        self._is_open = True
+        self._parameters.release()
+        self._guard.stepped([p for p in self._stepped if p not in self._counted])
+        self._parameters.publish()
+
+    def close(self) -> None:
+        """`optimizer.step()` was called."""
+        self._is_open = False

@@ -1,0 +1,89 @@
+"""The inner optimizer: what steps on a rank's slices of parameters, gradients and state.
+
+`SliceSteps`           a torch optimizer whose step treats every element by itself, on the slices' values
+`WholeSteps`           one that needs whole parameters: each parameter has one rank that gets it whole for the step
+`OffloadedOptimizer`   one for each sub-group of slices, whose state lies elsewhere
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, MutableMapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ...gradients.partial_steps import PartialSteps
+from .slices import Slice
+
+
+class InnerOptimizer(Protocol):
+    """The verbs by which a ZeroOptimizer uses its inner optimizer.
+
+    param_groups: list of dicts; settings, and the slices' values, in the order of the outer groups. A step uses the
+        settings, and may note something in them.
+    state: mapping of a slice's values to a dict; the state of its parameter, cut like that, after `cut_state`.
+    needs_wholes: bool; whether a step may be one on whole parameters.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: MutableMapping[Any, Any]
+    needs_wholes: ClassVar[bool] = False
+
+    @abstractmethod
+    def step(self) -> Any:
+        """Steps on the slices to which a gradient is attached. Every rank calls it."""
+
+    @abstractmethod
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Adds a group of slices' values. Every rank calls it."""
+
+    def cut_state(self) -> None:
+        """Brings all state into `state`, to be saved or loaded. Collective."""
+        return
+
+    def foreign_state(self) -> list[Any]:
+        """Keys of state that belongs to no parameter, which cannot be saved."""
+        return []
+
+    @abstractmethod
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Tensors of state and masters, and of gradients if it holds any, in the memory where the model computes."""
+
+
+class SliceSteps(InnerOptimizer):
+    """A torch optimizer on slices. slices: of all parameters, also of those that are added later."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
+        self._optimizer, self._slices = optimizer, slices
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self) -> Any:
+        """Steps on the slices."""
+        return self._optimizer.step()
+
+    def partial(self) -> PartialSteps:
+        """Steps on some slices at a time, for steps in backward."""
+        return PartialSteps(self._optimizer)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Adds a group of slices' values. Local."""
+        self._optimizer.add_param_group(group)
+
+    def foreign_state(self) -> list[Any]:
+        """Keys of state that are no slice's values."""
+        return [key for key in self.state if not torch.is_tensor(key)]
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """State of the slices' sizes, and masters."""
+        return {"optimizer": state_tensors(self.state.values()) + masters(self._slices)}
+
+
+def state_tensors(entries: Any) -> list[torch.Tensor]:
+    """The tensors of states, but for numbers."""
+    return [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
+
+
+def masters(slices: Mapping[torch.nn.Parameter, Slice]) -> list[torch.Tensor]:
+    """The slices' fp32 masters."""
+    return [part.values.detach() for part in slices.values() if part.is_master]

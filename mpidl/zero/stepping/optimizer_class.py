@@ -1,0 +1,138 @@
+"""Decides of an optimizer's class, before anything is changed, if it is refused, and if it steps on slices.
+
+    AdamW, SGD, ...     a step on a parameter is one on its parts: each rank steps on its slices
+    Muon, Adafactor     it needs whole parameters: `whole_steps`
+    LBFGS               it depends on several parameters at once: refused
+
+Of classes that are not torch's nothing is known: they are tried out on a few elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import ConfigurationError
+from ...optim.trust import TrustRatioOptimizer
+from ...optimizer_trial import NOT_SEQUENTIAL, notes_in_groups, try_steps, without_parameters
+
+_REFUSED = {
+    "LBFGS": "it works on the whole model's gradient at once",
+    "SparseAdam": "it takes sparse gradients, and buckets are dense",
+}
+_ON_WHOLES = ("Muon", "Adafactor")  # the former makes matrices orthogonal, the latter keeps sums of rows and columns
+
+
+def refuse_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """ConfigurationError for one that cannot be sharded, and is known."""
+    for base in optimizer_class.__mro__:
+        if base.__name__ in _REFUSED:
+            named = optimizer_class.__name__ + ("" if base is optimizer_class else f", a kind of {base.__name__},")
+            raise ConfigurationError(f"optimizer_class: {named} cannot be sharded: {_REFUSED[base.__name__]}")
+
+
+def prototype(
+    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer of that class with those groups' settings, on single elements of as many dimensions.
+
+    It refuses wrong settings, and parameters, by the class's own errors, before the model is changed.
+    """
+    given = [_on_single_elements(group) for group in groups]
+    sizes = [len(group["params"]) for group in given]
+    made = optimizer_class(given, **settings)
+    if [len(group["params"]) for group in made.param_groups] != sizes:
+        raise ConfigurationError(
+            f"optimizer_class: {optimizer_class.__name__} makes {len(made.param_groups)} groups of the {len(sizes)} "
+            "that it is given; needs a class that keeps them: make its groups yourself, by params="
+        )
+    for group in made.param_groups:
+        _refuse_differentiable(group)
+    return made
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
+
+    wholes: bool
+    together: bool = False
+
+
+def needs(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    offloaded: bool,
+    step_in_backward: bool = False,
+) -> Needs:
+    """No wholes, if a step on a parameter is one on its parts.
+
+    Raises ConfigurationError if it depends on other parameters too. offloaded: refuses what needs whole parameters, and
+    what notes anything in its groups, as there are several of it then. step_in_backward: refuses these too, and what
+    else does not step on one parameter after another.
+    """
+    name = optimizer_class.__name__
+    if step_in_backward:
+        if offloaded:
+            raise ConfigurationError(
+                "step_in_backward: what is offloaded is stepped in an order of its own, after the pass"
+            )
+        if issubclass(optimizer_class, TrustRatioOptimizer):
+            raise ConfigurationError(
+                f"step_in_backward: {name} needs norms over all ranks' slices, for which a backward pass cannot wait"
+            )
+    if any(base.__name__ in _ON_WHOLES for base in optimizer_class.__mro__):
+        found, noted = Needs(wholes=True), frozenset[str]()
+    elif optimizer_class.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+        return Needs(wholes=False)
+    else:
+        trial = try_steps(lambda given: optimizer_class(given, **settings), groups)
+        if trial.together:
+            raise ConfigurationError(
+                f"optimizer_class: {name} cannot be sharded: a step on a parameter depends on the others beside it, or "
+                "on random numbers"
+            )
+        if step_in_backward and not trial.sequential:
+            raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
+        found, noted = Needs(trial.wholes or trial.failed, together=True), trial.noted  # it may note more than states
+    if found.wholes and offloaded:
+        raise ConfigurationError(
+            f"offload: a step of {name} needs whole parameters, and what is offloaded are shards: needs offload=None"
+        )
+    if found.wholes and step_in_backward:
+        raise ConfigurationError(
+            f"step_in_backward: a step of {name} needs whole parameters, which are brought together after the pass"
+        )
+    if noted and step_in_backward:
+        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(noted)}")
+    if noted and offloaded:
+        raise ConfigurationError(
+            f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and there would be several "
+            "of it: needs offload=None"
+        )
+    return found
+
+
+def try_group(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Adds a group to a prototype, which refuses wrong settings likewise."""
+    _refuse_differentiable(group)
+    made.add_param_group(_on_single_elements(group))
+
+
+def _on_single_elements(group: Mapping[str, Any]) -> dict[str, Any]:
+    dimensions = sorted({p.dim() for p in group["params"]})
+    return {**group, "params": [torch.nn.Parameter(torch.zeros((1,) * number)) for number in dimensions]}
+
+
+def _refuse_differentiable(group: Mapping[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise ConfigurationError("differentiable: got True; autograd does not follow a step on shards: needs False")
+
+
+def frozen(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Its settings, of which tensors are copies, as an optimizer or a scheduler may change them in place."""
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in without_parameters(group).items()}

@@ -1,0 +1,117 @@
+"""A step of a ZeroOptimizer: every rank's inner optimizer on its slices, then new parameters for all.
+
+    local        has this rank a reason not to step? (guard, foreign gradients, an open pass)
+    collective   release(): no rank reads the parameters any more
+    collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings
+    collective   rank 0's buffers are broadcast
+    local        the inner optimizer steps on the slices; masters are rounded into the shards
+    collective   publish(): every rank sees the new parameters
+
+All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed.
+With `step_in_backward` the pass has made the step (`backward_steps`), and `step()` only ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import TrainingError
+from ...gradients.backward import inside_backward
+from ...gradients.partial_steps import STEP_INSIDE
+from ...job.agreement import raise_everywhere
+from ...replicas.broadcast import broadcast_states
+from ...replicas.consistency import check_settings_agree
+from ..construction import arguments
+from ..construction.build import Parts
+
+
+def make_step(
+    parts: Parts, outer: torch.optim.Optimizer, broadcasts_buffers: bool, closure: Callable[[], Any] | None
+) -> Any:
+    """Steps once; returns what `closure` returned. Collective.
+
+    outer: whose param_groups have the settings of the step, and get what the inner optimizer notes in them.
+    broadcasts_buffers: whether rank 0's buffers go to all.
+    """
+    parts.place.refuse_capture("ZeroOptimizer.step")
+    if inside_backward():
+        raise TrainingError(STEP_INSIDE)
+    problem = parts.guard.problem(parts.slices) or parts.grads.foreign()
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    if parts.backward_steps is not None:
+        parts.gradients.refuse_unreduced()
+        parts.backward_steps.close()
+        parts.grads.take_changes()
+        if broadcasts_buffers:
+            broadcast_states(parts.comm, parts.model.buffers())
+        return loss
+    parts.parameters.release()
+    _hand_settings_on(parts, outer)
+    reached = _attach_gradients(parts, outer, problem or parts.grads.problem())
+    if broadcasts_buffers:
+        broadcast_states(parts.comm, parts.model.buffers())
+    parts.inner.step()
+    for mine, inner in zip(outer.param_groups, parts.inner.param_groups, strict=True):
+        mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
+    for part in parts.slices.values():
+        part.write_back()
+    parts.parameters.publish()
+    parts.guard.stepped(reached)
+    return loss
+
+
+def before_backward_steps(parts: Parts, outer: torch.optim.Optimizer) -> None:
+    """Checks, as a step does, that a backward pass may change the parameters, and prepares them for it. Collective."""
+    problem = parts.guard.problem(parts.slices)
+    parts.parameters.wait_for_gathers()
+    _hand_settings_on(parts, outer)
+    _agreed(parts, problem, [], arguments.settings_of(outer.param_groups, outer.defaults))
+
+
+def _hand_settings_on(parts: Parts, outer: torch.optim.Optimizer) -> None:
+    for mine, inner in zip(outer.param_groups, parts.inner.param_groups, strict=True):
+        inner.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str | None) -> list[torch.nn.Parameter]:
+    """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.
+
+    Returns the reached ones. problem: why this rank cannot step, for which all ranks raise TrainingError.
+    """
+    parts.grads.update()
+    flags = [r for number in range(len(parts.shards)) for r in parts.gradients.reached(number)]
+    settings = arguments.settings_of(outer.param_groups, outer.defaults)  # not what the program notes in the groups
+    changes = parts.grads.take_changes()
+    if changes:
+        settings["clipping since the last step"] = changes
+    flag = iter(_agreed(parts, problem, flags, settings))
+    reached = []
+    for number, shard in enumerate(parts.shards):
+        gradient = parts.gradients.shard(number)
+        for p in shard.parameters:
+            if next(flag):
+                reached.append(p)
+                parts.slices[p].attach(gradient)
+            else:
+                parts.slices[p].attach(None)
+    return reached
+
+
+def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict[str, Any]) -> list[bool]:
+    """Which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
+    agreed = np.array([problem is not None, *flags, *arguments.fingerprint(settings)], np.uint8)
+    work = parts.comm.all_reduce(agreed, "max", async_op=inside_backward())
+    if work is not None:
+        parts.parameters.wait_for_reduction(work)  # others may still gather units
+    if agreed[0]:
+        raise_everywhere(parts.comm, problem)
+    if not arguments.same_fingerprints(agreed):
+        check_settings_agree(parts.comm, "step", settings)
+    return [bool(flag) for flag in agreed[1 : 1 + len(flags)]]

@@ -1,0 +1,313 @@
+"""Optimizers that need a whole parameter for a step, as Muon and Adafactor do: each parameter has one rank that steps.
+
+    slices of gradients and values    rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
+    all-to-all                        rank 0 [ w0   w1 ]    rank 1 [ v0   v1 ]      its owner has a parameter whole
+    a step of the inner optimizer     rank 0   w            rank 1   v
+    all-to-all back                   rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
+
+A few parameters of every owner at a time, so that no rank holds much whole; with classes that are not torch's all at
+once, as they may count their steps, and may change parameters that have no gradient.
+
+State stays with the owner. Only to be saved or loaded it is cut like the parameters, as that of other optimizers is,
+and what is of other shapes is on every rank; the next step brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...gradients.buckets import MIB
+from ...job.agreement import check_everywhere
+from ...job.objects import all_gather_object
+from ...optim.elementwise import alike, is_slice
+from ..construction.target import placeholder
+from ..groups import ShardGroup
+from .inner import InnerOptimizer, masters, state_tensors
+from .optimizer_class import frozen
+from .slices import ShardedStateSpec, Slice
+
+_BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
+
+
+@dataclass(eq=False)
+class _Owned:
+    """A parameter. part: this rank's slice of it. counts: elements of each rank's. owner: the rank that steps on it.
+
+    whole: what the inner optimizer steps on, on the owner; between steps without memory.
+    """
+
+    part: Slice
+    counts: list[int]
+    owner: int
+    whole: torch.nn.Parameter
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """A state of another shape, or no tensor, in the host's memory. beside: its tensors were where the parameter is."""
+
+    value: Any
+    beside: bool
+
+
+class WholeSteps(InnerOptimizer):
+    """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
+
+    over: the ranks over which parameters are cut. make: an inner optimizer of parameter groups. slices: of all
+    parameters, also of those that are added later. together: steps on all that a rank owns in one call. param_groups:
+    settings, and slices' values. state: by these, cut like them, from `cut_state` until the next step; else empty.
+    """
+
+    needs_wholes: ClassVar = True
+
+    def __init__(
+        self,
+        over: ShardGroup,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        slices: Mapping[torch.nn.Parameter, Slice],
+        together: bool,
+    ) -> None:
+        self._comm, self._make, self._slices, self._together = over.shards, make, slices, together
+        self._loads = [0] * over.size  # elements that each rank owns
+        self._owned: dict[torch.Tensor, _Owned] = {}
+        self._batches: list[list[_Owned]] = []
+        self._inner: torch.optim.Optimizer | None = None
+        self._is_cut = False
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+    def add_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Adds groups of slices' values, the same on every rank, to step on from now on."""
+        parts = {part.values: (p, part) for p, part in self._slices.items()}
+        added = {values: parts[values] for group in groups for values in group["params"]}
+        for p, part in sorted(added.values(), key=lambda pair: -pair[0].numel()):
+            owner = self._loads.index(min(self._loads))
+            self._loads[owner] += p.numel()
+            whole = torch.nn.Parameter(placeholder(p.shape, part.values.dtype, part.values.device))
+            self._owned[part.values] = _Owned(part, part.counts(p, self._comm.size), owner, whole)
+        made = []
+        for group in groups:
+            owned = [self._owned[values] for values in group["params"]]
+            mine = [each.whole for each in self._mine(owned)]
+            # Some take a group to hold something.
+            nothing = [torch.nn.Parameter(each.whole.new_empty([0] * each.whole.dim())) for each in owned[:1]]
+            made.append({**group, "params": mine or nothing})
+            self.param_groups.append(dict(group))
+        if self._inner is None:
+            self._inner = self._make(made)
+        else:
+            for group in made:
+                self._inner.add_param_group(group)
+        self._batches = self._cut_batches()
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """One more of them."""
+        self.add_param_groups([group])
+
+    def _cut_batches(self) -> list[list[_Owned]]:
+        """Parameters of one dtype whose turn is at the same time: of each owner the next ones, up to a limit.
+
+        In each batch by owner.
+        """
+        batches: dict[tuple[torch.dtype, int], list[_Owned]] = {}
+        last: dict[tuple[torch.dtype, int], tuple[int, int]] = {}  # of an owner: the batch, and its bytes in it
+        for values, each in self._owned.items():
+            size = each.whole.numel() * values.element_size()
+            number, held = last.get((values.dtype, each.owner), (0, 0))
+            if held and held + size > _BATCH_BYTES:
+                number, held = number + 1, 0
+            last[values.dtype, each.owner] = number, held + size
+            batches.setdefault((values.dtype, number), []).append(each)
+        return [sorted(batch, key=lambda each: each.owner) for batch in batches.values()]
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps on the slices' values by their gradients, which are None on all ranks or on none. Collective."""
+        assert self._inner is not None
+        self._take_back_state()
+        for batches in [self._batches] if self._together else [[batch] for batch in self._batches]:
+            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                inner.update(frozen(group))
+            self._step_on(batches)
+        if self._together:
+            self._take_notes()
+
+    def _step_on(self, batches: Sequence[Sequence[_Owned]]) -> None:
+        """One call of the inner optimizer. Those without a gradient are whole too where it may change them."""
+        assert self._inner is not None
+        lent = [b if self._together else [e for e in b if e.part.values.grad is not None] for b in batches]
+        mine = [self._mine(batch) for batch in lent]
+        try:
+            for batch, own in zip(lent, mine, strict=True):
+                values = self._to_owners(batch, [each.part.values.detach() for each in batch])
+                for each, whole in zip(own, values, strict=True):
+                    each.whole.data = whole.view(each.whole.shape)
+                reached = [each for each in batch if each.part.values.grad is not None]
+                gradients = self._to_owners(reached, [each.part.values.grad for each in reached])
+                for each, whole in zip(self._mine(reached), gradients, strict=True):
+                    each.whole.grad = whole.view(each.whole.shape)
+            check_everywhere(self._comm, self._inner.step)  # or others would wait for what a rank never sends
+            for batch, own in zip(lent, mine, strict=True):
+                self._from_owners(batch, [each.whole.detach().reshape(-1) for each in own])
+        finally:
+            for each in (each for own in mine for each in own):
+                each.whole.grad = None
+                each.whole.data = placeholder(each.whole.shape, each.whole.dtype, each.whole.device)
+
+    def _take_notes(self) -> None:
+        """Takes over what the optimizer has changed in its groups; of several ranks the first one's."""
+        assert self._inner is not None
+        pairs = zip(self.param_groups, self._inner.param_groups, strict=True)
+        mine = [
+            {k: v for k, v in frozen(inner).items() if k not in group or not _same(group[k], v)}
+            for group, inner in pairs
+        ]
+        for notes in reversed(all_gather_object(self._comm, mine)):
+            for group, noted in zip(self.param_groups, notes, strict=True):
+                group.update(noted)
+
+    def _to_owners(self, batch: Sequence[_Owned], slices: Sequence[Any]) -> list[torch.Tensor]:
+        """Whole ones, flat, of those that this rank owns, in the batch's order."""
+        if not batch:  # on all ranks
+            return []
+        leaving, coming = self._splits(batch)
+        sent = torch.cat([*slices])
+        received = sent.new_empty(sum(coming))
+        self._comm.all_to_all(received, sent, coming, leaving)
+        mine = self._mine(batch)
+        wholes = [sent.new_empty(sum(each.counts)) for each in mine]
+        for whole, pieces in zip(wholes, self._pieces(mine, received, coming), strict=True):
+            torch.cat(pieces, out=whole)
+        return wholes
+
+    def _from_owners(self, batch: Sequence[_Owned], wholes: Sequence[torch.Tensor]) -> None:
+        """The slices' values become those of whole ones on the owners."""
+        if not batch:
+            return
+        coming, leaving = self._splits(batch)
+        mine = self._mine(batch)
+        values = batch[0].part.values.detach()
+        sent = values.new_empty(sum(leaving))
+        for each, whole, pieces in zip(mine, wholes, self._pieces(mine, sent, leaving), strict=True):
+            for piece, part in zip(pieces, whole.split(each.counts), strict=True):
+                piece.copy_(part)
+        received = values.new_empty(sum(coming))
+        self._comm.all_to_all(received, sent, coming, leaving)
+        sizes = [each.counts[self._comm.rank] for each in batch]
+        for each, part in zip(batch, received.split(sizes), strict=True):
+            each.part.values.detach().copy_(part)
+
+    def _mine(self, batch: Sequence[_Owned]) -> list[_Owned]:
+        """Those that this rank owns."""
+        return [each for each in batch if each.owner == self._comm.rank]
+
+    def _splits(self, batch: Sequence[_Owned]) -> tuple[list[int], list[int]]:
+        """Elements of slices of this rank's by owner, and of what it owns by the rank that has the slices."""
+        ranks, rank = range(self._comm.size), self._comm.rank
+        of_owner = [sum(each.counts[rank] for each in batch if each.owner == owner) for owner in ranks]
+        of_slices = [sum(each.counts[other] for each in batch if each.owner == rank) for other in ranks]
+        return of_owner, of_slices
+
+    @staticmethod
+    def _pieces(mine: Sequence[_Owned], flat: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Every rank's slice of each parameter that this rank owns, as views of the buffer that is exchanged."""
+        by_rank = [
+            part.split([each.counts[rank] for each in mine]) if mine else ()
+            for rank, part in enumerate(flat.split(list(sizes)))
+        ]
+        return [[parts[number] for parts in by_rank] for number in range(len(mine))]
+
+    # ---- its state --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def cut_state(self) -> None:
+        """Cuts the state like the parameters, into `state`: what is not of their shape is whole on every rank.
+
+        Collective.
+        """
+        if self._is_cut:
+            return
+        assert self._inner is not None
+        found = [(n, each, self._inner.state.get(each.whole)) for n, each in enumerate(self._owned.values())]
+        held = {number: (each, entry) for number, each, entry in found if entry}
+        outlines = {number: _outline(each, entry) for number, (each, entry) in held.items()}
+        known = {n: outline for rank in all_gather_object(self._comm, outlines) for n, outline in rank.items()}
+        for number, (values, each) in enumerate(self._owned.items()):
+            own = held[number][1] if number in held else {}
+            for key, told in known.get(number, {}).items():
+                entry = self.state.setdefault(values, {})
+                if isinstance(told, ShardedStateSpec):
+                    entry[key] = self._scatter(each, own.get(key), told.dtype)
+                else:
+                    move = partial(torch.Tensor.to, device=values.device if told.beside else "cpu")
+                    entry[key] = alike(tree_map_only(torch.Tensor, move, told.value))
+            self._inner.state.pop(each.whole, None)
+        self._is_cut = True
+
+    @torch.no_grad()
+    def _take_back_state(self) -> None:
+        """Gives the owners the state back, as it was or as it was loaded into `state`."""
+        if not self._is_cut:
+            return
+        assert self._inner is not None
+        for values, entry in self.state.items():
+            each = self._owned[values]
+            for key, value in entry.items():
+                whole = self._gather(each, value) if is_slice(value, values) else value
+                if each.owner == self._comm.rank:
+                    self._inner.state[each.whole][key] = whole
+        self.state.clear()
+        self._is_cut = False
+
+    def _scatter(self, each: _Owned, whole: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice of the owner's."""
+        own = torch.empty_like(each.part.values, dtype=dtype, requires_grad=False)
+        self._comm.scatter(own, None if whole is None else whole.reshape(-1), each.owner, each.counts)
+        return own
+
+    def _gather(self, each: _Owned, own: torch.Tensor) -> torch.Tensor | None:
+        """Gathers all ranks' slices to the whole, on the owner."""
+        whole = own.new_empty(each.whole.shape) if each.owner == self._comm.rank else None
+        self._comm.gather(None if whole is None else whole.view(-1), own.contiguous(), each.owner, each.counts)
+        return whole
+
+    @property
+    def _own_state(self) -> Mapping[Any, Any]:
+        """State of the parameters that this rank owns, whole."""
+        return {} if self._inner is None else self._inner.state
+
+    def foreign_state(self) -> list[Any]:
+        """Keys of this rank's state that are no parameter."""
+        return [key for key in self._own_state if not torch.is_tensor(key)]
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """State, whole or cut, and masters."""
+        entries = [*self.state.values(), *self._own_state.values()]
+        return {"optimizer": state_tensors(entries) + masters(self._slices)}
+
+
+def _same(first: Any, second: Any) -> bool:
+    if torch.is_tensor(first) and torch.is_tensor(second):
+        return torch.equal(first, second)
+    return first is second or (type(first) is type(second) and (first == second) is True)
+
+
+def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, ShardedStateSpec | _Alike]:
+    """The outline of a parameter's state that every rank is told."""
+    outline: dict[str, ShardedStateSpec | _Alike] = {}
+    for key, value in entry.items():
+        if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
+            outline[key] = ShardedStateSpec(value.dtype)
+        else:
+            leaves = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+            beside = any(leaf.device == each.whole.device for leaf in leaves)
+            outline[key] = _Alike(tree_map_only(torch.Tensor, torch.Tensor.cpu, value), beside)
+    return outline
