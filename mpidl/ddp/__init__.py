@@ -2,7 +2,6 @@
 
 wrapper        DistributedDataParallel, what a user calls
 reducer        gradients -> buckets -> their means; the buckets' order; what a pass did not reach
-comm_hooks     what may stand in for the all-reduce of a bucket
 sparse         gradients of sparse embeddings
 joining        ranks with fewer batches than others
 backward_steps steps within the backward pass
