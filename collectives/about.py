@@ -1,4 +1,4 @@
-"""What the MPI library says of itself."""
+"""The name and version of the MPI library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words by which a rank tells the others, on its page, what its operation works with.
+"""Words for an operator, size, dtype and algorithm, which a rank writes beside its position (`positions`).
 
 They follow the operation's name: "sum of 5 float32 by ring". They must be the same on all ranks of an operation, so
 that a report of the watchdog shows what does not fit.

@@ -1,4 +1,4 @@
-"""Memory that must not be freed, as MPI or another rank may still write to it."""
+"""Keeps memory for the rest of the process, as MPI or another rank may still write to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller holds of an all_reduce that is made again and again, of arrays that are handed in one by one.
+"""An all_reduce that is repeated, of several arrays that each rank hands in one by one.
 
     averages = comm.partitioned_all_reduce([a, b, c], "avg")
     for step in steps:

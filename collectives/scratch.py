@@ -1,4 +1,4 @@
-"""Memory for what lies between an operation's input and its output."""
+"""Memory of this rank for the intermediate results of operations, kept from one to the next."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class GradBucket:
         comm = self.communicator(process_group)
         if comm.size == 1:
             return completed(values)
-        work = comm.all_reduce(values, "avg", algorithm=by_rank(comm, "all_reduce"), async_op=True)
+        algorithm = by_rank(comm, "all_reduce") if values is self._flat else "auto"  # others lie in ordinary memory
+        work = comm.all_reduce(values, "avg", algorithm=algorithm, async_op=True)
         assert work is not None
         return Then(work, lambda: values)
 
@@ -164,13 +165,18 @@ class _Completed:
         return self._values
 
 
+def plain_wait(work: Work) -> None:
+    """Waits as the class of the work does."""
+    work.wait()
+
+
 class Then:
     """A handle that does something with the result once the communication is complete."""
 
     def __init__(self, work: Work, then: Callable[[], torch.Tensor | None]) -> None:
         self.work, self._then = work, then
 
-    def wait(self, wait: Callable[[Work], None] = Work.wait) -> torch.Tensor | None:
+    def wait(self, wait: Callable[[Work], None] = plain_wait) -> torch.Tensor | None:
         """Blocks until the communication is complete. wait: how an engine waits for it."""
         wait(self.work)
         return self._then()
@@ -184,7 +190,7 @@ def begin(hook: tuple[Any, Hook], bucket: GradBucket) -> Handle:
     return handle
 
 
-def result_of(handle: Handle, wait: Callable[[Work], None] = Work.wait) -> torch.Tensor | None:
+def result_of(handle: Handle, wait: Callable[[Work], None] = plain_wait) -> torch.Tensor | None:
     """Waits for a hook's handle and returns its result, flat. wait: how an engine waits for an operation."""
     if isinstance(handle, Work):
         wait(handle)

@@ -1,4 +1,4 @@
-"""What torch.compile is to run as it stands.
+"""Keeps torch.compile from compiling functions of an engine, which then run as plain Python.
 
 `torch.compiler.disable` imports the compiler where it decorates, which doubles the time of `import mpidl`; `uncompiled`
 does so when what it has decorated is first called, as in torch's own optimizers. It keeps what it decorates in a cycle,

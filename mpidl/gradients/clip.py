@@ -1,8 +1,8 @@
 """Clipping of gradients by their global norm or by value, as `torch.nn.utils` does.
 
 Of replicated gradients (DDP's) every rank computes the same, so nothing is sent. The `.grad` of a parameter that a
-ZeroOptimizer trains is cut over the ranks and answers for all of them (`zero.sharded_gradient`); ZeroOptimizer has
-methods of the same names, for its shards.
+ZeroOptimizer trains is cut over the ranks and answers for all of them (`zero.gradients.sharded_gradient`);
+ZeroOptimizer has methods of the same names, for its shards.
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 | stage | parameters | gradients | optimizer state | sent by a rank a step (ring, Psi parameters) |
 |---|---|---|---|---|
-| 1 | whole | whole, reduced on the own shard | shard | 2 Psi (N - 1) / N |
+| 1 | whole | whole; the mean of a shard | shard | 2 Psi (N - 1) / N |
 | 2 | whole | shard | shard | 2 Psi (N - 1) / N |
 | 3 | shard, whole a unit at a time | shard | shard | 3 Psi (N - 1) / N |
 
-`optimizer` is what a user calls: a facade over the `Parts` that `build` makes, with `step`, `reduced_gradients`,
-`states`, `unfreeze` and `unwrapping` as its methods. `shards` owns the gradients and the parameters of all stages;
-`strategy` names the verbs of the three strategies that differ in where the parameters live: `replicated` (1, 2),
-`node_shared` (3 on one node) and `sharded` (3 over several); `units` cuts a model; `precision` says in which dtypes it
-is trained; `groups` over which ranks it is cut; `sharded_gradient` is what `.grad` shows of a gradient; `construction`
-gives values to models that are larger than a rank's memory; `offload` keeps optimizer state elsewhere; `state` puts
-whole states together from shards.
+A unit is a part of the model, by default each repeated block, whose parameters are gathered and released together.
+
+    optimizer       ZeroOptimizer, what a user calls: a facade over the parts that `construction.build` makes
+    construction/   checks arguments, cuts the model, gives values to models larger than a rank, unwraps them
+    parameters/     where they live: `replicated` (1, 2), `node_shared` (3 on a node), `sharded` (3 over nodes)
+    gradients/      reduces each bucket to this rank's shard, and shows it as `.grad`
+    stepping/       the inner optimizer's step on slices or whole parameters; fp32 masters of 16-bit parameters
+    states/         whole states from shards and back, and what this rank owns
+    offload/        optimizer state in CPU memory or on disk
+    groups          over which ranks state is cut
 """
 
 from .construction.recording import deferred_init

@@ -1,4 +1,4 @@
-"""Hooks that an engine leaves on a model's modules: what pickles a module meets them, and is refused."""
+"""Hooks on modules that refuse to be pickled or copied, as a model that is cut over the ranks cannot be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side of a group that operations on GPU memory ask of the host."""
+"""The collectives between the ranks' CPUs that operations on GPU memory need."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ import torch
 from collectives import Work
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import Cut, GradBucket, Handle, Hook, Then, begin, result_of
+from ...comm_hooks import Cut, GradBucket, Handle, Hook, Then, begin, plain_wait, result_of
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
@@ -132,7 +132,7 @@ class GradientShards:
         keep_whole: bool,
         names: Mapping[torch.nn.Parameter, str],
         reduce_dtype: torch.dtype | None = None,
-        wait: Callable[[Work], None] = Work.wait,
+        wait: Callable[[Work], None] = plain_wait,
         num_shared_buffers: int = 3,
         num_dedicated_buffers: int = 0,
         place: Place = HOST,
@@ -447,9 +447,12 @@ class GradientShards:
         bucket, size = gradients.bucket, gradients.bucket.layout.shard_size
 
         def reduce_scatter(values: torch.Tensor) -> Handle:
-            own = gradients.target if values is flat else bucket.layout.shard(values, self._comm.rank)
-            assert own is not None
-            return Then(self._over.reduce_scatter(own, values, self._algorithm), lambda: own)
+            if values is flat:
+                own, algorithm = gradients.target, self._algorithm
+                assert own is not None
+            else:
+                own, algorithm = bucket.layout.shard(values, self._comm.rank), "auto"  # in ordinary memory
+            return Then(self._over.reduce_scatter(own, values, algorithm), lambda: own)
 
         cut = Cut(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
         last = gradients.number == len(self.queue.buckets) - 1

@@ -1,6 +1,6 @@
 """The states of a ZeroOptimizer: of the model and of the optimizer, whole on rank 0, and what this rank owns of them.
 
-Whole states have the plain model's and the plain optimizer's formats; how they come from shards is told in `state`.
+Whole states have the plain model's and the plain optimizer's formats; `whole_states` puts them together from shards.
 """
 
 from __future__ import annotations
