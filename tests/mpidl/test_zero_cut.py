@@ -172,7 +172,7 @@ def test_a_rank_that_goes_on_without_its_pass_is_told_at_its_step(hook: str) -> 
     program = _PROGRAM.format(f"""
 def fail(*_):
     raise KeyError("deliberate")
-mpidl.zero.sharded._REDUCTION_STALL_S = 0.5
+mpidl.zero.parameters.sharded._REDUCTION_STALL_S = 0.5
 if comm.rank == 1:
     model.blocks[1].{hook}
 try:
