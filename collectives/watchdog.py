@@ -262,6 +262,12 @@ def _comes_first(there: Position, mine: Position) -> bool:
     return there.inside and there.number <= mine.number
 
 
+def _has_left(there: Position, mine: Position) -> bool:
+    """Tells if a rank has completed the operation in which this one waits, or one in its place."""
+    completed = not (there.inside or there.failed or there.operation == END)
+    return there.number > mine.number or (there.number == mine.number and completed)
+
+
 def report(
     rank: int,
     ranks: Sequence[int],
@@ -285,7 +291,8 @@ def report(
         way = "to" if mine.message == "send" else "from"
         operation = f"{mine.message} {way} rank {mine.peer}"
         arrived = [rank]
-    arrived += [r for r, there in known.items() if there.number > mine.number and r not in arrived and mine.inside]
+    left = [r for r, there in known.items() if mine.inside and _has_left(there, mine)]
+    arrived += [r for r in left if r not in arrived]
     lines = [f"mpidl: rank {rank} of {world} has waited {waited:.0f} s in {operation}"]
     lines.append(f"  arrived: {listing(sorted(arrived))}")
     missing: dict[str, list[int]] = {}
@@ -304,6 +311,9 @@ def report(
     if silent:
         seconds = f"{min(silent.values()):.0f} s"
         lines.append(f"  silent for {seconds}, as if stopped or gone: {listing(sorted(silent))}")
+    elif mine.inside and not missing and left:
+        each = "; ".join(f"{listing([other])}, which {known[other]}" for other in sorted(left))
+        lines.append(f"  has left it: {each}; its operation may have been another one: MPIDL_DEBUG=1 compares them")
     elif mine.inside and not missing and len(kinds) == 1:
         lines.append("  all have arrived: one of them hangs inside the operation, or it takes longer than the limit")
     lines.append(f"  the job ends; a longer limit is given by Communicator(timeout=seconds) or {TIMEOUT}")

@@ -59,9 +59,14 @@ def together(comm: Communicator, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def on_rank_0(comm: Communicator, action: Callable[[], Result]) -> Result:
-    """Returns rank 0's `action()`, or raises its error as `together` does, on every rank. Collective."""
-    result, failure, cause = attempt(action) if comm.rank == 0 else (None, None, None)
+def on_rank_0(
+    comm: Communicator, action: Callable[[], Result], otherwise: type[MpidlError] = CheckpointError
+) -> Result:
+    """Returns rank 0's `action()`, or raises its error as `together` does, on every rank. Collective.
+
+    otherwise: what an exception of a class that is not in `mpidl.errors` becomes.
+    """
+    result, failure, cause = attempt(action, otherwise) if comm.rank == 0 else (None, None, None)
     result, failure = broadcast_pickled(comm, (result, failure))
     if failure is not None:
         raise _CLASSES[failure[0]](failure[1]) from cause

@@ -213,7 +213,7 @@ class EMA:
         Raises ConfigurationError, under ZeRO on every rank, for averages of other names or shapes.
         """
         weights = self._weights()
-        problem = self._misfit(state_dict, weights.shapes()) if weights.is_root else None
+        problem = self._problem(state_dict, weights.shapes()) if weights.is_root else None
         counts = None if problem else [state_dict.get("steps"), state_dict.get("updates"), state_dict.get("buffers")]
         problem, counts = weights.agreed((problem, counts))
         if problem:
@@ -225,6 +225,13 @@ class EMA:
         self.steps, self.updates, buffers = counts
         for name, mine in self.buffers.items():
             mine.copy_(buffers[name])
+
+    def _problem(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Does the same as `_misfit`, also for a state of which nothing is as it should be."""
+        try:
+            return self._misfit(given, shapes)
+        except (AttributeError, TypeError, KeyError) as error:
+            return f"needs what an EMA's state_dict() gave ({type(error).__name__}: {error})"
 
     def _misfit(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """Why a state is not one of this average."""

@@ -136,6 +136,16 @@ def test_a_report_names_what_differs_between_operations_of_one_kind() -> None:
     )
 
 
+def test_a_report_says_which_rank_has_completed_another_operation_in_its_place() -> None:
+    for there in (replace(IN_FOURTH, inside=False), Position(6, "the end of its program", inside=False)):
+        text = report(1, [0, 1], 2, IN_FOURTH, 9, {0: there, 1: IN_FOURTH}, {})
+        assert f"has left it: rank 0, which {there}; its operation may have been another one" in text
+        assert "one of them hangs" not in text
+        assert "not arrived" not in text
+    text = report(1, [0, 1], 2, IN_FOURTH, 9, {0: replace(there, number=4), 1: IN_FOURTH}, {})
+    assert "not arrived: rank 0, which is at the end of its program" in text
+
+
 def test_a_report_says_which_rank_has_left_by_an_exception() -> None:
     known = {0: IN_FOURTH, 1: replace(IN_FOURTH, inside=False, failed=True)}
     text = report(0, [0, 1], 2, IN_FOURTH, 9, known, {})

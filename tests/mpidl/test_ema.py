@@ -299,6 +299,8 @@ def test_states_that_do_not_fit(comm, way: str) -> None:
         ({**state, "averages": {"other": torch.ones(1)}}, "unexpected names .'other'"),
         ({"steps": 1}, "needs what an EMA's state_dict"),
         ({**state, "steps": -1}, "counts of -1"),
+        ({**state, "averages": None}, "needs what an EMA's state_dict"),
+        ({**state, "averages": {**whole, "head.weight": [1.0]}}, "needs what an EMA's state_dict"),
     ):
         with pytest.raises(mpidl.ConfigurationError, match=match):
             ema.load_state_dict(wrong)

@@ -29,3 +29,12 @@ def test_a_communicator_in_place_of_a_value_is_refused(comm: Communicator) -> No
         mpidl.all_gather_object(comm)
     with pytest.raises(mpidl.ConfigurationError, match="got int first; needs a value, or a Communicator and a value"):
         mpidl.broadcast_object(3, comm)  # type: ignore[call-overload]
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_on_every_rank(comm: Communicator) -> None:
+    last = comm.size - 1
+    value = (lambda: None) if comm.rank == last else 3
+    for call in (lambda: mpidl.all_gather_object(comm, value), lambda: mpidl.broadcast_object(comm, value, last)):
+        with pytest.raises(mpidl.ConfigurationError, match=f"the value of rank {last} cannot be pickled"):
+            call()
+    assert mpidl.all_gather_object(comm, comm.rank) == list(range(comm.size))

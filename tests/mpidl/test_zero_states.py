@@ -70,6 +70,14 @@ WRONG: dict[str, tuple[Any, str]] = {
         groups(state={0: {"momentum_buffer": torch.ones(99)}}),
         r"got momentum_buffer of shape \(99,\) for a parameter of shape \(3, 3\)",
     ),
+    "a number as states": (groups(state=3), "state: needs a dictionary"),
+    "no state": (groups(state={0: None}), "state: needs a dictionary"),
+    "no groups": (groups(param_groups=None), "param_groups: needs dictionaries with 'params'"),
+    "a text as a state": (groups(state={0: {"momentum_buffer": "x"}}), "got momentum_buffer 'x' for parameter 0"),
+    "a text as a setting": (
+        groups(param_groups=[{"params": list(range(8)), "lr": "fast"}]),
+        "got lr 'fast' in a group",
+    ),
 }
 WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "None": (lambda _: None, "got NoneType; needs a dictionary"),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...absent_state import absent_state, refusal
 from ...errors import ConfigurationError
+from ...job.agreement import on_rank_0
 from ...job.objects import broadcast_object
 from ...optim.elementwise import alike, elementwise, is_slice
 from ...replicas.broadcast import broadcast_states
@@ -174,12 +175,14 @@ def scatter_optimizer(
 ) -> None:
     """Rank 0's whole optimizer state into every rank's slices."""
     by_itself = inner.needs_wholes
-    problem = _misfit(outer.param_groups, state_dict, by_itself) if over.is_root else None
-    outline = None if problem or not over.is_root else _outline(state_dict, outer.param_groups, by_itself)
-    problem, outline = broadcast_object(over.world, (problem, outline))
-    if problem:
-        raise ConfigurationError(f"load_state_dict: {problem}")
-    assert outline is not None
+
+    def read() -> dict[str, Any]:
+        problem = _misfit(outer.param_groups, state_dict, by_itself)
+        if problem:
+            raise ConfigurationError(f"load_state_dict: {problem}")
+        return _outline(state_dict, outer.param_groups, by_itself)
+
+    outline = on_rank_0(over.world, read, ConfigurationError)
     for group, saved in zip(outer.param_groups, outline["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
         for number, p in zip(saved["params"], group["params"], strict=True):
@@ -200,21 +203,40 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) ->
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
         listed = ", ".join(map(repr, given)) or "nothing" if isinstance(given, Mapping) else type(given).__name__
         return f"got {listed}; needs what a state_dict() gave, with 'state' and 'param_groups'"
-    saved = given["param_groups"]
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved):
+    saved, state = given["param_groups"], given["state"]
+    if not isinstance(saved, list) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved
+    ):
         return "param_groups: needs dictionaries with 'params', the numbers of the parameters"
     sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != own:
         return f"got groups of {sizes} parameters; needs {own}"
+    for wanted, group in zip(groups, saved, strict=True):
+        for key, value in wanted.items():
+            if key != "params" and key in group and not _is_alike(group[key], value):
+                return f"got {key} {group[key]!r} in a group that has {value!r}"
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        return "state: needs a dictionary of each parameter's, by its number"
     numbered = _numbered(given, groups)
-    for number, entry in given["state"].items():
+    for number, entry in state.items():
         if number not in numbered:
             return f"got a state of parameter {number!r}, which is in no group"
         shape = tuple(numbered[number].shape)
         for key, value in entry.items():
+            if isinstance(value, str | bytes):
+                return f"got {key} {value!r} for parameter {number}; needs a tensor or a number"
             if torch.is_tensor(value) and value.dim() and value.shape != shape and not by_itself:
                 return f"got {key} of shape {tuple(value.shape)} for a parameter of shape {shape}"
     return None
+
+
+def _is_alike(given: Any, own: Any) -> bool:
+    """Tells if a setting is a number, or a sequence of as many, where the group's own one is; None fits anything."""
+    if given is None:
+        return True
+    if isinstance(own, list | tuple):
+        return isinstance(given, list | tuple) and len(given) == len(own) and all(map(_is_alike, given, own))
+    return not isinstance(own, int | float) or isinstance(given, int | float | torch.Tensor)
 
 
 def _numbered(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[Any, torch.nn.Parameter]:
