@@ -6,6 +6,7 @@ use what they find: a text for a moment would be loaded without a word and fail 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,20 @@ class KeptStates:
         for number, group in enumerate(engine.optimizer.param_groups):
             kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             kept |= _plain(settings[number])
+            self._refuse_settings(number, kept)
             self._settings |= dict.fromkeys(group["params"], (number, kept))
         self._tried: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def _refuse_settings(self, number: int, settings: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for settings of a group that torch's own classes refuse."""
+        if not self._class.__module__.startswith("torch.optim."):
+            return
+        accepted = inspect.signature(self._class).parameters
+        given = {key: value for key, value in settings.items() if key in accepted}
+        try:
+            self._class([torch.nn.Parameter(torch.zeros(2))], **given)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self._index.file}: optimizer.groups.{number}: {error}") from None
 
     def check(self, place: Place, saved: Mapping[str, Any]) -> None:
         """Raises CheckpointError unless the saved states of a parameter are such as the optimizer keeps."""

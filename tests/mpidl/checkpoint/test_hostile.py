@@ -102,6 +102,8 @@ def test_any_mutation_is_refused_on_all_ranks_or_loads_what_it_says(hostile: tup
         (lambda c: c["optimizer"]["state"]["a.weight"].pop("step"), "optimizer.state of a.weight: lacks step"),
         (lambda c: c["optimizer"]["groups"][0]["settings"].update(betas="x"), "betas: is a text; needs a sequence"),
         (lambda c: c["optimizer"]["groups"][1]["settings"].update(lr="x"), "groups.1.lr: is a text; needs a number"),
+        (lambda c: c["optimizer"]["groups"][1]["settings"].update(lr=None), "optimizer.groups.1: "),
+        (lambda c: c["optimizer"]["groups"][1]["settings"].update(lr=-1.0), "groups.1: Invalid learning rate"),
         (lambda c: c["scheduler"].update(last_epoch="x"), "scheduler.last_epoch: is a text; needs a number"),
         (lambda c: c["scheduler"].update(optimizer=3), "scheduler: has 'optimizer', which is no part of it"),
         (lambda c: c["own"][0]["random"].update(torch=3), "the random states cannot be restored"),
