@@ -190,7 +190,7 @@ def test_no_step_inside(comm, way: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in training.weights().items())
 
 
-@pytest.mark.parametrize("way", ["1", "3-node"])
+@pytest.mark.parametrize("way", ["1", pytest.param("3-node", marks=pytest.mark.one_node)])
 def test_weights_changed_inside_on_one_rank(comm, way: str) -> None:
     training = Training(comm, way, precision=HALF)
     ema = EMA(training.model, DECAY)

@@ -88,7 +88,7 @@ def test_decisions_are_those_of_all_ranks(comm: Communicator) -> None:
     with Mesh(tp=2, comm=comm) as mesh:
         assert mpidl.GradScaler(mesh=mesh).process_group is comm
         model = mpidl.DistributedDataParallel(linear(), mesh=mesh)
-        with pytest.raises(ConfigurationError, match=r"NonfiniteGuard: 1 of the 2 ranks .*tp=2.*needs mesh="):
+        with pytest.raises(ConfigurationError, match=r"NonfiniteGuard: \d of the \d ranks .*tp=2.*needs mesh="):
             mpidl.NonfiniteGuard(model)
         guard = mpidl.NonfiniteGuard(model, on_nan="skip", mesh=mesh)
         with warnings.catch_warnings():
@@ -119,7 +119,7 @@ def test_one_part_of_a_model_is_not_saved_as_a_checkpoint(engine: str, comm: Com
         else:
             optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=1, mesh=mesh, lr=0.1)
         for call in (mpidl.checkpoint.save, mpidl.checkpoint.load):
-            with pytest.raises(ConfigurationError, match="checkpoint: 1 of the 2 ranks of a mesh with tp=2 take part"):
+            with pytest.raises(ConfigurationError, match=r"checkpoint: \d of the \d ranks of a mesh with tp=2"):
                 call(tmp_path, model, optimizer)
     assert not list(tmp_path.iterdir())
 
