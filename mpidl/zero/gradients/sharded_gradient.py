@@ -122,10 +122,6 @@ class ShardedGradient(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> Any:
         raise self._refusal("pickling")
 
-    def is_gradient_of(self, place: GradientPlace) -> bool:
-        """Tells if this is the gradient at that place itself, not a result of it."""
-        return self.place is place and self.result is None
-
     def take_arrived(self) -> torch.Tensor | None:
         """Returns what autograd has added since the last call."""
         arrived, self.place.arrived = self.place.arrived, None

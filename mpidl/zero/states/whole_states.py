@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 from ...absent_state import absent_state, refusal
 from ...errors import ConfigurationError
 from ...job.agreement import on_rank_0
-from ...job.objects import broadcast_object
 from ...optim.elementwise import alike, elementwise, is_slice
 from ...replicas.broadcast import broadcast_states
 from ..groups import ShardGroup
@@ -95,10 +94,12 @@ def scatter_model(
     gathered: whole parameters inside, of which rank 0's changes go to all.
     """
     places = names.tensors(model)
-    problem = _mismatch(places, state_dict) if over.is_root else None
-    problem = broadcast_object(over.world, problem)
-    if problem:
-        raise ConfigurationError(f"load_model_state_dict: {problem}")
+
+    def check() -> None:
+        if problem := _mismatch(places, state_dict):
+            raise ConfigurationError(f"load_model_state_dict: {problem}")
+
+    on_rank_0(over.world, check, ConfigurationError)
     with gathered:
         for name, place in places.items() if over.is_root else ():
             place.detach().copy_(state_dict[name])
