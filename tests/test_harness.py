@@ -262,6 +262,24 @@ def test_tests_for_other_numbers_of_ranks_are_left_out(suite: Callable) -> None:
     assert "1 passed, 1 deselected" in output
 
 
+def test_over_hosts_tests_run_at_all_numbers_of_ranks_or_say_so(suite: Callable) -> None:
+    body = """
+        from tests.harness.agreement import Agreement
+        Agreement.hosts = property(lambda self: 2)
+        @pytest.mark.ranks(2)
+        def test_anywhere(): pass
+        @pytest.mark.one_node
+        def test_on_a_node(): raise AssertionError
+        @pytest.mark.ranks(2, exactly=True)
+        def test_of_two(): raise AssertionError
+        @pytest.mark.ranks(3, exactly=True)
+        def test_of_three(): pass
+        """
+    status, output = suite(body)
+    assert status == 0
+    assert "2 passed, 2 deselected" in output
+
+
 def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, mpirun: Launcher) -> None:
     body = """
         @pytest.mark.parametrize("case", range(8))

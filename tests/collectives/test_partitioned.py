@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,11 @@ pytestmark = pytest.mark.mpi
 
 SIZES = [1003, 0, 1, 600_011, 5]  # elements; the fourth is several chunks, and nothing divides it
 PATIENCE = 60  # seconds
-two_or_more = pytest.mark.mpi(min_size=2)
+
+
+def two_or_more(test: Callable) -> Callable:
+    """A test of ranks that share the memory of one node."""
+    return pytest.mark.one_node(pytest.mark.mpi(min_size=2)(test))
 
 
 def group_of(comm: Communicator, *, full: bool) -> Communicator:

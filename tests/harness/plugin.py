@@ -10,7 +10,8 @@
 - Tests marked `gpu` run with --gpu, which leaves out all others; without it they are counted as not run.
 - `--brief` leaves out what another case or number of ranks shows as well (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
-  hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`.
+  hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`;
+  `ranks(2, 4, exactly=True)` holds over hosts too, for a test that would fail at other numbers.
 """
 
 import gc
@@ -115,10 +116,13 @@ class Harness:
             terminalreporter.write_line(f"not run, as they need a GPU: {self._need_a_gpu} tests (make test-gpu)")
 
     def _shows_something_here(self, item: pytest.Item) -> bool:
-        if self._agreement is not None and self._agreement.hosts > 1:
-            return item.get_closest_marker("one_node") is None
+        if self._agreement is None:
+            return True
+        over_hosts = self._agreement.hosts > 1
+        if over_hosts and item.get_closest_marker("one_node") is not None:
+            return False
         mark = item.get_closest_marker("ranks")
-        if mark is None or self._agreement is None:
+        if mark is None or (over_hosts and not mark.kwargs.get("exactly")):
             return True
         return self._agreement.size in mark.args
 

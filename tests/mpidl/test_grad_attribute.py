@@ -83,7 +83,7 @@ def test_clipping_is_torchs_of_one_process(comm, way: str, clip: str) -> None:
     follow_clipped(comm, way, CLIPS[clip])
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, exactly=True)
 def test_clipping_where_groups_of_ranks_hold_the_same_shards(comm) -> None:
     follow_clipped(comm, "2", CLIPS["norm"], shard_group=comm.split(comm.rank // 2))
 

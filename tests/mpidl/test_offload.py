@@ -304,6 +304,7 @@ def test_a_file_that_one_rank_cannot_make_is_refused_on_every_rank(comm, monkeyp
         zero(comm, fresh(MODELS["gpt2"]), "2", offload="disk")
 
 
+@pytest.mark.one_node
 def test_ranks_of_a_node_need_room_together(comm, monkeypatch, tmp_path: Path) -> None:
     model = fresh(MODELS["gpt2"])
     need = 8 * sum(p.numel() for p in model.parameters())

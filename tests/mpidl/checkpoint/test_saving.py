@@ -434,6 +434,7 @@ def test_too_small_a_disk_is_noticed_before_anything_is_written(comm, small_disk
     assert names(small_disk) == []
 
 
+@pytest.mark.one_node
 @pytest.mark.parametrize("background", [False, True])
 def test_a_disk_that_is_really_full(comm, small_disk: Path, monkeypatch, background: bool) -> None:
     monkeypatch.setattr("mpidl.checkpoint.saving.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 1 << 40))

@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
 def test_the_world_is_no_default_while_ranks_hold_different_parameters(
     sizes: dict[str, int], comm: Communicator
@@ -67,7 +67,7 @@ def test_the_world_is_no_default_while_ranks_hold_different_parameters(
     mpidl.global_mean(torch.ones(()), 1)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_mesh_that_holds_the_same_parameters_everywhere_leaves_the_world(comm: Communicator) -> None:
     with Mesh(cp=2, comm=comm):
         mpidl.global_mean(torch.ones(()), 1)
@@ -83,7 +83,7 @@ def test_data_parallel_parts_take_dp_and_cp(mesh: Mesh) -> None:
     assert mpidl.global_mean(torch.ones(()), 2, mesh=mesh).item() == 0.5
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_decisions_are_those_of_all_ranks(comm: Communicator) -> None:
     with Mesh(tp=2, comm=comm) as mesh:
         assert mpidl.GradScaler(mesh=mesh).process_group is comm
@@ -96,7 +96,7 @@ def test_decisions_are_those_of_all_ranks(comm: Communicator) -> None:
             assert not guard.allows(float("nan") if comm.rank == 1 else 1.0)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 def test_samples_are_cut_over_dp_alone(comm: Communicator) -> None:
     with Mesh(tp=2, comm=comm) as mesh:
         seen = list(mpidl.data.DistributedSampler(range(8), mesh=mesh, shuffle=False))
@@ -109,7 +109,7 @@ def test_samples_are_cut_over_dp_alone(comm: Communicator) -> None:
         loader.close()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize("engine", ["ddp", "zero"])
 def test_one_part_of_a_model_is_not_saved_as_a_checkpoint(engine: str, comm: Communicator, tmp_path: Path) -> None:
     with Mesh(tp=2, comm=comm) as mesh:
@@ -124,7 +124,7 @@ def test_one_part_of_a_model_is_not_saved_as_a_checkpoint(engine: str, comm: Com
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_what_cannot_be_trained_over_dp_and_cp_is_refused(comm: Communicator) -> None:
     with Mesh(ep=2, comm=comm) as mesh:
         model = linear()
