@@ -52,7 +52,7 @@ from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
 from .forked import is_forked, refuse_if_forked, why
-from .labels import is_profiled, record_function
+from .labels import is_profiled, label, record_function
 from .leftovers import remove_names
 from .lifetime import keep_for_ever
 from .memory.pages import Pages
@@ -437,7 +437,8 @@ class Communicator:
         Messages do not queue behind collectives: two ranks may both receive first and then send, asynchronously.
         """
         self._refuse_if_unusable("send")
-        return self._messages.send(x, dest, tag, async_op=async_op)
+        with label("collectives::send"):
+            return self._messages.send(x, dest, tag, async_op=async_op)
 
     def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Fills x with the next message of the same tag from rank `source`.
@@ -445,7 +446,8 @@ class Communicator:
         Raises OperationError if the message is longer or shorter than x, or of another dtype; x may then hold anything.
         """
         self._refuse_if_unusable("recv")
-        return self._messages.recv(x, source, tag, async_op=async_op)
+        with label("collectives::recv"):
+            return self._messages.recv(x, source, tag, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Returns once every rank has called it."""

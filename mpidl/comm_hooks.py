@@ -131,11 +131,18 @@ def check(given: Any) -> None:
     if not callable(given):
         raise ConfigurationTypeError(f"register_comm_hook: got {given!r} as the hook; needs a callable")
     try:
-        parameters = list(inspect.signature(given).parameters.values())
+        signature = inspect.signature(given)
         annotations = get_type_hints(given if inspect.isroutine(given) else type(given).__call__)
     except (TypeError, ValueError, NameError, AttributeError):  # nothing is known of it
         return
-    names = [p.name for p in parameters]
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(given, "__name__", type(given).__name__)
+        raise ConfigurationTypeError(
+            f"register_comm_hook: the hook is {name}{signature}; needs one to call as hook(state, bucket)"
+        ) from error
+    names = list(signature.parameters)
     bucket: Any = annotations.get("bucket" if "bucket" in names else "".join(names[1:2]))
     if _is_class(bucket) and not issubclass(GradBucket, bucket) and bucket.__name__ != GradBucket.__name__:
         raise ConfigurationError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +95,7 @@ class EMA:
         use_buffers: bool = False,
     ) -> None:
         require("model", type(model).__name__, isinstance(model, torch.nn.Module), "a torch.nn.Module")
-        fits = isinstance(decay, int | float) and not isinstance(decay, bool) and 0 <= decay <= 1
+        fits = isinstance(decay, Real) and not isinstance(decay, bool) and 0 <= decay <= 1
         require("decay", decay, fits, "a number from 0 to 1")
         for name, flag in (("warmup", warmup), ("use_buffers", use_buffers)):
             require(name, flag, isinstance(flag, bool), "True or False")

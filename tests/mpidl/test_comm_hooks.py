@@ -114,6 +114,8 @@ def test_one_hook_and_before_training(comm) -> None:
     with pytest.raises(TypeError, match="needs a callable") as caught:
         wrapped.register_comm_hook(None, "allreduce")  # type: ignore[arg-type]
     assert isinstance(caught.value, mpidl.ConfigurationError)
+    with pytest.raises(TypeError, match=r"the hook is <lambda>\(bucket\); needs .* hook\(state, bucket\)"):
+        wrapped.register_comm_hook(None, lambda bucket: bucket)  # type: ignore[misc, arg-type]
     wrapped.register_comm_hook(None, comm_hooks.allreduce)
     with pytest.raises(RuntimeError, match="has a hook already") as again:
         wrapped.register_comm_hook(None, comm_hooks.allreduce)

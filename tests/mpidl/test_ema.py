@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -318,6 +319,7 @@ def test_wrong_arguments(comm) -> None:
             EMA(model, **arguments)
     with pytest.raises(mpidl.ConfigurationError, match="model: got 'int'"):
         EMA(3)  # type: ignore[arg-type]
+    assert EMA(model, np.float32(0.5)).decay == 0.5  # type: ignore[arg-type]
     ema = EMA(model)
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=1, process_group=comm, lr=0.1)
     with pytest.raises(mpidl.ConfigurationError, match="make the EMA after it"):

@@ -22,10 +22,14 @@ def test_a_step_of_ddp(comm) -> None:
         work = comm.all_reduce(torch.ones(3), async_op=True)
         assert work is not None
         work.wait()
+        if comm.size > 1:
+            comm.send(torch.ones(3), (comm.rank + 1) % comm.size, async_op=True)
+            comm.recv(torch.empty(3), (comm.rank - 1) % comm.size)
     seen = Counter(event.name for event in profiled.events())
     assert seen["DistributedDataParallel.forward"] == seen["mpidl::finish_backward"] == 1
     assert seen["mpidl::bucket"] == len(wrapped._reducer.queue.buckets) > 1
     assert seen["collectives::barrier"] == 1
+    assert seen["collectives::send"] == seen["collectives::recv"] == int(comm.size > 1)
     assert seen["collectives::all_reduce"] >= 1
 
 
