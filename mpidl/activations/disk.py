@@ -3,16 +3,12 @@
     forward     checkpoint -> one of two buffers -> a thread writes it          waits only if both are being written
     backward    a thread reads the one before  <-  this one is used
 
-One thread does all in the order of the calls, so that a place may be written anew as soon as it was given back. The
-file has no name: it is gone with the process, however that ends.
+One thread does all in the order of the calls, so that a place may be written anew as soon as it was given back.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import tempfile
-import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigurationError, TrainingError
+from ..scratch_file import ScratchFile
 from .space import Space
 
 _BUFFERS = 2
@@ -33,13 +30,11 @@ class Scratch:
 
     def __init__(self, folder: Path, buffer_bytes: int) -> None:
         try:
-            self._file, name = tempfile.mkstemp(prefix="mpidl-activations-", dir=folder)
-            os.unlink(name)
+            self._file = ScratchFile(folder, "mpidl-activations-")
         except OSError as error:
             raise ConfigurationError(
                 f"offload: got {str(folder)!r}, where no file can be made: {error.strerror}; needs a directory"
             ) from None
-        weakref.finalize(self, os.close, self._file)  # work that is queued refers to this object
         self.folder, self._buffer_bytes = folder, buffer_bytes
         self._space = Space()
         self._given_back: deque[int] = deque()  # by finalizers, which may run at any time
@@ -67,11 +62,8 @@ class Scratch:
         return DiskSlot(self, start, part.numel(), part.dtype)
 
     def _write(self, buffer: torch.Tensor, nbytes: int, at: int) -> None:
-        left = memoryview(buffer[:nbytes].numpy())  # type: ignore[arg-type]
         try:
-            while left:
-                written = os.pwrite(self._file, left, at)
-                left, at = left[written:], at + written
+            self._file.write(buffer[:nbytes], at)
         except OSError as error:
             self._failure = error
         finally:
@@ -79,15 +71,7 @@ class Scratch:
 
     def read(self, target: torch.Tensor, at: int) -> Future[None]:
         """Fills a contiguous tensor from a place in the file, once all that was put before is written."""
-        return self._worker.submit(self._read, target, at)
-
-    def _read(self, target: torch.Tensor, at: int) -> None:
-        left = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while left:
-            count = os.preadv(self._file, [left], at)
-            if not count:
-                raise OSError("the file is shorter than what was written to it")
-            left, at = left[count:], at + count
+        return self._worker.submit(self._file.read, target, at)
 
     def give_back(self, start: int) -> None:
         """Frees a place. Reading and writing that are under way come before what is put there next."""
@@ -112,7 +96,7 @@ class Scratch:
     @property
     def file_bytes(self) -> int:
         """Size of the file."""
-        return os.fstat(self._file).st_size
+        return self._file.nbytes
 
 
 class DiskSlot:

@@ -12,15 +12,14 @@ the mapping; the kernel keeps both alike.
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ...scratch_file import ScratchFile
 from .slices import OffloadedSlice
 
 _ALIGNED = 64  # bytes: a cache line; between the begin of two parameters lies at least one
@@ -79,7 +78,7 @@ class SwapFile:
     """
 
     def __init__(self, directory: Path, reserved: int) -> None:
-        self._file = tempfile.TemporaryFile(prefix="mpidl-offload-", dir=directory, buffering=0)  # noqa: SIM115
+        self._file = ScratchFile(directory, "mpidl-offload-")
         self._end = self._length = 0
         self._regions: dict[tuple[int, str, torch.dtype], int] = {}
         self._map: mmap.mmap | None = None
@@ -102,7 +101,7 @@ class SwapFile:
         if not nbytes:
             return torch.empty(0, dtype=dtype)
         if self._map is None or offset + nbytes > len(self._map):
-            self._map = mmap.mmap(self._file.fileno(), self._length)
+            self._map = self._file.map(self._length)
             self._maps.add(self._map)
         return torch.frombuffer(self._map, dtype=dtype, count=part.size, offset=offset)
 
@@ -114,20 +113,12 @@ class SwapFile:
     def read(self, runs: Iterable[Run], buffer: torch.Tensor) -> None:
         """Fills the runs' places in the buffer (uint8)."""
         for offset, position, nbytes in runs:
-            view = _bytes_of(buffer)[position : position + nbytes]
-            while view:
-                count = os.preadv(self._file.fileno(), [view], offset)
-                if not count:
-                    raise OSError(f"the file of offloaded state ends before byte {offset + len(view)}")
-                offset, view = offset + count, view[count:]
+            self._file.read(buffer[position : position + nbytes], offset)
 
     def write(self, runs: Iterable[Run], buffer: torch.Tensor) -> None:
         """Writes what is at the runs' places in the buffer (uint8)."""
         for offset, position, nbytes in runs:
-            view = _bytes_of(buffer)[position : position + nbytes]
-            while view:
-                count = os.pwritev(self._file.fileno(), [view], offset)
-                offset, view = offset + count, view[count:]
+            self._file.write(buffer[position : position + nbytes], offset)
 
     def _region(self, part: OffloadedSlice, name: str, dtype: torch.dtype) -> int:
         """The offset of a region for a whole shard."""
@@ -141,16 +132,9 @@ class SwapFile:
 
     def _lengthen(self, length: int) -> None:
         if length > self._length:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), self._length, length - self._length)
-            else:
-                self._file.truncate(length)
+            self._file.reserve(self._length, length)
             self._length = length
 
 
 def _up(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
-def _bytes_of(buffer: Any) -> memoryview:
-    return memoryview(buffer.numpy())
