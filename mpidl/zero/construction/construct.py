@@ -156,9 +156,7 @@ class Construction:
 
         def deliver(number: int, storage: torch.UntypedStorage) -> None:
             for tensor in by_storage[number]:
-                view = views[tensor]
-                value = torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)
-                write_all(targets[tensor], value)
+                write_all(targets[tensor], views[tensor].over(storage))
 
         untouched = tape.first is not None and torch.equal(torch.get_rng_state(), tape.first)
         tape.play(by_storage, deliver, [view.storage for view in views.values()])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import ConfigurationError
 from .tape import Operation, Start, Tape, View
@@ -25,8 +25,9 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # In-place operations that do not read what they write.
 _OVERWRITING = (
-    "bernoulli_.float cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ random_.from random_.to "
-    "uniform_ zero_"
+    "aten.bernoulli_.float aten.cauchy_.default aten.copy_.default aten.exponential_.default aten.fill_.Scalar "
+    "aten.fill_.Tensor aten.geometric_.default aten.log_normal_.default aten.normal_.default aten.random_.default "
+    "aten.random_.from aten.random_.to aten.uniform_.default aten.zero_.default"
 )
 _REFUSED = ("resize_", "resize_as_", "set_", "as_strided_")
 _TO_HOST = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
@@ -51,92 +52,52 @@ def deferred_init(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Mod
 
     Raises ConfigurationError naming an operation that cannot be recorded: on a GPU, on memory of somebody else's.
     """
-    recorder = Recorder()
-    with recorder:
-        model = build(*args, **kwargs)
+    recording, before = Recording(), torch.get_rng_state()
+    try:
+        with recording, _Functions(recording):
+            model = build(*args, **kwargs)
+    finally:
+        recording.finish(before)
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"deferred_init: got a {type(model).__name__} from build; needs a torch.nn.Module")
-    model._mpidl_recording = recorder.finish(model)  # type: ignore[assignment]
+    recording.versions = {id(tensor): tensor._version for tensor in (*model.parameters(), *model.buffers())}
+    model._mpidl_recording = recording  # type: ignore[assignment]
     return model
 
 
-class Recording:
-    """A tape, and which tensor's values are where on it."""
+class Recording(TorchDispatchMode):
+    """A mode that sees every operator, below autograd; the tape of them, and which tensor's values are where on it.
 
-    def __init__(self, tape: Tape, numbers: dict[int, int], storages: list[torch.UntypedStorage]) -> None:
-        self.tape = tape
-        self._numbers = numbers
-        self._storages = storages  # kept, so that no other storage gets one's identity
+    versions: by tensor's identity, how often torch had counted a write to it when the model was built.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
         self.versions: dict[int, int] = {}
-        self.marked: torch.Tensor | None = None
-
-    def view(self, tensor: torch.Tensor) -> View | None:
-        """A recorded tensor's place; None for another one."""
-        plain = tensor.layout == torch.strided
-        number = self._numbers.get(tensor.untyped_storage()._cdata) if plain else None
-        if number is None:
-            return None
-        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        self._numbers: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets one's identity
+        self._marks: dict[bytes, int] = {}
 
     def __deepcopy__(self, _: Any) -> Any:
         return self
 
-
-class Recorder:
-    """The modes under which a construction is recorded, and the tape that comes of it."""
-
-    def __init__(self) -> None:
-        self.tape = Tape()
-        self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []
-        self._recording = Recording(self.tape, self._numbers, self._storages)
-        self._marks: dict[bytes, int] = {}
-        self._operators, self._functions = _Operators(self), _Functions(self)
-
-    def __enter__(self) -> None:
-        self._before = torch.get_rng_state()
-        self._operators.__enter__()
-        self._functions.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._functions.__exit__(*raised)
-        self._operators.__exit__(*raised)
-        now = torch.get_rng_state()
-        self.tape.end = self._marks.get(_bytes(now))
+    def finish(self, before: torch.Tensor) -> None:
+        """Puts the default generator back to `before`, unless `build` has seeded it after its last use."""
+        self.tape.end = self._marks.get(_bytes(torch.get_rng_state()))
         if self.tape.end is not None:
-            self.tape.first = self._before
-            torch.set_rng_state(self._before)
-
+            self.tape.first = before
+            torch.set_rng_state(before)
         self.tape.forget()
 
-    def finish(self, model: torch.nn.Module) -> Recording:
-        """The recording, which also knows when each of the model's tensors was written to last."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._recording.versions[id(tensor)] = tensor._version
-        return self._recording
-
     def view(self, tensor: torch.Tensor) -> View | None:
-        """A recorded tensor's place on the tape."""
-        return self._recording.view(tensor)
-
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with a value, put on the tape; its stand-in."""
-        value = tensor.detach().clone()
-        stand_in = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        place = self._new(stand_in)
-        self.tape.add(
-            Operation(
-                "constant",
-                outputs=(place,),
-                writes=frozenset([place.storage]),
-                overwrites=frozenset([place.storage]),
-                constant=value,
-            )
-        )
-        return stand_in
+        """A recorded tensor's place on the tape; None for another one."""
+        plain = tensor.layout == torch.strided
+        number = self._numbers.get(tensor.untyped_storage()._cdata) if plain else None
+        return None if number is None else View.of(tensor, number)
 
     def computed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function gives for the values of recorded tensors."""
+        """The result of a function for the values of recorded tensors."""
 
         def value(leaf: Any) -> Any:
             place = self.view(leaf) if torch.is_tensor(leaf) else None
@@ -145,70 +106,85 @@ class Recorder:
         with _disable_current_modes():
             return function(*tree_map(value, args), **tree_map(value, kwargs))
 
-    def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors, name = _tensors((args, kwargs)), func._schema.name.removeprefix("aten::")
+        if name in ("lift_fresh", "lift") and self.view(args[0]) is None:
+            # An empty one is only made to ask it for the default device.
+            return self._constant(args[0]) if args[0].numel() else func(*args)
+        known = [tensor for tensor in tensors if self.view(tensor) is not None]
+        if not known and (tensors or not _takes_device(func)):
+            if _is_random(func):
+                raise ConfigurationError(f"deferred_init: {func} on a tensor that was not made inside build")
+            return func(*args, **kwargs)
+        if known and (name in _REFUSED or any(t.is_conj() or t.is_neg() for t in tensors)):
+            raise ConfigurationError(f"deferred_init: {func} cannot be recorded")
+        if any(self.view(tensor) is None for tensor in _written(func, args, kwargs)):
+            raise ConfigurationError(
+                f"deferred_init: {func} writes what has no value yet into a tensor not made inside build"
+            )
+        if known and not any("Tensor" in str(result.type) for result in func._schema.returns):
+            return self.computed(func, args, kwargs)
+        return self._record(func, args, kwargs)
+
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator on the meta device and puts it on the tape, if it makes or changes anything."""
         args, kwargs = tree_map(
-            lambda leaf: self.constant(leaf) if torch.is_tensor(leaf) and self.view(leaf) is None else leaf,
+            lambda leaf: self._constant(leaf) if torch.is_tensor(leaf) and self.view(leaf) is None else leaf,
             (args, kwargs),
         )
-        called, meta = dict(kwargs), dict(kwargs)
         generator = kwargs.get("generator")
         if generator is not None:
-            called["generator"] = meta["generator"] = None
-        if any(argument.name == "device" for argument in function._schema.arguments):
+            kwargs["generator"] = None
+        called = meta = kwargs
+        if _takes_device(function):
             device = kwargs.get("device")
             if device is not None and torch.device(device).type not in ("cpu", "meta"):
-                raise ConfigurationError(f"deferred_init: {_name(function)} on {device}; ZeRO's parameters are on CPUs")
-            called["device"], meta["device"] = torch.device("cpu"), torch.device("meta")
-            if device is None and self._tensors(args):
-                called["device"] = None
-            meta.pop("pin_memory", None)
-            called.pop("pin_memory", None)
+                raise ConfigurationError(f"deferred_init: {function} on {device}; ZeRO's parameters are on CPUs")
+            kwargs.pop("pin_memory", None)
+            called, meta = {**kwargs, "device": torch.device("cpu")}, {**kwargs, "device": torch.device("meta")}
+        random, written = _is_random(function), _written(function, args, kwargs)
         try:
             made = function(*args, **meta)
         except (NotImplementedError, RuntimeError) as error:
-            if self._random(function) or _written(function, args, kwargs):
-                raise ConfigurationError(f"deferred_init: {_name(function)} cannot be recorded: {error}") from error
+            if random or written:
+                raise ConfigurationError(f"deferred_init: {function} cannot be recorded: {error}") from error
             return tree_map(
-                lambda leaf: self.constant(leaf) if torch.is_tensor(leaf) else leaf,
+                lambda leaf: self._constant(leaf) if torch.is_tensor(leaf) else leaf,
                 self.computed(function, args, called),
             )
-        outputs = tuple(self._new(t) for t in tree_leaves(made) if torch.is_tensor(t) and self.view(t) is None)
-        written = _written(function, args, kwargs)
+        outputs = tuple(self._new(t) for t in _tensors(made) if self.view(t) is None)
         if outputs or written:
-            places = [self.view(t) for t in written]
-            read = [self.view(t) for t in self._tensors((args, kwargs))]
-            whole = {p.storage for p in places if p and self._overwrites(function, p)}
             new = {place.storage for place in outputs}
-            touched = {p.storage for p in read if p}
+            read = [t for t in _tensors((args, kwargs)) if not any(t is w for w in written)]
             # Of a storage that is overwritten, another argument may be a view.
-            others = [
-                p.storage
-                for p, t in zip(read, self._tensors((args, kwargs)), strict=True)
-                if p and not any(t is w for w in written)
-            ]
-            whole -= set(others)
+            whole = self._storages_of([t for t in written if _overwrites(function, t)]) - self._storages_of(read)
             seen = tree_map(lambda leaf: self.view(leaf) if torch.is_tensor(leaf) else leaf, (args, called))
             operation = Operation(
                 function,
-                args=seen[0],
-                kwargs=seen[1],
+                seen[0],
+                seen[1],
                 outputs=outputs,
-                reads=frozenset(touched - whole),
-                writes=frozenset({p.storage for p in places if p} | new),
-                overwrites=frozenset(whole | new),
+                reads=self._storages_of([*read, *written]) - whole,
+                writes=self._storages_of(written) | new,
+                overwrites=whole | new,
                 default_dtype=torch.get_default_dtype(),
-                random=self._random(function),
+                random=random,
+                start=self._position(generator or torch.default_generator) if random else None,
             )
-            if operation.random:
-                operation.start = self._position(generator or torch.default_generator)
             number = self.tape.add(operation)
-            if operation.random:
+            if random:
                 self._mark(generator or torch.default_generator, number)
         return made
 
-    def _tensors(self, tree: Any) -> list[torch.Tensor]:
-        return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor with a value, put on the tape; its stand-in."""
+        value = tensor.detach().clone()
+        stand_in = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        place = self._new(stand_in)
+        made = frozenset([place.storage])
+        self.tape.add(Operation(torch.ops.aten.clone.default, (value,), {}, (place,), writes=made, overwrites=made))
+        return stand_in
 
     def _new(self, tensor: torch.Tensor) -> View:
         storage = tensor.untyped_storage()
@@ -216,30 +192,14 @@ class Recorder:
             self._numbers[storage._cdata] = len(self._storages)
             self._storages.append(storage)
             self.tape.bytes_of.append(storage.nbytes())
-        place = self.view(tensor)
-        assert place is not None
-        return place
+        return View.of(tensor, self._numbers[storage._cdata])
 
-    def _overwrites(self, function: Any, place: View) -> bool:
-        """Whether an operator sets every byte of a tensor's storage and looks at none of them."""
-        name = function._schema.name.removeprefix("aten::")
-        variant = f"{name}.{function._overloadname}"
-        writes_only = name in _OVERWRITING.split() or variant in _OVERWRITING.split()
-        if name == "bernoulli_" and variant != "bernoulli_.float":
-            writes_only = False
-        expected = 1
-        for stride, size in sorted(zip(place.stride, place.shape, strict=True)):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return writes_only and expected * place.dtype.itemsize == self.tape.bytes_of[place.storage]
-
-    @staticmethod
-    def _random(function: Any) -> bool:
-        return torch.Tag.nondeterministic_seeded in function.tags
+    def _storages_of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        """The numbers of recorded tensors' storages."""
+        return frozenset(place.storage for t in tensors if (place := self.view(t)) is not None)
 
     def _position(self, generator: torch.Generator) -> Start:
-        """Where a random operation's numbers begin: after which other one, or from which state on."""
+        """The begin of a random operation's numbers: after which other one, or the state from which on."""
         if generator.device.type != "cpu":
             raise ConfigurationError(f"deferred_init: a generator on {generator.device}; ZeRO's parameters are on CPUs")
         state = generator.get_state()
@@ -250,53 +210,34 @@ class Recorder:
         self._marks[_bytes(generator.get_state())] = number
 
 
-class _Operators(TorchDispatchMode):
-    """Sees every operator, below autograd."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
-        recorder, name = self._recorder, func._schema.name.removeprefix("aten::")
-        if name in ("lift_fresh", "lift") and recorder.view(args[0]) is None:
-            # An empty one is only made to ask it for the default device.
-            return recorder.constant(args[0]) if args[0].numel() else func(*args)
-        known = [tensor for tensor in tensors if recorder.view(tensor) is not None]
-        makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
-        if not known and not makes:
-            if recorder._random(func):
-                raise ConfigurationError(f"deferred_init: {_name(func)} on a tensor that was not made inside build")
-            return func(*args, **kwargs)
-        if known and (name in _REFUSED or any(t.is_conj() or t.is_neg() for t in tensors)):
-            raise ConfigurationError(f"deferred_init: {_name(func)} cannot be recorded")
-        if any(recorder.view(tensor) is None for tensor in _written(func, args, kwargs)):
-            raise ConfigurationError(
-                f"deferred_init: {_name(func)} writes what has no value yet into a tensor not made inside build"
-            )
-        if known and not any("Tensor" in str(result.type) for result in func._schema.returns):
-            return recorder.computed(func, args, kwargs)
-        return recorder.record(func, args, kwargs)
-
-
 class _Functions(TorchFunctionMode):
     """Sees what no operator does: copying a tensor's values out of torch, and asking where they are."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SAYS and self._recorder.view(args[0]) is not None:
+        if func in _SAYS and self._recording.view(args[0]) is not None:
             return _SAYS[func]
-        if func in _TO_HOST and self._recorder.view(args[0]) is not None:
-            found = self._recorder.computed(func, args, kwargs or {})
+        if func in _TO_HOST and self._recording.view(args[0]) is not None:
+            found = self._recording.computed(func, args, kwargs or {})
             if isinstance(found, np.ndarray):
                 found.flags.writeable = False  # what is written there would not reach the tensor
             return found
         return func(*args, **(kwargs or {}))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+
+
+def _takes_device(function: Any) -> bool:
+    return any(argument.name == "device" for argument in function._schema.arguments)
+
+
+def _is_random(function: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -307,13 +248,17 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_flatten(value)[0] if torch.is_tensor(leaf)]
+            found += _tensors(value)
     return found
 
 
-def _name(function: Any) -> str:
-    schema = getattr(function, "_schema", None)
-    return str(function) if schema is not None else f"Tensor.{function.__name__}"
+def _overwrites(function: Any, tensor: torch.Tensor) -> bool:
+    """Tells if an operator sets every byte of a tensor's storage and looks at none of them."""
+    return (
+        str(function) in _OVERWRITING.split()
+        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
 
 
 def _bytes(state: torch.Tensor) -> bytes:

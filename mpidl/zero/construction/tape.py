@@ -6,15 +6,15 @@
 The cone of a storage are the operations that its final values depend on: what a later operation overwrites whole does
 not count. Random operations draw from one stream of numbers, so all of them run, in their order; of those in no cone
 only the numbers drawn matter. A cone runs as soon as its last random operation is reached, with the generator put back
-to where each of the others began. So everything random runs about once, and one cone's tensors are held at a time.
+to where each of the others began. So everything random runs about once, and one cone's tensors are held at a time,
+beside the generator's state before each random operation, 5 KB.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,15 +34,24 @@ class View:
     stride: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, storage: int) -> View:
+        """The view of a tensor with strides, in the storage of this number."""
+        return cls(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, in memory that holds the storage."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
 
 @dataclass
 class Operation:
     """One call of a torch operator.
 
-    args, kwargs: as it was called, with Views in place of tensors. outputs: tensors in storage that it made.
+    args, kwargs: as it was called, with Views in place of recorded tensors. outputs: tensors in storage that it made.
     reads, writes: storages; what it makes counts as written. overwrites: those of them that it writes whole, unread.
     default_dtype: torch's at that time. random: it draws from a generator, which continues after random operation
-    `start` (its number on the tape), or begins with the state `start`. constant: a value, instead of a call.
+    `start` (its number on the tape), or begins with the state `start`.
     """
 
     function: Any
@@ -55,7 +64,17 @@ class Operation:
     default_dtype: torch.dtype = torch.float32
     random: bool = False
     start: Start = None
-    constant: torch.Tensor | None = None
+
+
+class _Memory(dict[int, torch.UntypedStorage]):
+    """Storages by number. One that nothing was written to holds anything, as it would after torch.empty."""
+
+    def __init__(self, bytes_of: Sequence[int]) -> None:
+        self._bytes_of = bytes_of
+
+    def __missing__(self, number: int) -> torch.UntypedStorage:
+        self[number] = torch.UntypedStorage(self._bytes_of[number])
+        return self[number]
 
 
 class Tape:
@@ -73,9 +92,7 @@ class Tape:
         self.after_end: torch.Tensor | None = None
         self.looked_at = False
         self._writers: dict[int, list[int]] = {}
-        self._drawn = 0
-        self._before: dict[int, torch.Tensor] = {}
-        self._after: dict[int, torch.Tensor] = {}
+        self.forget()
 
     def add(self, operation: Operation) -> int:
         """Appends it; returns its number."""
@@ -89,13 +106,14 @@ class Tape:
         """Equal for equal constructions; where the random numbers start only counts if a random value was looked at."""
         digest = hashlib.sha256()
         for operation in self.operations:
-            digest.update(repr((str(operation.function), operation.args, operation.kwargs)).encode())
-            start = operation.start
-            digest.update(str(isinstance(start, torch.Tensor)).encode())
+            start, called = operation.start, (operation.args, operation.kwargs)
+            values = [leaf for leaf in tree_leaves(called) if torch.is_tensor(leaf)]
             if isinstance(start, torch.Tensor) and self.looked_at:
-                digest.update(start.numpy().tobytes())
-            if operation.constant is not None:
-                digest.update(operation.constant.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                values.append(start)
+            written = tree_map(lambda leaf: "a tensor" if torch.is_tensor(leaf) else leaf, called)
+            digest.update(repr((str(operation.function), written, isinstance(start, torch.Tensor))).encode())
+            for value in values:
+                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def cone(self, storages: Iterable[int], before: int | None = None) -> list[int]:
@@ -119,29 +137,14 @@ class Tape:
                 index -= 1
         return sorted(found)
 
-    def randoms(self, cone: Iterable[int]) -> list[int]:
-        """Those of a cone's operations that are random."""
-        return [number for number in cone if self.operations[number].random]
-
     def value(self, view: View) -> torch.Tensor:
         """A tensor's value at the end of the tape. If random numbers went into it, all drawn until then are drawn."""
         cone = self.cone([view.storage])
-        if self.randoms(cone):
-            self.looked_at = True
-            with _generator_kept():
-                for number in self.randoms(range(self._drawn, len(self.operations))):
-                    start = self.operations[number].start
-                    self._before[number] = start if isinstance(start, torch.Tensor) else self._after[start]  # type: ignore[index]
-                    inputs = self.cone(self.operations[number].reads, number)
-                    _Player(self, set(), self._before).play([*inputs, number])
-                    self._after[number] = torch.get_rng_state()
-                self._drawn = len(self.operations)
-                return _Player(self, {view.storage}, self._before).play(cone).tensor(view)
-        return _Player(self, {view.storage}).play(cone).tensor(view)
-
-    def forget(self) -> None:
-        """Gives up what `value` remembers."""
-        self._before, self._after = {}, {}
+        with torch.random.fork_rng(devices=[]):
+            if self._last_random(cone) is not None:
+                self.looked_at = True
+                self._draw({}, lambda *_: None)
+            return view.over(self._run(cone, view.storage)[view.storage])
 
     def play(
         self, storages: Iterable[int], deliver: Callable[[int, torch.UntypedStorage], None], all_ranks: Iterable[int]
@@ -151,127 +154,79 @@ class Tape:
         all_ranks: what any rank wants. If it is random, then `after_end` is set to the state in which the default
         generator would be after the construction, where `end` says so.
         """
-        cones = {storage: self.cone([storage]) for storage in dict.fromkeys(storages)}
-        due: dict[int, list[int]] = {}
-        for storage, cone in cones.items():
-            randoms = self.randoms(cone)
-            if randoms:
-                due.setdefault(randoms[-1], []).append(storage)
-            else:
-                deliver(storage, _Player(self, {storage}).play(cone).storage(storage))
-        if not any(self.randoms(self.cone([storage])) for storage in dict.fromkeys(all_ranks)):
-            return
-        with _generator_kept():
-            self._play_random(cones, due, deliver)
+        due: dict[int, dict[int, list[int]]] = {}
+        with torch.random.fork_rng(devices=[]):
+            for storage in dict.fromkeys(storages):
+                cone = self.cone([storage])
+                last = self._last_random(cone)
+                if last is None:
+                    deliver(storage, self._run(cone, storage)[storage])
+                else:
+                    due.setdefault(last, {})[storage] = cone
+            if any(self._last_random(self.cone([storage])) is not None for storage in dict.fromkeys(all_ranks)):
+                self._draw(due, deliver)
+                self.after_end = None if self.end is None else self._after[self.end]
+        self.forget()
 
-    def _play_random(
-        self,
-        cones: dict[int, list[int]],
-        due: dict[int, list[int]],
-        deliver: Callable[[int, torch.UntypedStorage], None],
+    def forget(self) -> None:
+        """Gives up the generator's states before and after each random operation that was run."""
+        self._before: dict[int, torch.Tensor] = {}
+        self._after: dict[int, torch.Tensor] = {}
+        self._drawn = 0
+
+    def _last_random(self, cone: Iterable[int]) -> int | None:
+        return max((number for number in cone if self.operations[number].random), default=None)
+
+    def _draw(
+        self, due: Mapping[int, Mapping[int, list[int]]], deliver: Callable[[int, torch.UntypedStorage], None]
     ) -> None:
-        order = self.randoms(range(len(self.operations)))
-        inputs = {number: self.cone(self.operations[number].reads, number) for number in order}
-        until = {number: number for number in order}  # how long the state before an operation is needed
-        for number in order:
-            for cone in [inputs[number], *(cones[storage] for storage in due.get(number, []))]:
-                until.update({other: max(until[other], number) for other in self.randoms(cone)})
-        follower = {self.operations[number].start: number for number in order if self._continues(number)}
-        before: dict[int, torch.Tensor] = {}
-        after: dict[int, torch.Tensor] = {}
-        for number in order:
-            start = self.operations[number].start
-            before[number] = start if isinstance(start, torch.Tensor) else after[start]  # type: ignore[index]
-            for storage in due.get(number, []):
-                deliver(storage, _Player(self, {storage}, before).play(cones[storage]).storage(storage))
-            if number not in due:
-                _Player(self, set(), before).play([*inputs[number], number])
-            after[number] = torch.get_rng_state()
-            before = {other: state for other, state in before.items() if until[other] > number}
-            after = {o: state for o, state in after.items() if follower.get(o, 0) > number or o in (number, self.end)}
-        if self.end is not None:
-            self.after_end = after[self.end]
+        """Runs all random operations from where it ended before.
 
-    def _continues(self, number: int) -> bool:
-        return isinstance(self.operations[number].start, int)
-
-
-class _Player:
-    """Runs operations, in memory that is freed after its last use but for the storages in `kept`.
-
-    before: the generator's state before each random operation.
-    """
-
-    def __init__(self, tape: Tape, kept: set[int], before: dict[int, torch.Tensor] | None = None) -> None:
-        self._tape, self._kept, self._before = tape, kept, before or {}
-        self._memory: dict[int, torch.UntypedStorage] = {}
+        due: by random operation, storages and their cones, of which it is the last one; they run in its place.
+        """
+        for number in range(self._drawn, len(self.operations)):
+            operation = self.operations[number]
+            if operation.random:
+                start = operation.start
+                self._before[number] = start if isinstance(start, torch.Tensor) else self._after[start]  # type: ignore[index]
+                for storage, cone in due.get(number, {}).items():
+                    deliver(storage, self._run(cone, storage)[storage])
+                if number not in due:
+                    self._run([*self.cone(operation.reads, number), number])
+                self._after[number] = torch.get_rng_state()
+        self._drawn = len(self.operations)
 
     @torch.no_grad()
-    def play(self, numbers: Iterable[int]) -> _Player:
-        last: dict[int, int] = {}
-        numbers = list(numbers)
-        for number in numbers:
-            operation = self._tape.operations[number]
-            last.update(dict.fromkeys(operation.reads | operation.writes, number))
-        for number in numbers:
-            operation = self._tape.operations[number]
-            self._run(number, operation)
-            for storage in operation.reads | operation.writes:
-                if last[storage] == number and storage not in self._kept:
-                    self._memory.pop(storage, None)
-        return self
+    def _run(self, numbers: list[int], kept: int | None = None) -> _Memory:
+        """Runs operations in memory that is freed after its last use, but for that of `kept`."""
+        memory = _Memory(self.bytes_of)
+        used = {number: self.operations[number].reads | self.operations[number].writes for number in numbers}
+        last = {storage: number for number in numbers for storage in used[number]}
+        default_dtype = torch.get_default_dtype()
+        try:
+            for number in numbers:
+                self._call(number, memory)
+                for storage in used[number]:
+                    if last[storage] == number and storage != kept:
+                        memory.pop(storage, None)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        return memory
 
-    def storage(self, number: int) -> torch.UntypedStorage:
-        """A storage; one that nothing was written to holds anything, as it would after torch.empty."""
-        if number not in self._memory:
-            self._memory[number] = torch.UntypedStorage(self._tape.bytes_of[number])
-        return self._memory[number]
-
-    def tensor(self, view: View) -> torch.Tensor:
-        """A tensor over its storage."""
-        return torch.empty(0, dtype=view.dtype).set_(self.storage(view.storage), view.offset, view.shape, view.stride)
-
-    def _run(self, number: int, operation: Operation) -> None:
-        if operation.constant is not None:
-            made: Any = operation.constant.clone()
-        else:
-            args, kwargs = tree_map(
-                lambda leaf: self.tensor(leaf) if isinstance(leaf, View) else leaf, (operation.args, operation.kwargs)
-            )
-            if operation.random:
-                torch.set_rng_state(self._before[number])
-            with _default_dtype(operation.default_dtype):
-                made = operation.function(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves(made) if torch.is_tensor(leaf)]
+    def _call(self, number: int, memory: _Memory) -> None:
+        operation = self.operations[number]
+        args, kwargs = tree_map(
+            lambda leaf: leaf.over(memory[leaf.storage]) if isinstance(leaf, View) else leaf,
+            (operation.args, operation.kwargs),
+        )
+        if operation.random:
+            torch.set_rng_state(self._before[number])
+        torch.set_default_dtype(operation.default_dtype)
+        made = operation.function(*args, **kwargs)
         # An operation either makes all that it returns, or nothing.
-        for view, tensor in zip(operation.outputs, tensors, strict=False):
-            fits = (
-                tensor.stride() == view.stride
-                and tensor.untyped_storage().nbytes() == self._tape.bytes_of[view.storage]
-            )
-            if fits and tensor.dtype == view.dtype and tensor.storage_offset() == view.offset:
-                self._memory[view.storage] = tensor.untyped_storage()
+        for view, tensor in zip(operation.outputs, tree_leaves(made), strict=False):
+            same_bytes = tensor.untyped_storage().nbytes() == self.bytes_of[view.storage]
+            if same_bytes and View.of(tensor, view.storage) == view:
+                memory[view.storage] = tensor.untyped_storage()
             else:
-                self.tensor(view).copy_(tensor)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    now = torch.get_default_dtype()
-    if now == dtype:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(now)
-
-
-@contextmanager
-def _generator_kept() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+                view.over(memory[view.storage]).copy_(tensor)
