@@ -26,7 +26,7 @@ PLAIN: dict[str, type[nn.Module]] = {
     "2d": nn.BatchNorm2d,
     "3d": nn.BatchNorm3d,
 }
-SPLITS = {"even": (4, 4, 4, 4), "ragged": (5, 1, 2, 4), "one rank has none": (3, 0, 2, 0)}
+SPLITS = {"even": (4,) * 6, "ragged": (5, 1, 2, 4, 3, 1), "one rank has none": (3, 0, 2, 0, 1, 0)}
 
 
 @pytest.fixture(scope="module")
