@@ -70,8 +70,13 @@ test: $(VENV)/.test
 	    echo "== tests on $$n ranks ($(MPI))"; \
 	    phase env $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi $(CHOICE) $(SLOWEST) $(ARGS); \
 	done; \
-	echo "== tests without MPI"; \
-	phase env $(IN_STEP) $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS); \
+	echo "== tests without MPI, beside those that start jobs"; \
+	rest=$$(mktemp); \
+	env $(IN_STEP) $(PY) -m pytest -q --jobs none $(CHOICE) $(SLOWEST) $(ARGS) >"$$rest" 2>&1 & \
+	trap "kill $$! 2>/dev/null; rm -f '$$rest'" EXIT; \
+	phase env $(IN_STEP) $(PY) -m pytest -q --jobs only $(CHOICE) $(SLOWEST) $(ARGS); \
+	finish() { wait $$1; status=$$?; cat "$$rest"; return $$status; }; \
+	phase finish $$!; \
 	[ -n "$$ran" ] || { echo "no test fits $(subst ",,$(ARGS))"; exit 5; }
 
 test-hosts: $(VENV)/.test

@@ -13,6 +13,7 @@ FAILED = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--brief", action="store_true", help="leave out what another case or number of ranks shows too")
+    parser.addoption("--jobs", choices=["only", "none"], help="run the tests that start jobs, or all others")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, and no others")
 
 
@@ -27,13 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU; runs with --gpu alone")
     config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")
     config.pluginmanager.register(Harness(config), "mpidl-harness")
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "mpirun" in getattr(item, "fixturenames", ()):
-            item.add_marker("job")
 
 
 @pytest.hookimpl(wrapper=True)

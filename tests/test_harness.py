@@ -366,5 +366,5 @@ def alive(pid: int) -> bool:
 def test_make_test_shows_the_slowest_tests_of_each_phase() -> None:
     shown = subprocess.run(["make", "-n", "test"], cwd=launch.ROOT, capture_output=True, text=True)
     phases = [line for line in shown.stdout.splitlines() if "-m pytest" in line]
-    assert len(phases) == 2, shown.stdout + shown.stderr
+    assert len(phases) == 3, shown.stdout + shown.stderr
     assert all("--durations=10 --durations-min=1" in line for line in phases)

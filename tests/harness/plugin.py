@@ -8,6 +8,7 @@
   MPIDL_TEST_LIMIT).
 - Tests marked `mpi` run under mpirun with --only-mpi; all others in one plain process.
 - Tests marked `gpu` run with --gpu, which leaves out all others; without it they are counted as not run.
+- `--jobs only` runs the tests that start jobs under mpirun, `--jobs none` the others; side by side they fill two cores.
 - `--brief` leaves out what another case or number of ranks shows as well (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
   hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`;
@@ -73,6 +74,7 @@ class Harness:
     def __init__(self, config: pytest.Config) -> None:
         self._everything = config.getoption("--with-mpi")
         self._brief = config.getoption("--brief")
+        self._jobs = config.getoption("--jobs")
         self._on_gpu = config.getoption("--gpu")
         self._need_a_gpu = 0
         self._under_mpi = config.getoption("--only-mpi") or self._everything
@@ -90,9 +92,12 @@ class Harness:
                 config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
         self._limit = Limit(who, self._stderr, self._waits_for, self._end)
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves out, without a word of skipping, what is not for this kind of run."""
+        """Marks what starts jobs, and leaves out, without a word of skipping, what is not for this kind of run."""
+        for item in items:
+            if "mpirun" in getattr(item, "fixturenames", ()):
+                item.add_marker("job")
         chosen: list[pytest.Item] = []
         left: list[pytest.Item] = []
         for item in items:
@@ -116,6 +121,8 @@ class Harness:
             terminalreporter.write_line(f"not run, as they need a GPU: {self._need_a_gpu} tests (make test-gpu)")
 
     def _shows_something_here(self, item: pytest.Item) -> bool:
+        if self._jobs and (item.get_closest_marker("job") is not None) != (self._jobs == "only"):
+            return False
         if self._agreement is None:
             return True
         over_hosts = self._agreement.hosts > 1
