@@ -15,7 +15,6 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 6.1: partitioned activation chec
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,9 +27,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from collectives import Communicator, even_counts
 from collectives.diagnostics import is_debugging
 
+from ..digest import code
 from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
+from ..replicas.checksums import checksum
 from ..replicas.consistency import check_settings_agree
 from .arena import Arena, ArenaSlot
 from .disk import DiskSlot, Scratch
@@ -170,11 +171,9 @@ class CheckpointStore:
         values = 0
         if self._debugging or self._compared < _COMPARED:
             self._compared += 1
-            for t in tensors:
-                content = _flat(t.detach())[0].view(torch.uint8).cpu().numpy()
-                values = zlib.crc32(content, values)  # type: ignore[arg-type]
+            values = code(repr([checksum(_flat(t.detach())[0]) for t in tensors]))
         everyone = np.empty((self._group.size, 2), np.int64)
-        self._group.all_gather(everyone, np.array([zlib.crc32("; ".join(described).encode()), values], np.int64))
+        self._group.all_gather(everyone, np.array([code("; ".join(described)), values]))
         if (everyone == everyone[0]).all():
             return
         texts = all_gather_object(self._group, "; ".join(described) or "none")

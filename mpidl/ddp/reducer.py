@@ -14,7 +14,6 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from collectives.devices import Place
 from collectives.diagnostics import listing
 
 from .. import comm_hooks
+from ..digest import code
 from ..errors import TrainingError, listed
 from ..gradients.backward import (
     BackwardWatch,
@@ -201,11 +201,11 @@ class Reducer:
         """
         if not self.queue.synchronise:
             return
-        code = zlib.crc32(repr((self._wanted, self._static_graph)).encode())
+        chosen = code(repr((self._wanted, self._static_graph)))
         problem = self._contents.problem()
         if self.steps is not None and self.steps.is_open:
             problem = STEP_NOT_CALLED
-        told = np.array([code, -code, problem is not None])
+        told = np.array([chosen, -chosen, problem is not None])
         self.comm.all_reduce(told, "max")
         if told[2]:
             raise_everywhere(self.comm, problem)

@@ -9,7 +9,6 @@ Of classes that are neither torch's nor mpidl's nothing is known: they are tried
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..digest import digest
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..optimizer_trial import NOT_SEQUENTIAL, notes_in_groups, try_steps
 from ..trained_by import trainer_of
@@ -60,8 +60,9 @@ def agreement(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.
     found = {}
     for number, optimizer in enumerate(optimizers):
         given = [names[p] for group in optimizer.param_groups for p in group["params"]]
-        code = zlib.crc32("\n".join(given).encode())
-        found[f"optimizer {number}"] = f"{type(optimizer).__name__} of {len(given)} parameters, {code:08x}"
+        found[f"optimizer {number}"] = (
+            f"{type(optimizer).__name__} of {len(given)} parameters, {digest(repr(given)).hex()}"
+        )
     return found
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
 import shutil
 import signal
@@ -34,10 +33,11 @@ import torch
 from collectives import Communicator, OperationError
 from collectives.diagnostics import exit_status
 
+from ..digest import DIGEST, digest
+
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks
 _PATIENCE = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
-_DIGEST = 32
 UNFINISHED: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
 STANDING: set[Path] = set()  # files of all ranks
 UNHEARD: dict[Path, tuple[Communicator, str]] = {}  # why what was to be there is not, by directory; whose it is
@@ -57,11 +57,11 @@ def end_job_with_any_rank(comm: Communicator) -> None:
 class _Ending:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._page = comm.pages(_DIGEST)
+        self._page = comm.pages(DIGEST)
         self._said: torch.Tensor | None = None
         try:
-            self._page.reserve(0, _DIGEST)
-            self._said = self._page.tensor(0, _DIGEST, torch.uint8)
+            self._page.reserve(0, DIGEST)
+            self._said = self._page.tensor(0, DIGEST, torch.uint8)
         except OperationError:  # then every rank says what it has to say
             pass
         self._noticed = threading.Event()
@@ -98,16 +98,16 @@ class _Ending:
 
     def _has_news(self, text: str) -> bool:
         """Whether no other rank of this node has said the same as the first of them."""
-        digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(digest(text)), dtype=torch.uint8)
         if self._said is None:
             return True
         if self._page.claim():
-            self._said.copy_(digest)
+            self._said.copy_(mine)
             return True
         deadline = time.monotonic() + _LAST_WORDS
         while not self._said.any() and time.monotonic() < deadline:
             time.sleep(0.001)  # the first one is about to write it
-        return not torch.equal(self._said, digest)
+        return not torch.equal(self._said, mine)
 
     # ---- interrupts ---------------------------------------------------------------------------------------------
 

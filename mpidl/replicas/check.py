@@ -10,7 +10,6 @@ have been alike, go on training without any error.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from collectives import Communicator
 
 from ..ddp import DistributedDataParallel
+from ..digest import digest
 from ..errors import ConfigurationError, ModelMismatch
 from ..mesh.groups import data_group
 from ..trained_by import trainer_of_model
@@ -133,7 +133,7 @@ def _sums_of(name: str, value: Any) -> dict[str, bytes]:
         parts = {f"{name}[{number}]": part for number, part in enumerate(value)}
     else:
         return {name: _sum_of(value)}
-    sums = {name: _digest(f"{type(value).__name__} of {len(value)}")}
+    sums = {name: digest(f"{type(value).__name__} of {len(value)}")}
     for inner, part in parts.items():
         sums |= _sums_of(inner, part)
     return sums
@@ -145,11 +145,7 @@ def _sum_of(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         return checksum(value if value.layout == torch.strided else value.to_dense())
     if isinstance(value, np.ndarray):
-        return _digest(f"{value.shape} {value.tolist()!r}")
+        return digest(f"{value.shape} {value.tolist()!r}")
     if isinstance(value, set | frozenset):
-        return _digest(repr(sorted(map(repr, value))))
-    return _digest(repr(value))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return digest(repr(sorted(map(repr, value))))
+    return digest(repr(value))

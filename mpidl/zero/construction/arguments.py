@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from ...ddp.arguments import refuse_lazy
 from ...ddp.sparse import sparse_parameters
 from ...ddp.wrapper import DistributedDataParallel
+from ...digest import DIGEST, digest
 from ...errors import ConfigurationError
 from ...mesh import Mesh
 from ...mesh.placement import refuse_cut, refuse_experts
@@ -21,8 +21,6 @@ from ...trained_by import refuse_trained
 from ..stepping.optimizer_class import refuse_class
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None
-
-_DIGEST = 8  # bytes
 
 
 def plain(model: Any) -> Any:
@@ -150,13 +148,13 @@ def settings_of(groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> 
 
 def fingerprint(settings: Mapping[str, Any]) -> list[int]:
     """Bytes that a maximum over the ranks leaves as they are, at the end of others, if all have these settings."""
-    digest = hashlib.blake2b(repr(settings).encode(), digest_size=_DIGEST).digest()
-    return [*digest, *(255 - byte for byte in digest)]
+    own = digest(repr(settings))
+    return [*own, *(255 - byte for byte in own)]
 
 
 def same_fingerprints(agreed: np.ndarray) -> bool:
     """Tells if the bytes at the end are still a fingerprint."""
-    largest, least = agreed[-2 * _DIGEST : -_DIGEST], 255 - agreed[-_DIGEST:]
+    largest, least = agreed[-2 * DIGEST : -DIGEST], 255 - agreed[-DIGEST:]
     return bool((largest == least).all())
 
 

@@ -12,7 +12,6 @@ beside the generator's state before each random operation, 5 KB.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,9 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+
+from ...digest import digest
+from ...replicas.checksums import checksum
 
 Start = torch.Tensor | int | None
 
@@ -104,17 +106,15 @@ class Tape:
 
     def digest(self) -> str:
         """Equal for equal constructions; where the random numbers start only counts if a random value was looked at."""
-        digest = hashlib.sha256()
+        lines = []
         for operation in self.operations:
-            start, called = operation.start, (operation.args, operation.kwargs)
-            values = [leaf for leaf in tree_leaves(called) if torch.is_tensor(leaf)]
-            if isinstance(start, torch.Tensor) and self.looked_at:
-                values.append(start)
-            written = tree_map(lambda leaf: "a tensor" if torch.is_tensor(leaf) else leaf, called)
-            digest.update(repr((str(operation.function), written, isinstance(start, torch.Tensor))).encode())
-            for value in values:
-                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+            start = operation.start
+            seed = checksum(start) if isinstance(start, torch.Tensor) and self.looked_at else b""
+            written = tree_map(
+                lambda leaf: checksum(leaf) if torch.is_tensor(leaf) else leaf, (operation.args, operation.kwargs)
+            )
+            lines.append(repr((str(operation.function), written, isinstance(start, torch.Tensor), seed)))
+        return digest("\n".join(lines)).hex()
 
     def cone(self, storages: Iterable[int], before: int | None = None) -> list[int]:
         """The operations on which the storages' contents depend, in order; before: as of before that operation."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -23,11 +22,14 @@ import torch
 
 from collectives import Communicator
 
+from ...digest import code
 from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch
 from ...gradients.clip import local_norms
 from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
 from .shards import GradientShards
+
+_EXACT_BITS = 20  # of numbers whose squares, and sums of these over the ranks, are exact in double precision
 
 
 class GradAttributes:
@@ -190,17 +192,17 @@ class GradAttributes:
         self._release()
         places = [place for _, place in self._reached()]
         norms = local_norms([self._part(place) for place in places], order)
-        code = _code(f"norms of order {order} of {len(places)} gradients")
+        number = code(f"norms of order {order} of {len(places)} gradients", _EXACT_BITS)
         if math.isinf(order):
             unknown = np.isnan(norms)  # which MPI may lose from a maximum
-            agreed = np.concatenate([np.where(unknown, 0, norms), unknown, [code, -code]])
+            agreed = np.concatenate([np.where(unknown, 0, norms), unknown, [number, -number]])
             self._comm.all_reduce(agreed, "max")
             same = agreed[-2] == -agreed[-1]
             found = np.where(agreed[len(norms) : -2] > 0, math.nan, agreed[: len(norms)])
         else:
-            agreed = np.concatenate([norms**order, [code, code**2]])
+            agreed = np.concatenate([norms**order, [number, number**2]])
             self._comm.all_reduce(agreed, "sum")
-            same = agreed[-2] == code * self._comm.size and agreed[-1] == code**2 * self._comm.size
+            same = agreed[-2] == number * self._comm.size and agreed[-1] == number**2 * self._comm.size
             found = agreed[:-2]
         if not same:
             raise TrainingError(
@@ -212,10 +214,10 @@ class GradAttributes:
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
         self._release()
-        code = _code(f"{asked} of {place.name}")
+        number = code(f"{asked} of {place.name}", _EXACT_BITS)
         found = torch.empty(self._comm.size, 2, dtype=torch.float64)
-        self._comm.all_gather(found, torch.tensor([value, code], dtype=torch.float64))
-        if (found[:, 1] != code).any():
+        self._comm.all_gather(found, torch.tensor([value, number], dtype=torch.float64))
+        if (found[:, 1] != number).any():
             raise TrainingError(
                 f"{place.name}: this rank asks for the {asked} of its .grad, and another rank for something else; "
                 "every rank must make the same calls"
@@ -231,8 +233,3 @@ class GradAttributes:
         whole = part.new_empty(sum(counts))
         self._comm.all_gather(whole, part.contiguous(), counts)
         return whole
-
-
-def _code(asked: str) -> int:
-    """A small number for what is asked, whose square and sums are exact in double precision."""
-    return zlib.crc32(asked.encode()) & 0xFFFFF

@@ -12,7 +12,6 @@ A writable block inside another begins with what the outer one has made, on whic
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError, TrainingError
 from ...job.agreement import check_everywhere
 from ...replicas.broadcast import broadcast_states
+from ...replicas.checksums import checksum
 from ..stepping.slices import Slice
 from .strategy import ParameterStrategy
 
@@ -161,7 +161,7 @@ class _Held:
         values = self.memory.reshape(-1)
         if not full:
             values = values[:: max(1, values.numel() // _SAMPLES)]
-        return zlib.crc32(values.contiguous().view(torch.uint8).cpu().numpy().data)
+        return int.from_bytes(checksum(values), "little", signed=True)
 
 
 @dataclass(frozen=True, eq=False)
