@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigurationError, UsageError
 from ..job.ending import INTERRUPTED
-from . import folder, index
+from . import folder, index, parts
 from .exporting import byte_count, export_checkpoint
 from .index import Index
 from .verifying import verify
@@ -71,30 +71,33 @@ def chosen(path: Path) -> tuple[Path, list[str]]:
     return found, [why for why in passed if ".tmp: was not finished" not in why]
 
 
-def size_of(content: Index) -> int:
+def size_of(contents: Iterable[Index]) -> int:
     """Bytes of all files."""
-    return sum(int(file["bytes"]) for file in content.files.values())
+    return sum(int(file["bytes"]) for content in contents for file in content.files.values())
 
 
 def summary(content: Index) -> dict[str, Any]:
-    """What a checkpoint holds, in figures."""
-    model = content.about["model"]
-    parameters = [content.tensors.get(f"model/{name}") for name in model["parameters"]]
-    optimizer = content.about.get("optimizer")
-    states = {name.split("/")[1] for name in content.tensors if name.startswith("optimizer/")}
+    """What a checkpoint holds, in figures: sums over the parts of a model, each with a copy of what is not cut."""
+    contents = [*parts.contents(content).values()]
+    parameters = [each.tensors.get(f"model/{name}") for each in contents for name in each.about["model"]["parameters"]]
+    about, ranks = contents[0].about, content.about["ranks"]
+    optimizer = about.get("optimizer")
+    states = {name.split("/")[1] for each in contents for name in each.tensors if name.startswith("optimizer/")}
+    mesh = ", ".join(f"{axis}={size}" for axis, size in content.about.get("mesh", {}).items())
     return {
         "path": str(content.path),
         "step": content.about["step"],
         "micro_step": content.about["micro_step"],
-        "saved_by": f"{content.about['engine']} on {content.about['ranks']} rank{'s' * (content.about['ranks'] > 1)}",
-        "model": model["class"],
+        "saved_by": f"{content.about['engine']} on {ranks} rank{'s' * (ranks > 1)}",
+        **({"parts": f"{len(contents)}, {mesh}"} if mesh else {}),
+        "model": about["model"]["class"],
         "parameters": sum(entry.count for entry in parameters if entry is not None),
         "dtypes": sorted({str(entry.dtype).removeprefix("torch.") for entry in parameters if entry is not None}),
         "optimizer": optimizer and f"{optimizer['class']} ({', '.join(sorted(states)) or 'no state'})",
-        "also": [name for name in ("scheduler", "scaler", "sampler") if name in content.about],
-        "tensors": len(content.tensors),
-        "files": len(content.files),
-        "bytes": size_of(content),
+        "also": [name for name in ("scheduler", "scaler", "sampler") if name in about],
+        "tensors": sum(len(each.tensors) for each in contents),
+        "files": sum(len(each.files) for each in contents),
+        "bytes": size_of(contents),
     }
 
 
@@ -107,12 +110,13 @@ def _inspect(options: argparse.Namespace) -> None:
     found = summary(content)
     if options.tensors:
         found["listed"] = {
-            name: {
+            f"{part}{'/' * bool(part)}{name}": {
                 "dtype": str(entry.dtype).removeprefix("torch."),
                 "shape": list(entry.shape),
-                "slices": [f"{part.start}:{part.stop} in {part.file}" for part in entry.slices],
+                "slices": [f"{piece.start}:{piece.stop} in {piece.file}" for piece in entry.slices],
             }
-            for name, entry in content.tensors.items()
+            for part, each in parts.contents(content).items()
+            for name, entry in each.tensors.items()
         }
     if options.json:
         print(json.dumps(found, indent=1))
@@ -141,7 +145,7 @@ def _list(options: argparse.Namespace) -> None:
             except CheckpointError as error:
                 rows.append({"path": str(path), "wrong": str(error)})
                 continue
-            row = {"path": str(path), "step": content.about["step"], "bytes": size_of(content)}
+            row = {"path": str(path), "step": content.about["step"], "bytes": size_of(parts.contents(content).values())}
             rows.append({**row, "newest": path == newest})
     rows += [{"path": text.split(": ")[0], "wrong": text} for text in passed if text not in str(rows)]
     if not rows:
@@ -172,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "verify":
             path, passed = chosen(options.dir)
             content = verify(path)
-            print(f"{content.path}: good: {len(content.tensors)} tensors, {size_of(content):,} bytes")
+            contents = parts.contents(content).values()
+            tensors = sum(len(each.tensors) for each in contents)
+            print(f"{content.path}: good: {tensors} tensors, {size_of(contents):,} bytes")
             if passed:
                 return _say(f"passed over: {'; '.join(passed)}", 1)
         else:

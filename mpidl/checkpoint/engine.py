@@ -23,13 +23,14 @@ from collectives import Communicator
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import together
-from ..mesh.groups import data_group, refuse_part
+from ..mesh import Mesh
+from ..mesh.groups import checked, data_group, refuse_part
 from ..optim.post_local import PostLocalSGDOptimizer
 from ..replicas.checksums import checksum, difference
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
+from .parts import ModelPart, group_of, part_of
 
-_ONE_PART = "a mesh with pp, tp and ep of 1: checkpoints hold no parts of tensors over other axes than dp and cp yet"
 _CUT = 1 << 16  # elements from which on a tensor that all ranks hold is written by all of them
 _LINE = 1 << 10  # elements to which such cuts are rounded
 
@@ -67,7 +68,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, process_group: Communicator | None
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        process_group: Communicator | None,
+        mesh: Mesh | None = None,
+        needed: str = "mesh=, so that every part is kept",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(f"model: got {type(model).__name__}; needs a torch.nn.Module")
@@ -84,9 +90,13 @@ class Engine:
             self.comm = self.owned.comm
         elif self.ddp is not None:
             self.comm = self.ddp.process_group
+        elif mesh is not None:
+            self.comm = group_of(mesh, self.model)
         else:
-            self.comm = data_group("checkpoint", process_group, needed=_ONE_PART)
-        refuse_part("checkpoint", self.comm, _ONE_PART)
+            self.comm = data_group("checkpoint", process_group, needed=needed)
+        if mesh is None:
+            refuse_part("checkpoint", self.comm, needed)
+        self.part = ModelPart(self.comm, self.comm) if mesh is None else part_of(mesh, self.comm)
         self.kind = "plain" if self.ddp is None else "ddp"
         if self.zero is not None:
             self.kind = f"zero{self.zero.stage}"
@@ -99,6 +109,11 @@ class Engine:
         self.parameters = list(self._parameters())
         self.buffers = list(self._buffers())
         self._check_optimizer()
+
+    @property
+    def whole(self) -> Communicator:
+        """The ranks of all parts of the model: those of `comm`, unless the parts lie over other axes of a mesh."""
+        return self.part.whole
 
     @property
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
@@ -251,6 +266,16 @@ class Engine:
         """Its state, the hook, and what it is a method of."""
         state, hook = (None, None) if self.ddp is None or self.ddp._hook is None else self.ddp._hook
         return state, hook, getattr(hook, "__self__", None)
+
+
+def engine_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, process_group: Communicator | None, mesh: Any
+) -> Engine:
+    """The engine, also of a part of a model that lies over a mesh. Collective where a mesh is given."""
+    mesh = checked("checkpoint", process_group, mesh)
+    if mesh is None:
+        return Engine(model, optimizer, process_group)
+    return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh))
 
 
 def unwrap(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, torch.nn.Module]:

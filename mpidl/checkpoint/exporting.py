@@ -33,6 +33,7 @@ from . import folder, index
 from .engine import Engine
 from .index import Entry, Index
 from .matching import plan
+from .parts import refuse_parts
 from .reading import Reader
 from .regular import read_regular
 from .saving import wait
@@ -41,6 +42,7 @@ from .tensorfile import Place, TensorFile, as_bytes, checksum, header_of, naming
 
 SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
+_WHOLE = "a mesh with pp, tp and ep of 1: how the parts of a model join to whole weights is not known"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -86,7 +88,7 @@ def export_safetensors(
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
     then these take their names one after another, and what is left of the former is removed last.
     """
-    engine = Engine(model, optimizer, process_group)
+    engine = Engine(model, optimizer, process_group, needed=_WHOLE)
     wait(model)
     into = together(engine.comm, lambda: folder.path_of(path))
     if engine.apart and engine.comm.size > 1:
@@ -123,8 +125,9 @@ def export_checkpoint(
     None: as the model had them when it was saved.
     """
     limit = byte_count(max_shard_size)
-    with Reader(index.read(folder.path_of(path))) as reader:
-        content = reader.index
+    content = index.read(folder.path_of(path))
+    refuse_parts(content, "an export")
+    with Reader(content) as reader:
         about = content.about["model"]
         names = [*about["parameters"], *about["buffers"]]
         sources = {name: f"model/{name}" for name in names if f"model/{name}" in content.tensors}
@@ -360,7 +363,7 @@ def import_safetensors(
     GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, alike on
     every rank, for what is missing or does not fit, and then has changed nothing.
     """
-    engine = Engine(model, optimizer, process_group)
+    engine = Engine(model, optimizer, process_group, needed=_WHOLE)
     engine.optimizer = None  # weights alone
     comm = engine.comm
     wait(model)

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigurationError
 from ..job.ending import UNFINISHED
-from . import holding, index
+from . import holding, index, parts
 from .index import Index
 from .regular import read_regular, size_of
 from .tensorfile import naming
@@ -79,8 +79,8 @@ def make(folder: Path) -> None:
         sync(path.parent)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """The directory to write into, new and empty; what earlier saves left behind is removed.
+def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
+    """The directory to write into, new, with empty ones of these names; what earlier saves left behind is removed.
 
     The one above is this process's from now on: see `holding`.
     """
@@ -93,6 +93,8 @@ def begin(folder: Path, step: int) -> Path:
         temporary.mkdir()
     except FileExistsError:
         raise CheckpointError(f"{temporary}: is still being written, for another model") from None
+    for name in inside:
+        (temporary / name).mkdir()
     return temporary
 
 
@@ -164,15 +166,23 @@ def _give_second_name(path: Path, other: Path) -> bool:
     """Makes the directory `other` of the same files, complete at once; False where there are no hard links."""
     making = _out_of_the_way(other)
     try:
-        making.mkdir()
-        for file in path.iterdir():
-            os.link(file, making / file.name)
-        sync(making)
+        _link_all(path, making)
         making.rename(other)
     except OSError:
         shutil.rmtree(making, ignore_errors=True)
         return False
     return True
+
+
+def _link_all(path: Path, other: Path) -> None:
+    """Makes the directory `other` of the files of one, and of the parts in it."""
+    other.mkdir()
+    for file in path.iterdir():
+        if file.is_dir():
+            _link_all(file, other / file.name)
+        else:
+            os.link(file, other / file.name)
+    sync(other)
 
 
 def _out_of_the_way(path: Path) -> Path:
@@ -226,9 +236,11 @@ def is_complete(path: Path) -> bool:
 
 
 def check_files(content: Index) -> None:
-    """Raises CheckpointError unless all files are there, as long as they were."""
-    for name, about in content.files.items():
-        path = content.path / name
+    """Raises CheckpointError unless all files are there, as long as they were; those of all parts."""
+    files = [
+        (each.path / name, about) for each in parts.contents(content).values() for name, about in each.files.items()
+    ]
+    for path, about in files:
         try:
             size = size_of(path)
         except OSError as error:

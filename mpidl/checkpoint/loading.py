@@ -19,13 +19,15 @@ from collectives import Communicator
 
 from ..errors import CheckpointError, CheckpointMismatch
 from ..job.agreement import on_rank_0, together
+from ..mesh import Mesh
 from ..replicas.consistency import check_settings_agree
 from . import folder, index, tree
 from . import random_states as randoms
 from .collect import state_of
-from .engine import Engine
+from .engine import Engine, engine_of
 from .index import Index
 from .matching import Plan, checked, plan
+from .parts import own_content
 from .reading import Reader
 from .saving import wait
 
@@ -53,6 +55,7 @@ def load(
     random_states: bool = True,
     verify: bool = True,
     process_group: Communicator | None = None,
+    mesh: Mesh | None = None,
 ) -> Loaded:
     """Goes on from a checkpoint, whatever engine and however many ranks saved it. Collective.
 
@@ -62,17 +65,19 @@ def load(
         optimizer's groups must hold the same parameters as when it was saved.
     random_states: go on with each rank's random numbers; a rank that the saving run did not have gets some of its own.
     verify: compare the checksums of all that will be read, before anything is changed.
+    mesh: as for `save`; its pp and tp, and for experts ep, are those that it was saved with, dp and cp any.
 
     Gradients of the micro-steps since the last step come back with the optimizer. Dtypes are converted. Raises
     CheckpointError, alike on every rank and naming the file, for what is missing or damaged, its subclass
     CheckpointMismatch for what is of another model or training, and then has changed nothing; ConfigurationError for
     arguments that do not fit.
     """
-    engine = Engine(model, optimizer, process_group)
-    comm = engine.comm
+    engine = engine_of(model, optimizer, process_group, mesh)
+    comm = engine.whole
     wait(model)
     check_settings_agree(comm, "checkpoint.load", {"path": str(path), "engine": engine.kind, "verify": verify})
-    content = open_checkpoint(comm, path)
+    opened = open_checkpoint(comm, path)
+    content = own_content(engine.part, opened)
     parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in parts.items() if part is not None}
     with Reader(content) as reader:
@@ -86,8 +91,8 @@ def load(
             together(comm, lambda: _finish(engine, reader, made, random))
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
-    about = content.about
-    return Loaded(content.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
+    about = opened.about
+    return Loaded(opened.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
 
 
 def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
@@ -186,7 +191,7 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
     all_ = {**parts}
     if engine.averager is not None and "averager" in about:
         all_["averager"] = engine.averager
-    states = together(engine.comm, there)
+    states = together(engine.whole, there)
 
     def take() -> None:
         for name, (saved, _, load_into) in states.items():
@@ -199,7 +204,7 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
                 raise CheckpointMismatch(f"{reader.index.file}: the {name}: {said}") from error
 
     try:
-        together(engine.comm, take)
+        together(engine.whole, take)
     except CheckpointError:
         for name, (_, before, load_into) in states.items():
             if before or name not in all_:

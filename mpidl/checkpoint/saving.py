@@ -19,11 +19,13 @@ from ..job.agreement import on_rank_0, together
 from ..job.ending import STANDING
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
+from ..mesh import Mesh
 from ..replicas.consistency import check_settings_agree
 from . import folder, holding
 from .collect import Collected, collect
-from .engine import Engine, unwrap
-from .writing import Saving, finisher, write_part
+from .engine import Engine, engine_of, unwrap
+from .parts import ModelPart
+from .writing import Saving, finisher, labelled, write_part
 
 _INDEX_BYTES = 1 << 16  # set aside for the index
 _PIECE_BYTES = 1 << 9  # and for what it and a header say of a piece
@@ -47,6 +49,7 @@ def save(
     file_bytes: int = 4 << 30,
     compare: bool = True,
     process_group: Communicator | None = None,
+    mesh: Mesh | None = None,
 ) -> Saving:
     """Saves the training as `path`/step-00000010, complete or not at all; each rank writes what it owns. Collective.
 
@@ -65,19 +68,22 @@ def save(
     compare: first read all of what every rank holds and each writes a part of, parameters and optimizer states of plain
         models and DDP, and see that the ranks hold the same.
     process_group: of a plain model; DDP and ZeRO have their own.
+    mesh: where the model lies in parts over pp, tp or ep of one, whose ranks all call: each part is kept with its own
+        states and its first rank's `extra`, and the checkpoint is complete with all of them.
 
     Raises CheckpointError alike on every rank for replicas that differ, too little space and whatever goes wrong while
     writing: earlier checkpoints are as they were, and nothing is left of this one. ConfigurationError for arguments
     that do not fit.
     """
-    engine = Engine(model, optimizer, process_group)
-    comm = engine.comm
+    engine = engine_of(model, optimizer, process_group, mesh)
+    comm = engine.whole
     wait(model)
     into, step, micro_step, keep_last, file_bytes = together(
         comm, lambda: _checked(path, step, micro_step, keep_last, file_bytes)
     )
     settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
     settings |= {"background": background, "compare": compare, "engine": engine.kind}
+    settings |= {"axes of parts": engine.part.sizes}
     parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     settings |= {name: None if part is None else type(part).__name__ for name, part in parts.items()}
     check_settings_agree(comm, "checkpoint.save", settings)
@@ -88,17 +94,19 @@ def save(
             RuntimeWarning,
             stacklevel=2,
         )
-    gradients = _gradients(engine) if micro_step else {}
+    gradients = engine.part.everywhere(lambda: _gradients(engine)) if micro_step else {}
     found = together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
     if compare:
-        engine.check_alike(f"{folder.name_of(step)} was not saved", found.shared)
-    temporary = _begin(comm, into.absolute() if background else into, step, found)
+        engine.part.everywhere(lambda: engine.check_alike(f"{folder.name_of(step)} was not saved", found.shared))
+    temporary = _begin(engine.part, into.absolute() if background else into, step, found)
+    own = temporary / engine.part.name
     pieces = [piece.copy() for piece in found.pieces] if background else found.pieces
     saving = Saving(
         comm,
         temporary,
-        lambda: write_part(temporary, comm.rank, pieces, found.own, file_bytes),
-        finisher(temporary, found.about, keep_last),
+        own,
+        lambda: labelled(write_part(own, comm.rank, pieces, found.own, file_bytes), engine.part, found.about),
+        finisher(temporary, engine.part, found.about, keep_last),
     )
     if background:
         engine.model.__dict__[_UNDER_WAY] = saving
@@ -155,15 +163,16 @@ def _count(name: str, value: Any, least: int, otherwise: str = "") -> int:
     raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}{otherwise}")
 
 
-def _begin(comm: Communicator, path: Path, step: int, found: Collected) -> Path:
-    """The empty directory to write into, once there is known to be space for it. Collective."""
+def _begin(part: ModelPart, path: Path, step: int, found: Collected) -> Path:
+    """The empty directory to write into, with those of the parts, once there is known to be space. Collective."""
+    comm = part.whole
     own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
-    needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES
-    temporary = on_rank_0(comm, lambda: folder.begin(path, step))
+    needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES * (1 + len(part.names))
+    temporary = on_rank_0(comm, lambda: folder.begin(path, step, part.names))
     STANDING.add(path.resolve() / holding.NAME)
 
     def check() -> None:
-        if not temporary.is_dir():
+        if not (temporary / part.name).is_dir():
             raise CheckpointError(f"{path}: is not the same directory for all ranks; needs a shared file system")
         free = shutil.disk_usage(path).free
         if free < needed:
@@ -171,7 +180,7 @@ def _begin(comm: Communicator, path: Path, step: int, found: Collected) -> Path:
                 f"{path}: the disk is too full: the checkpoint takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are "
                 "free; earlier checkpoints are as they were"
             )
-        if not os.access(temporary, os.W_OK | os.X_OK):
+        if not os.access(temporary / part.name, os.W_OK | os.X_OK):
             raise CheckpointError(f"{temporary}: this rank may not write there")
 
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..mesh.layout import MODEL_AXES
 from ..models.published import FILES
 from . import tree
 from .tree import Malformed, shown, within
@@ -27,6 +28,7 @@ _LONGEST_NAME = 10_000
 _LONGEST_DOCUMENT = 16 << 20
 _MOST_DIMENSIONS = 64  # torch's own limit
 _FILE = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
+_PART = re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII)
 _OF_RANK = re.compile(r"rank(\d{5,})/((?:model|optimizer)/.*)", re.DOTALL)
 _STATE = re.compile(r"(?:rank\d{5,}/)?optimizer/([^/]*)/(.*)", re.DOTALL)
 SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
@@ -165,6 +167,21 @@ def file_name(value: Any) -> None:
         raise Malformed(f"is {shown(value)}; needs the name of a file, such as rank00000-000.safetensors")
 
 
+def part_name(value: Any) -> None:
+    """A folder of the checkpoint's own directory."""
+    if type(value) is not str or not _PART.fullmatch(value):
+        raise Malformed(f"is {shown(value)}; needs the name of a part, such as part-pp0-tp1")
+
+
+def _axis(value: Any) -> None:
+    if value not in MODEL_AXES:
+        raise Malformed(f"is none of {', '.join(MODEL_AXES)}")
+
+
+def _one_sum(value: Any) -> None:
+    sums([value])
+
+
 def sums(value: Any) -> None:
     """CRC-32 of blocks, as 8 digits each."""
     if type(value) is not list or not all(type(one) is str and len(one) == 8 for one in value):
@@ -235,11 +252,15 @@ def check_index(content: Any) -> None:
         },
         {
             "number": integer(),
+            "mesh": mapping(integer(2), _axis),
+            "parts": mapping(_one_sum, part_name),
             "optimizer": optimizer,
             "scheduler_class": text,
             **dict.fromkeys(("scheduler", "scaler", "sampler", "averager"), encoded),
         },
     )(content)
+    if math.prod(content.get("mesh", {"": 0}).values()) != len(content.get("parts", {})):
+        raise Malformed("parts: are not one for each point of mesh")
     _check_slices(content["tensors"], content["files"])
     _check_names(content, names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import folder, index
+from . import folder, index, parts
 from .index import Index
 from .reading import Reader
 
@@ -16,7 +16,8 @@ def verify(path: str | Path) -> Index:
     """
     content = index.read(folder.path_of(path))
     folder.check_files(content)
-    with Reader(content) as reader:
-        for name, entry in content.tensors.items():
-            reader.check(name, 0, entry.count)
+    for each in parts.contents(content).values():
+        with Reader(each) as reader:
+            for name, entry in each.tensors.items():
+                reader.check(name, 0, entry.count)
     return content

@@ -27,7 +27,7 @@ from ..errors import CheckpointError
 from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
 from ..job.ending import UNFINISHED, UNHEARD
 from ..job.objects import all_gather_object
-from . import folder, index
+from . import folder, index, parts
 from .collect import Piece, rank_name
 from .schema import CODES
 from .tensorfile import write_file
@@ -70,18 +70,19 @@ def _groups(pieces: Sequence[Piece], file_bytes: int) -> list[list[Piece]]:
 class Saving:
     """A checkpoint that is being saved. path: the directory that it will be.
 
-    write: writes this rank's part. finish: rank 0's: makes a checkpoint of all parts.
+    write: writes what this rank owns into a directory. finish: rank 0's: makes a checkpoint of what all have written.
     """
 
     def __init__(
         self,
         comm: Communicator,
         temporary: Path,
+        into: Path,
         write: Callable[[], Part],
         finish: Callable[[list[Part]], Path],
     ) -> None:
         self.path = temporary.with_name(temporary.stem)
-        self._comm, self._temporary, self._finish = comm, temporary, finish
+        self._comm, self._temporary, self._into, self._finish = comm, temporary, into, finish
         self._write: Callable[[], Part] | None = write
         self._thread: threading.Thread | None = None
         self._failures: tuple[Failure | None, Failure | None] = (None, None)  # to write, to finish
@@ -168,7 +169,7 @@ class Saving:
             return part
         except Exception as error:
             with contextlib.suppress(OSError):
-                for useless in self._temporary.glob(f"{rank_name(self._comm.rank)}-*"):  # on a full disk: makes room
+                for useless in self._into.glob(f"{rank_name(self._comm.rank)}-*"):  # on a full disk: makes room
                     useless.unlink()
                 folder.write_text(self._mark("failed"), json.dumps(failure_of(error)))
             raise
@@ -216,11 +217,31 @@ class Saving:
         return CheckpointError(f"{text}; {self.path.name} was not saved, and earlier checkpoints are as they were")
 
 
-def finisher(temporary: Path, about: dict[str, Any], keep_last: int | None) -> Callable[[list[Part]], Path]:
-    """What rank 0 does with all parts."""
+def finisher(
+    temporary: Path, of: parts.ModelPart, about: dict[str, Any], keep_last: int | None
+) -> Callable[[list[Part]], Path]:
+    """What rank 0 does with what all ranks have written, which `labelled` has labelled."""
 
-    def finish(parts: list[Part]) -> Path:
-        content = index.merge(temporary, {**about, "own": [part["own"] for part in parts]}, parts)
-        return folder.commit(temporary, content, keep_last)
+    def finish(written: list[Part]) -> Path:
+        if not of.sizes:
+            return folder.commit(temporary, _merged(temporary, about, written), keep_last)
+        texts = {}
+        for name in of.names:
+            ranks = sorted((one for one in written if one["part"] == name), key=lambda one: int(one["rank"]))
+            texts[name] = _merged(temporary / name, ranks[0]["about"], ranks).text()
+            folder.write_text(temporary / name / index.NAME, texts[name])
+            folder.sync(temporary / name)
+        return folder.commit(temporary, parts.index_of_parts(temporary, of, about, texts), keep_last)
 
     return finish
+
+
+def labelled(written: Part, of: parts.ModelPart, about: dict[str, Any]) -> Part:
+    """What a rank has written, with what rank 0 needs to know where several parts are written."""
+    if not of.sizes:
+        return written
+    return {**written, "part": of.name, "rank": of.comm.rank, "about": about if of.comm.rank == 0 else None}
+
+
+def _merged(path: Path, about: dict[str, Any], written: list[Part]) -> index.Index:
+    return index.merge(path, {**about, "own": [one["own"] for one in written]}, written)

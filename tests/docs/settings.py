@@ -123,6 +123,7 @@ AFTER = {
     "ddp-3": "network(x).sum().backward()\noptimizer.step()\n",
     "README-1": "assert mean < 0.2 and (set(weights) == set(model.state_dict())) == (comm.rank == 0)",
     "checkpoint-3": "assert weight.shape == (64, 16)",
+    "checkpoint-4": "assert loaded.step == 10",
     "collectives-3": "assert round(ring.seconds(64 << 20), 4) == 0.0192",
     "frameworks-1": "assert transformers.GPT2LMHeadModel.from_pretrained('trained').config.n_embd == 64",
     "frameworks-2": "assert trainer.state.global_step == 2",

@@ -1,0 +1,153 @@
+"""Parts of a model that lie over pp, tp or ep of a mesh: each is a checkpoint of its own in a folder of the one.
+
+    step-00000100/index.json                   the sizes of these axes, and the checksum of each part's index
+    step-00000100/part-pp0-tp1/index.json      a checkpoint, as that of a whole model
+
+The ranks of a part are those of one engine, dp x cp (edp for experts); they read and write it as they would a whole
+model. Agreements are of all ranks of the mesh, so that an error in one part is an error on every rank. The directory
+gets its name once, when all parts are on the disk, so it is complete with all of them or no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+
+from collectives import Communicator
+
+from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError
+from ..job.agreement import on_rank_0, together
+from ..mesh.groups import DATA
+from ..mesh.layout import MODEL_AXES
+from ..mesh.mesh import Mesh
+from ..mesh.placement import placement
+from . import index
+from .index import Index
+from .tensorfile import checksum
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The part of a model that this rank's engine trains.
+
+    comm: the ranks that train it. whole: those of all parts. sizes: of the axes over which the parts lie, outermost
+    first; none for a whole model. coordinates: this rank's there.
+    """
+
+    comm: Communicator
+    whole: Communicator
+    sizes: dict[str, int] = field(default_factory=dict)
+    coordinates: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its folder in the directory of a checkpoint; empty for a whole model."""
+        return _name(self.sizes, self.coordinates)
+
+    @property
+    def names(self) -> list[str]:
+        """The folders of all parts; none for a whole model."""
+        return [_name(self.sizes, point) for point in product(*map(range, self.sizes.values()))] if self.sizes else []
+
+    def everywhere(self, action: Callable[[], Result]) -> Result:
+        """Returns `action()`, which may be collective over `comm` and fails there on every rank. Collective.
+
+        What it raises in one part is an error on every rank of all.
+        """
+        return together(self.whole, action) if self.sizes else action()
+
+
+def group_of(mesh: Mesh, model: torch.nn.Module) -> Communicator:
+    """The ranks of a mesh that hold the same parameters of a model without an engine."""
+    experts = any("ep" in placement(p).axes for p in model.parameters())
+    return mesh.along("edp") if experts else mesh.along(*DATA)
+
+
+def part_of(mesh: Mesh, comm: Communicator) -> ModelPart:
+    """The part whose engine works over `comm`. Raises ConfigurationError for a group that is none of the mesh's."""
+    if comm is mesh.along(*DATA):
+        axes = [axis for axis in mesh.layout.model_axes if axis != "ep"]
+    elif comm is mesh.along("edp"):
+        axes = [*mesh.layout.model_axes]
+    else:
+        raise ConfigurationError(
+            f"checkpoint: mesh: the model is trained over {comm.size} ranks that are neither dp x cp of {mesh!r} nor "
+            "edp; needs the mesh whose groups its engine has"
+        )
+    if not axes:
+        return ModelPart(comm, comm)
+    sizes = {axis: mesh.size(axis) for axis in axes}
+    return ModelPart(comm, mesh.comm, sizes, tuple(mesh.coordinates[axis] for axis in axes))
+
+
+def _name(sizes: dict[str, int], point: Sequence[int]) -> str:
+    return "-".join(["part", *(f"{axis}{at}" for axis, at in zip(sizes, point, strict=True))]) if sizes else ""
+
+
+def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dict[str, str]) -> Index:
+    """The index above those of the parts. about: of one of them. texts: the parts' indexes, by their folders."""
+    ranks = part.whole.size
+    model = {"class": about["model"]["class"], "parameters": [], "buffers": [], "tied": {}}
+    kept = {name: about[name] for name in ("step", "micro_step", "engine")}
+    kept |= {"ranks": ranks, "own": [{}] * ranks, "extra": None, "model": model, "mesh": part.sizes}
+    return Index(path, {**kept, "parts": {name: _sum(text) for name, text in texts.items()}}, {}, {})
+
+
+def contents(content: Index) -> dict[str, Index]:
+    """The indexes that have tensors: those of the parts by their folders, or the index itself, without a name.
+
+    Raises CheckpointError for a part that is missing or not the one that was saved.
+    """
+    parts = content.about.get("parts", {})
+    return {name: _part_in(content, name, index.read_text(content.path / name)) for name in parts} or {"": content}
+
+
+def own_content(part: ModelPart, content: Index) -> Index:
+    """The index of this rank's part. Collective over all parts.
+
+    Raises CheckpointError on every rank, CheckpointMismatch for a model that lies in other parts here.
+    """
+    saved = content.about.get("mesh", {})
+    if saved != part.sizes:
+        raise CheckpointMismatch(
+            f"{content.file}: holds {_in_words(saved)}; here is {_in_words(part.sizes)}; needs a mesh with the same "
+            "sizes of these axes, given as mesh= (dp and cp may differ)"
+        )
+    if not part.sizes:
+        return content
+    text = part.everywhere(lambda: on_rank_0(part.comm, lambda: index.read_text(content.path / part.name)))
+    return together(part.whole, lambda: _part_in(content, part.name, text))
+
+
+def refuse_parts(content: Index, what: str) -> None:
+    """Raises CheckpointError for a checkpoint whose tensors are parts."""
+    if "parts" in content.about:
+        raise CheckpointError(
+            f"{content.file}: holds {_in_words(content.about['mesh'])}, and how they join is not known; {what} needs a "
+            "checkpoint of a whole model"
+        )
+
+
+def _in_words(sizes: dict[str, int]) -> str:
+    shown = ", ".join(f"{axis}={sizes[axis]}" for axis in MODEL_AXES if axis in sizes)
+    return f"the parts of a model over {shown}" if shown else "a whole model"
+
+
+def _part_in(content: Index, name: str, text: str) -> Index:
+    path = content.path / name
+    if _sum(text) != content.about["parts"].get(name):
+        raise CheckpointError(f"{path / index.NAME}: is damaged, or of another checkpoint than {content.file}")
+    found = index.parse(path, text)
+    if "parts" in found.about:
+        raise CheckpointError(f"{found.file}: is not as the format has it: a part has parts")
+    return found
+
+
+def _sum(text: str) -> str:
+    return f"{checksum(text.encode()):08x}"
