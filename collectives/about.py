@@ -32,7 +32,7 @@ def about_mpi() -> dict[str, Any]:
 
 
 def cuda_aware() -> bool | None:
-    """Whether the library takes GPU memory; None if it does not tell: only some have MPIX_Query_cuda_support.
+    """Returns whether the library takes GPU memory; None if it does not tell: only some have MPIX_Query_cuda_support.
 
     Python loads extensions so that their symbols, and the library's, are none of the process's: they are asked by name.
     """

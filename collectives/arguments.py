@@ -32,7 +32,7 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def elements(name: str, shape: Any) -> int:
-    """How many elements an array of this shape has."""
+    """The number of elements of an array of this shape."""
     try:
         sizes = [shape] if isinstance(shape, int) else list(shape)
     except TypeError:

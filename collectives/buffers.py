@@ -43,7 +43,7 @@ class DType:
 
     @cached_property
     def widened(self) -> bool:
-        """Whether reductions run in a wider type than the data's (fp16 and bf16 in fp32)."""
+        """Returns whether reductions run in a wider type than the data's (fp16 and bf16 in fp32)."""
         return self.accumulate != self.storage
 
     @property
@@ -88,11 +88,11 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Where the first byte lies."""
+        """The address of the first byte."""
         return address(self.flat)
 
     def unowned(self) -> Buffer:
-        """The same without keeping the memory alive."""
+        """A copy of this description that does not keep the memory alive."""
         return Buffer(unowned(self.address, self.size, self.flat.dtype), self.dtype)
 
     def part(self, start: int, stop: int) -> Buffer:
@@ -105,7 +105,7 @@ class Buffer:
         return start, start + self.flat.nbytes
 
     def as_torch(self) -> torch.Tensor:
-        """The same memory as a 1-D tensor of the element type."""
+        """Views the memory as a 1-D tensor of the element type."""
         if self.dtype.torch is None:
             raise ArgumentTypeError(f"torch has no {self.dtype.name}")
         bits = self.flat.view(np.int16) if self.dtype.name == "bfloat16" else self.flat
@@ -122,7 +122,7 @@ class DeviceBuffer(Buffer):
     device: int = 0
 
     def unowned(self) -> DeviceBuffer:
-        """The same without keeping the memory alive."""
+        """A copy of this description that does not keep the memory alive."""
         return DeviceBuffer(unowned(self.address, self.size, self.flat.dtype), self.dtype, None, self.device)
 
     def part(self, start: int, stop: int) -> DeviceBuffer:
@@ -134,30 +134,30 @@ class ArrayKind(Protocol):
     """Arrays in memory that is not the host's: how they are recognised, and seen as Buffers."""
 
     def is_one(self, array: Any) -> bool:
-        """Whether the array is of this kind."""
+        """Returns whether the array is of this kind."""
 
     def signature(self, array: Any) -> tuple[Any, ...] | None:
-        """See `signature`; None also for an array of another kind."""
+        """The array's `signature`; None also for an array of another kind."""
 
     def inspect(self, array: Any, name: str, *, writable: bool) -> Buffer:
-        """See `inspect`."""
+        """Describes the array, as `inspect` does."""
 
 
 _kinds: list[ArrayKind] = []
 
 
 def register(kind: ArrayKind) -> None:
-    """Has `inspect` and `signature` know arrays of another kind; once, as the module that knows them is imported."""
+    """Registers another kind of array for `inspect` and `signature`; once, as the module that knows it is imported."""
     _kinds.append(kind)
 
 
 def home(data: Buffer) -> str:
-    """Where its memory is, for errors and comparisons."""
+    """Names the memory of a buffer, for errors and comparisons."""
     return f"GPU {data.device}" if isinstance(data, DeviceBuffer) else "the host"
 
 
 def address(flat: np.ndarray[Any, Any]) -> int:
-    """Where an array's first byte lies."""
+    """The address of an array's first byte."""
     return MPI.Get_address(flat) if flat.size else flat.ctypes.data  # numpy's own way takes ten times as long
 
 
@@ -176,7 +176,7 @@ def copy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
 
 
 def signature(array: Any) -> tuple[Any, ...] | None:
-    """What `inspect` looks at, at a tenth of its cost: what has the same is the same memory, and is seen alike.
+    """The properties that `inspect` looks at, at a tenth of its cost: equal signatures mean the same memory and type.
 
     None where that cannot be told: look again.
     """
@@ -216,7 +216,7 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
 
 
 def _is_masked(array: np.ndarray[Any, Any]) -> bool:
-    """Whether the array has a mask; numpy.ma is not imported for it, as without it there is none."""
+    """Returns whether the array has a mask; numpy.ma is not imported for it, as without it there is none."""
     masked = sys.modules.get("numpy.ma")
     return masked is not None and isinstance(array, masked.MaskedArray)
 

@@ -39,7 +39,7 @@ class Item:
 
 
 def name(operation: str, number: int) -> str:
-    """What an array of a list is called in errors."""
+    """The name of an array of a list, for errors."""
     return f"{operation}: array {number} of the list"
 
 

@@ -149,7 +149,7 @@ class Communicator:
         return made
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
-        """What `make()` gives; if it raises on some rank, the first such rank's error is raised on all. Collective."""
+        """Returns `make()`; if it raises on some rank, the first such rank's error is raised on all. Collective."""
         made, error = None, None
         try:
             made = make()
@@ -164,7 +164,7 @@ class Communicator:
         return f"Communicator(rank={self.rank}, size={self.size})"
 
     def algorithms(self, operation: str) -> list[str]:
-        """What `algorithm=` may be for an operation here; not every one serves every dtype and operator."""
+        """The values of `algorithm=` for an operation here; not every one serves every dtype and operator."""
         if operation not in ALGORITHMS:
             raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
         return self._selection.names(operation)
@@ -575,12 +575,12 @@ class Communicator:
         return Pages(made[0], made[0].file) if made else Pages.private(size)
 
     def is_shared(self, array: Any) -> bool:
-        """Whether an array is from `shared`, and one memory for all ranks of the node indeed."""
+        """Returns whether an array is from `shared`, and one memory for all ranks of the node indeed."""
         return self._dispatch.is_shared(buffers.inspect(array, "is_shared", writable=False).address)
 
     @property
     def patient(self) -> bool:
-        """Whether this rank waits for the others as long as it takes, and none is called late for it. May be set."""
+        """Exempts the other ranks from the watchdog: this rank waits for them as long as it takes. May be set."""
         return self._patient
 
     @patient.setter
@@ -590,7 +590,7 @@ class Communicator:
             self._positions.leave()
 
     def before_end(self, task: Plain | None) -> None:
-        """Has `task` run before this rank waits for what is queued here for the last time: alike on every rank.
+        """Registers a task to run before the last wait for what is queued here; to be called on every rank.
 
         That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such
         task, which the other ranks are told of: they may still be in the middle of their program.

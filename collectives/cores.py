@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def usable() -> set[int]:
-    """By number: those that this thread may run on."""
+    """The numbers of the cores that this thread may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -29,7 +29,7 @@ def current() -> int:
 
 
 def stay_on(core: int) -> None:
-    """From here on this thread runs on that core alone, if the system can do that and lets it; -1: stays as it is."""
+    """Binds this thread to one core, if the system can do that and lets it; -1: leaves it as it is."""
     if core >= 0 and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {core})

@@ -51,22 +51,22 @@ class Place:
         return None
 
     def follow(self, streams: Collection[Stream | None]) -> None:
-        """What the current stream gets from now on runs after what these hold."""
+        """Makes the current stream wait for what these streams hold."""
 
     def lead(self, stream: Stream | None) -> None:
-        """What another stream gets from now on runs after what the current one holds."""
+        """Makes another stream wait for what the current one holds."""
 
     def settle(self) -> None:
         """Blocks the host until all that the current stream holds is done, so that other processes see it."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses memory that may have been allocated on another: freed, it goes to nobody before."""
+        """Records that the current stream uses the tensor's memory: if freed, it is not reused before."""
 
     def refuse_capture(self, what: str) -> None:
         """Raises ArgumentError while a CUDA graph is captured. what: that cannot be in one."""
 
     def is_one_for(self, comm: Communicator) -> bool:
-        """Whether all ranks have their memory in the same host, or on the same GPU. Collective."""
+        """Returns whether all ranks have their memory in the same host, or on the same GPU. Collective."""
         return comm.nodes == 1
 
     def alone(self, part: torch.Tensor) -> torch.Tensor:
@@ -90,11 +90,11 @@ class GpuPlace(Place):
         self._gpu = driver.open_device(index)
 
     def stream(self) -> Stream:
-        """See Place."""
+        """Implements `Place.stream`."""
         return self._gpu.torch_stream()
 
     def follow(self, streams: Collection[Stream | None]) -> None:
-        """See Place."""
+        """Implements `Place.follow`."""
         with self._gpu.current():
             current = self._gpu.torch_stream()
             for stream in streams:
@@ -102,23 +102,23 @@ class GpuPlace(Place):
                     current.wait(stream.record())
 
     def lead(self, stream: Stream | None) -> None:
-        """See Place."""
+        """Implements `Place.lead`."""
         with self._gpu.current():
             current = self._gpu.torch_stream()
             if stream is not None and stream != current:
                 stream.wait(current.record())
 
     def settle(self) -> None:
-        """See Place."""
+        """Implements `Place.settle`."""
         with self._gpu.current():
             self._gpu.torch_stream().record().wait()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """See Place."""
+        """Implements `Place.keep`."""
         self._gpu.keep(tensor)
 
     def refuse_capture(self, what: str) -> None:
-        """See Place."""
+        """Implements `Place.refuse_capture`."""
         with self._gpu.current():
             if self._gpu.torch_stream().is_capturing:
                 raise ArgumentError(
@@ -127,17 +127,17 @@ class GpuPlace(Place):
                 )
 
     def is_one_for(self, comm: Communicator) -> bool:
-        """See Place."""
+        """Implements `Place.is_one_for`."""
         return comm.nodes == 1 and len(set(comm.mpi.allgather(self._gpu.identity()))) == 1
 
     def alone(self, part: torch.Tensor) -> torch.Tensor:
-        """See Place."""
+        """Implements `Place.alone`."""
         with self._gpu.current():
             made: torch.Tensor = self._gpu.array(part.data_ptr(), tuple(part.shape), part.dtype, part)
         return made
 
     def copies(self) -> Copies:
-        """See Place."""
+        """Implements `Place.copies`."""
         return GpuCopies(self._gpu)
 
 
@@ -151,7 +151,7 @@ def place_at(device: Any) -> Place:
 
 
 def why_not() -> str:
-    """Why torch tensors on GPUs cannot be used here; empty if they can."""
+    """The reason why torch tensors on GPUs cannot be used here; empty if they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU" if torch.version.cuda else "this torch is built without CUDA"
     return driver.missing()

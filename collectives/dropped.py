@@ -31,7 +31,7 @@ Key = tuple[int, int]  # of a Communicator, the same on all its ranks: of its fi
 
 @dataclass
 class Left:
-    """What a Communicator leaves behind when it is dropped.
+    """The remains of a Communicator that was dropped.
 
     members: its ranks, by their numbers in the world, or MPI.UNDEFINED, with which it stays. comms: to be freed; more
     may be added as long as it lives.

@@ -22,7 +22,7 @@ def noted() -> int:
 
 
 def watch_sys_exit() -> None:
-    """Has `sys.exit`, called by the main thread, note its status from now on."""
+    """Notes the status of `sys.exit`, if the main thread calls it."""
     leave = sys.exit
     if getattr(leave, "_notes_status", False):
         return

@@ -57,7 +57,7 @@ def _become_child() -> None:
 
 @atexit.register
 def _end_without_mpi() -> None:
-    """In a child, ends the process before Python comes to MPI_Finalize."""
+    """Ends a forked child before Python comes to MPI_Finalize."""
     if not is_forked():
         return
     for stream in (sys.stdout, sys.stderr):

@@ -76,7 +76,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round costs: chunks copied locally, and messages."""
+    """The cost of a round: chunks copied locally, and messages."""
 
     copied: int
     sends: tuple[Send, ...]
@@ -125,7 +125,7 @@ class Layout:
         ]
 
     def _symmetry(self) -> tuple[_Move, list[_Form]] | None:
-        """How programs move along, and those of the ranks that are followed; None where they do not."""
+        """The shift by which programs repeat, and those of the ranks that are followed; None if they do not."""
         ranks, unit = self.schedule.ranks, self._unit
         if ranks % unit or ranks == unit:
             return None

@@ -1,4 +1,4 @@
-"""How n elements are cut over p ranks."""
+"""Partitions of n elements over p ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How one rank's arrays of an all_to_all are cut: elements to and from each rank.
+    """The cut of one rank's arrays of an all_to_all: elements to and from each rank.
 
     alike: whether all ranks cut into parts of one size, and all ranks know that they do.
     """
@@ -19,7 +19,7 @@ class Splits:
 
 
 def even_counts(size: int, ranks: int) -> list[int]:
-    """As evenly as possible: the first `size % ranks` ranks have one element more than the others."""
+    """Cuts as evenly as possible: the first `size % ranks` ranks have one element more than the others."""
     share, rest = divmod(size, ranks)
     return [share + (rank < rest) for rank in range(ranks)]
 

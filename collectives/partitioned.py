@@ -19,7 +19,7 @@ from .progress import Work
 
 
 class PartitionedAllReduce:
-    """From `Communicator.partitioned_all_reduce`.
+    """An all_reduce of arrays that are handed in one by one; from `Communicator.partitioned_all_reduce`.
 
     begin: starts the all_reduce of one array. reduction: None: each array is an operation of its own, by `begin`.
     next_number: of the communicator's next operation. complete: issues `reduction`.
@@ -39,7 +39,7 @@ class PartitionedAllReduce:
 
     @property
     def waits(self) -> bool:
-        """Whether nobody reduces before a rank waits."""
+        """Returns whether no rank reduces before it waits."""
         return self._reduction is not None
 
     def hand_in(self, part: Any) -> None:
@@ -69,7 +69,7 @@ class PartitionedAllReduce:
                 work.wait()
 
     def abandon(self) -> None:
-        """What was handed in is waited for on no rank; this object is of no more use, but another one can be made."""
+        """Abandons what was handed in, for which no rank waits; this object cannot be used again."""
         self._works, self._parts = [], []
         if self._reduction is not None:
             self._reduction.withdraw()

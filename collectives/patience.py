@@ -38,7 +38,7 @@ def run_beside(hurried: Callable[[], bool], *, naps: bool) -> None:
 
 
 def in_a_hurry() -> bool:
-    """Whether the program waits for what this thread does: always, in its own."""
+    """Returns whether the program waits for what this thread does: always, in its own."""
     return _local.hurried()
 
 

@@ -1,4 +1,4 @@
-"""Where each rank of a node is: a page in its shared memory on which every rank writes what it is in.
+"""The positions of a node's ranks: a page of shared memory on which every rank writes the operation that it is in.
 
 It can be read at any time and without any rank's help, also while a rank is stuck; the watchdog does.
 
@@ -58,7 +58,7 @@ NO_WORDS = bytes(_WORDS)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is: in (or, if not inside, after) the collective of that number, and maybe in a message, too.
+    """The position of a rank: in (or, if not inside, after) the collective of that number, and maybe in a message, too.
 
     queued: it runs in the progress thread, and the program may go on meanwhile. failed: it was left by an exception.
     detail: what it works with, which must fit on all ranks, in words that follow the operation; may be empty.
@@ -85,7 +85,7 @@ class Position:
 
     @property
     def place(self) -> str:
-        """In words that follow "is" or "was"."""
+        """Describes the position, in words that follow "is" or "was"."""
         if self.message:
             return f"in {self.message} {'to' if self.message == 'send' else 'from'} rank {self.peer}"
         if not self.number:
@@ -132,7 +132,7 @@ class Positions:
 
     @property
     def shared(self) -> bool:
-        """Whether the node's ranks see each other's."""
+        """Returns whether the node's ranks see each other's."""
         return not isinstance(self._memory, bytearray)
 
     def beat(self) -> None:
@@ -158,7 +158,7 @@ class Positions:
         self._entered.wait_for_all(number)
 
     def has_come(self, rank: int) -> bool:
-        """Whether that rank of the node has come to the operation that this one is in, or past it."""
+        """Returns whether that rank of the node has come to the operation that this one is in, or past it."""
         return self._entered.of(rank) >= self._collective[0]
 
     def end(self, status: int = 0) -> None:
@@ -187,11 +187,11 @@ class Positions:
             own[2] = 0
 
     def own(self) -> Position:
-        """Where this rank is."""
+        """The position of this rank."""
         return self._read(self._memory, self.rank, self.ranks)
 
     def all(self) -> list[Position]:
-        """Where each rank of the node is."""
+        """The positions of the node's ranks."""
         return [self._read(self._memory, rank, self.ranks) for rank in range(self.ranks)]
 
     def snapshot(self) -> bytes:
@@ -200,7 +200,7 @@ class Positions:
 
     @classmethod
     def decode(cls, snapshot: bytes) -> list[Position]:
-        """What `snapshot` gave on another node."""
+        """Decodes what `snapshot` gave on another node."""
         ranks = len(snapshot) // cls.nbytes_seen(1)
         return [cls._read(snapshot, rank, ranks) for rank in range(ranks)]
 
@@ -227,7 +227,7 @@ class Positions:
 
 
 def words(text: str) -> bytes:
-    """What a rank writes of its operation, cut to the room that there is."""
+    """The words that a rank writes of its operation, cut to the room that there is."""
     return text.encode()[:_WORDS].ljust(_WORDS, b"\0")
 
 

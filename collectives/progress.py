@@ -40,7 +40,7 @@ class Work:
         self._hurry = hurry
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not; never blocks."""
+        """Returns whether the operation has ended, well or not; never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -106,7 +106,7 @@ class Progress:
             self._waiters += more
 
     def take_turn(self) -> bool:
-        """Whether the caller may run its operation now, because nothing is before it; then `end_turn` must follow."""
+        """Takes the turn if nothing is before the caller, who may then run its operation; `end_turn` must follow."""
         return not self._queue and self._turn.acquire(blocking=False)
 
     def end_turn(self) -> None:

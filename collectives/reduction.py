@@ -59,12 +59,12 @@ class Reduction:
 
     @property
     def averages(self) -> bool:
-        """Whether what is accumulated is divided in the end."""
+        """Returns whether what is accumulated is divided in the end."""
         return self.name == "avg" and not self.partial
 
     @property
     def premultiplied(self) -> bool:
-        """Whether contributions are not added as they are."""
+        """Returns whether contributions are not added as they are."""
         return self.name == "premul_sum"
 
     def pair(self, first: Array, second: Array, out: Array) -> None:
@@ -151,7 +151,7 @@ class Reduction:
         factors: Sequence[float],
         blocks: Scratch,
     ) -> list[Call]:
-        """The same in fp32; torch's kernels convert, as numpy's know no bf16 and are slow on fp16."""
+        """The calls that compute in fp32; torch's kernels convert, as numpy's know no bf16 and are slow on fp16."""
         sources = [Buffer(a, dtype).as_torch() for a in inputs]
         target = Buffer(outputs[0], _WIDE if self.partial else dtype).as_torch()
         size = _WIDE_BLOCK_BYTES // 4
@@ -221,12 +221,12 @@ def check(op: Any, dtype: DType) -> Reduction:
 
 @lru_cache
 def partial_of(op: Reduction) -> Reduction:
-    """The same as a part of a larger reduction; see Reduction."""
+    """The operator for a part of a larger reduction; see Reduction."""
     return Reduction(op.name, op.factor, partial=True)
 
 
 def rest_of(op: Reduction) -> Reduction:
-    """What is left to do with the results of the partial one, in the accumulating dtype."""
+    """The operator that is left for the results of the partial one, in the accumulating dtype."""
     return _check("sum", _WIDE) if op.name in ("avg", "premul_sum") else op
 
 

@@ -38,7 +38,7 @@ from functools import lru_cache
 
 
 class Kind(Enum):
-    """What a step does."""
+    """The kind of a step."""
 
     SEND = "send"
     RECV = "recv"
@@ -48,7 +48,7 @@ class Kind(Enum):
 
 
 class Place(Enum):
-    """Which of a rank's three buffers a step touches."""
+    """One of a rank's three buffers, which a step touches."""
 
     IN = "in"
     WORK = "work"

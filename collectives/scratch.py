@@ -17,7 +17,7 @@ class Scratch:
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def take(self, purpose: str, nbytes: int) -> Array:
-        """At least `nbytes` of memory, as uint8."""
+        """Returns at least `nbytes` of memory, as uint8."""
         array = self.arrays.get(purpose)
         if array is None or array.size < nbytes:
             array = self.arrays[purpose] = np.empty(nbytes, np.uint8)

@@ -29,7 +29,7 @@ Cells = list[int | None]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank does in a schedule: rounds with messages, messages sent, chunks sent."""
+    """The traffic of a rank in a schedule: rounds with messages, messages sent, chunks sent."""
 
     rounds: int
     messages: int
@@ -55,7 +55,7 @@ def verify(schedule: Schedule, in_place: bool = False) -> None:
 
 
 class _Values:
-    """What a chunk holds, as an integer; None where nothing was written yet."""
+    """The value of each chunk, as an integer; None where nothing was written yet."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -278,7 +278,7 @@ def _given(schedule: Schedule, rank: int) -> dict[int, int]:
 
 
 def _wanted(schedule: Schedule, rank: int, values: _Values) -> dict[int, int]:
-    """What each rank's out must hold at the end."""
+    """The values that each rank's out must hold at the end."""
     every, part = range(schedule.chunks), _part(schedule, rank)
     at_root = every if rank == schedule.root else range(0)
     match schedule.operation:

@@ -1,4 +1,4 @@
-"""How collectives are timed, for the benchmarks and the tuner."""
+"""Timing of collectives, for the benchmarks and the tuner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
         """Before the ranks meet for a call."""
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """How long a call takes."""
+        """Times a call."""
         start = time.perf_counter()
         call()
         return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""The ranks that share a node."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def calls(comm: Communicator, operation: str, nbytes: int) -> dict[str, Callable
 
 
 def table(measured: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[int | None, str]]:
-    """From (bytes, seconds by algorithm), ascending, to (bytes up to which, algorithm); the last is without limit.
+    """Converts (bytes, seconds by algorithm), ascending, to (bytes up to which, algorithm); the last has no limit.
 
     One algorithm gives way to another half-way between two sizes, on a logarithmic scale.
     """

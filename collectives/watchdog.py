@@ -80,7 +80,7 @@ class _Seen:
             self.heard = now
 
     def forgive(self, seconds: float) -> None:
-        """That long nobody looked."""
+        """Extends the limit by seconds in which the watchdog did not run."""
         self.collective, self.message, self.heard = (t + seconds for t in (self.collective, self.message, self.heard))
 
     def waited(self, now: float) -> tuple[float, bool]:
@@ -92,7 +92,7 @@ class _Seen:
 
 @dataclass(eq=False)
 class Guard:
-    """What the watchdog knows of one group.
+    """The watchdog's view of one group.
 
     messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes. positions: of
     this node's ranks. ranks: the group's number of each of them. world: the number in the world of each rank of the
@@ -122,12 +122,12 @@ class Guard:
 
     @property
     def sees_all(self) -> bool:
-        """Whether all ranks' positions are on the page."""
+        """Returns whether all ranks' positions are on the page."""
         return len(self.ranks) == self.messages.size
 
     @property
     def closed(self) -> bool:
-        """Whether it looks no more."""
+        """Returns whether it looks no more."""
         return self._closed
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class Guard:
         _abort(next((there.status for there in known.values() if there.status), 1))
 
     def _named(self, there: Position) -> Position:
-        """With the peer's number in the world."""
+        """Returns the position with the peer's number in the world."""
         return replace(there, peer=self.world[there.peer]) if there.message else there
 
     def _ask(self) -> None:
@@ -256,7 +256,7 @@ class Guard:
 
 
 def _comes_first(there: Position, mine: Position) -> bool:
-    """Whether a rank waits for the same, or in an operation before it, which some can leave earlier than others."""
+    """Returns whether a rank waits in the same operation, or in an earlier one, which some can leave before others."""
     if not mine.inside:
         return replace(there, inside=False) == mine
     return there.inside and there.number <= mine.number
@@ -277,7 +277,7 @@ def report(
     known: dict[int, Position],
     silent: dict[int, float],
 ) -> str:
-    """What the rank that waits says: the operation, who has arrived and who has not and what these are in.
+    """Writes the report of a rank that waits: the operation, who has arrived, and where the others are.
 
     ranks: of the communicator, by their numbers in the world, as all are. world: how many ranks it has. silent: ranks
     whose beat has ceased, and for how many seconds.

@@ -1,4 +1,4 @@
-"""Shows whoever started the job who its ranks are and where they are, for when none of them is left to say it.
+"""Shows the launcher the ranks of its job and their positions, for when none of them is left to say it.
 
 A rank that is killed takes the others with it within milliseconds, as the launcher ends them, and what they were in is
 on a page of memory that goes with the last of them. So the first rank of each group on a node sends the page's
@@ -71,7 +71,7 @@ class _Page:
     file: int
 
     def positions(self) -> dict[int, Position]:
-        """By numbers in the world, also of peers. Empty where the file is not such a page."""
+        """The positions by numbers in the world, also of peers. Empty if the file is not such a page."""
         try:
             found = Positions.decode(os.pread(self.file, Positions.nbytes_seen(len(self.members)), 0))
             return {
@@ -118,7 +118,7 @@ class Witness:
         return page is not None
 
     def groups(self) -> list[dict[int, Position]]:
-        """Where the ranks of this node are, or were at their end: of each group, by their numbers in the world."""
+        """The positions of this node's ranks, or their last ones: of each group, by their numbers in the world."""
         return [group for page in self._pages if (group := page.positions())]
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no bucket follows in this backward pass."""
+        """Returns whether no bucket follows in this backward pass."""
         return self._last
 
     def buffer(self) -> torch.Tensor:
@@ -159,7 +159,7 @@ def check(given: Any) -> None:
 
 
 def _is_class(annotation: Any) -> bool:
-    """Whether an annotation says of which class a value is."""
+    """Returns whether an annotation says of which class a value is."""
     return isinstance(annotation, type) and annotation not in (Any, object)
 
 

@@ -22,7 +22,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Trial:
-    """What trial steps have shown.
+    """The findings of trial steps.
 
     wholes: a step on a parameter is not one on its parts. together: it depends on other parameters too, or on random
     numbers. sequential: on one parameter after another it is the same as on all at once. noted: settings of its groups
@@ -51,7 +51,7 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
     sequential = True
 
     def run(group: Mapping[str, Any], *starts: torch.Tensor, one_by_one: bool = False) -> torch.Tensor:
-        """What some steps change in parameters that begin with these."""
+        """Returns what some steps change in parameters that begin with these values."""
         nonlocal failed, sequential, wholes
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(start.clone()) for start in starts]

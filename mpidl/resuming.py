@@ -1,4 +1,4 @@
-"""What programs that save checkpoints have in common: options, where to go on, when to save, when to stop.
+"""The common part of programs that save checkpoints: options, where to go on, when to save, when to stop.
 
     add_options(parser)                                  --checkpoint-dir --save-every --keep-last --resume --on-nan
     kept = Checkpoints(comm, options, stop, training, settings_of(options, "lr steps seed"))
@@ -34,7 +34,7 @@ _PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of checkpoints and of NonfiniteGuard."""
+    """Adds the options of checkpoints and of NonfiniteGuard."""
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and at the end")
     kept.add_argument("--save-every", type=at_least(1), metavar="N", help="steps")
@@ -62,20 +62,20 @@ def check_options(comm: Communicator, options: argparse.Namespace) -> None:
 
 
 def settings_of(options: argparse.Namespace, names: str, **more: Any) -> dict[str, Any]:
-    """What another training would differ in, to be kept in checkpoints; not how the ranks share it."""
+    """The settings that make a training what it is, to be kept in checkpoints; not how the ranks share it."""
     settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names.split()}
     return settings | {name.replace("_", " "): value for name, value in more.items()}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In which settings they differ; empty if in none. Checkpoints of earlier versions have fewer, or none."""
+    """The settings in which they differ; empty if in none. Checkpoints of earlier versions have fewer, or none."""
     return ", ".join(
         f"{name} {saved[name]}, now {now[name]}" for name in now if saved.get(name, now[name]) != now[name]
     )
 
 
 def in_one_line(comm: Communicator, action: Callable[[], Result]) -> Result:
-    """What `action()` returns; settings or a checkpoint that do not work end all ranks with one line. Collective."""
+    """Returns `action()`; settings or a checkpoint that do not work end all ranks with one line. Collective."""
 
     def act() -> Result:
         try:
@@ -142,7 +142,7 @@ class Checkpoints:
             self._stop.exit(f"after step {done}{what}")
 
     def _load(self) -> Loaded | None:
-        """What there was to go on from, if anything; with --resume auto the newest that turns out undamaged."""
+        """Loads the checkpoint to go on from, if any; with --resume auto the newest that turns out undamaged."""
         said: list[str] = []
         failed: list[Path] = []
         while True:
@@ -159,7 +159,7 @@ class Checkpoints:
                 self._say(f"passed over: {error}")
 
     def _find(self, said: list[str], failed: Collection[Path]) -> Path | None:
-        """Where to go on, if anywhere, on rank 0. said: what was passed over; it grows. failed: not to be taken."""
+        """Finds the checkpoint to go on from, on rank 0. said: what was passed over; it grows. failed: not to take."""
         folder, resume = self._options.checkpoint_dir, self._options.resume
         if resume == "never":
             if folder and (former := checkpoint.named(folder)):

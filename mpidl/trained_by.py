@@ -1,4 +1,4 @@
-"""Which ZeroOptimizer trains a parameter: a note on each that it has cut over the ranks.
+"""The ZeroOptimizer that trains a parameter: a note on each that it has cut over the ranks.
 
 The values and gradients of such a parameter are the optimizer's own affair, under whatever module it lies. Whoever
 would wrap it, clip or look at its gradient, compare or save it asks here first.
@@ -18,7 +18,7 @@ _NOTE = "_mpidl_trained_by"
 
 
 class Trainer:
-    """A ZeroOptimizer, as noted on its parameters. A pickled parameter is nobody's."""
+    """A ZeroOptimizer, as noted on its parameters. A pickled parameter has none."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._where = weakref.ref(optimizer)
@@ -33,24 +33,24 @@ class Trainer:
 
 
 def claim(parameter: torch.nn.Parameter, trainer: Trainer) -> None:
-    """From now on the parameter is this one's."""
+    """Notes that this ZeroOptimizer trains the parameter."""
     setattr(parameter, _NOTE, trainer)
 
 
 def release(parameter: torch.nn.Parameter) -> None:
-    """From now on it is nobody's."""
+    """Notes that no ZeroOptimizer trains the parameter."""
     if hasattr(parameter, _NOTE):
         delattr(parameter, _NOTE)
 
 
 def trainer_of(parameter: torch.Tensor) -> Trainer | None:
-    """Who has claimed a parameter."""
+    """The ZeroOptimizer that trains a parameter."""
     found = getattr(parameter, _NOTE, None)
     return found if isinstance(found, Trainer) else None
 
 
 def trainer_of_model(model: torch.nn.Module) -> Trainer | None:
-    """Who trains the model; None for a part of another model that is trained, or for one that only contains it."""
+    """The ZeroOptimizer of the model; None for a part of another model that is trained, or for one that contains it."""
     _, trainer = _first_claimed(model)
     if trainer is not None and trainer.optimizer is not None and trainer.optimizer.model is not model:
         return None

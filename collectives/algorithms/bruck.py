@@ -31,7 +31,7 @@ def _runs(start: int, length: int, ranks: int) -> Iterator[Chunks]:
 
 
 def gather_rounds(rank: int, ranks: int) -> list[Round]:
-    """From each rank's own chunk of out to all chunks on all ranks."""
+    """Gathers the ranks' chunks: from each rank's own chunk of out to all chunks on all ranks."""
     rounds: list[Round] = []
     held = 1
     while held < ranks:

@@ -109,7 +109,7 @@ def _rounds(rank: int, ranks: int, root: int, cut: int, *, up: bool, down: bool)
 
 
 def broadcast(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
-    """From the root's out to everyone's. cut: pieces of each half."""
+    """Broadcasts the root's out to every rank's. cut: pieces of each half."""
     return Schedule(
         "double_tree",
         "broadcast",

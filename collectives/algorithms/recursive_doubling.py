@@ -37,7 +37,7 @@ def all_reduce(ranks: int) -> Schedule:
 
 
 def gather_rounds(rank: int, ranks: int) -> list[Round]:
-    """From each rank's own chunk of out to all chunks on all ranks; in log2 p rounds, rounded up."""
+    """Gathers each rank's own chunk of out on all ranks; in log2 p rounds, rounded up."""
     if ranks & ranks - 1:
         return bruck.gather_rounds(rank, ranks)
     rounds: list[Round] = []

@@ -18,7 +18,7 @@ from ..schedule import Chunks, Place, Round, Schedule, chunk, copy, finish, recv
 
 
 def _span(v: int, ranks: int) -> int:
-    """How far the subtree of v reaches: its lowest set bit; for the root the power of two that covers all."""
+    """The span of the subtree of v, in ranks: its lowest set bit; for the root the power of two that covers all."""
     return v & -v if v else 1 << (ranks - 1).bit_length()
 
 
@@ -51,7 +51,7 @@ def _broadcast_rounds(rank: int, ranks: int, root: int) -> list[Round]:
 
 
 def broadcast(ranks: int, root: int = 0) -> Schedule:
-    """From the root's out to everyone's, in log2 p rounds."""
+    """Broadcasts the root's out to every rank's, in log2 p rounds."""
     return Schedule("tree", "broadcast", ranks, 1, lambda rank: _broadcast_rounds(rank, ranks, root), root)
 
 

@@ -53,19 +53,19 @@ class Backend:
     shares_memory = False
 
     def serves(self, operation: str) -> bool:
-        """Whether it has the operation."""
+        """Returns whether it has the operation."""
         return getattr(type(self), operation) is not getattr(Backend, operation)
 
     def reduces(self, dtype: DType, op: Reduction) -> bool:
-        """Whether it has the operator on the element type."""
+        """Returns whether it has the operator on the element type."""
         return True
 
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
-        """Whether "auto" may take it for what it serves. even: whether all ranks have as many elements."""
+        """Returns whether "auto" may take it for what it serves. even: whether all ranks have as many elements."""
         return op is None or self.reduces(dtype, op)
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
-        """In place on every rank; bitwise equal on all of them."""
+        """Reduces x in place on every rank; bitwise equal on all of them."""
         raise NotImplementedError
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
@@ -80,7 +80,7 @@ class Backend:
         raise NotImplementedError
 
     def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
-        """In place on the root."""
+        """Reduces x in place on the root."""
         raise NotImplementedError
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
@@ -92,7 +92,7 @@ class Backend:
         raise NotImplementedError
 
     def broadcast(self, x: Buffer, root: int) -> Call:
-        """From the root to all."""
+        """Broadcasts the root's x to all ranks."""
         raise NotImplementedError
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:

@@ -1,4 +1,4 @@
-"""With MPIDL_DEBUG=1: before an operation the ranks compare what they are about to do.
+"""Compares the ranks' arguments before each operation, with MPIDL_DEBUG=1.
 
 Where that differs the same MismatchError comes on all of them, and nothing is sent that nobody takes. It costs a
 message round more for each operation. What one rank alone can see is checked always, by `arguments`.
@@ -27,12 +27,12 @@ DEBUG = "MPIDL_DEBUG"
 
 
 def is_debugging() -> bool:
-    """Whether the environment asks for checks."""
+    """Returns whether the environment asks for checks."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
 
 
 class Signature(NamedTuple):
-    """What a rank is about to do, in words that can be compared."""
+    """The operation that a rank is about to run, in words that can be compared."""
 
     number: int
     operation: str
@@ -50,14 +50,14 @@ class CheckedDispatch(Dispatch):
         super().__init__(comm, place, made)
 
     def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Call | Task:
-        """See Dispatch; what the host does of a Task is compared once more, part by part."""
+        """Implements `Dispatch.prepare`; what the host does of a Task is compared once more, part by part."""
         made = super().prepare(operation, algorithm, *arguments)
         if isinstance(made, Task):
             return made.after(partial(self.announce, operation, _words_on_gpu(operation, algorithm, arguments)))
         return made
 
     def call(self, operation: str, algorithm: str, arguments: Sequence[Any]) -> Call:
-        """See Dispatch."""
+        """Implements `Dispatch.call`."""
         call = super().call(operation, algorithm, arguments)
         words = _words(operation, algorithm, arguments)
         splits = [given for given in arguments if isinstance(given, Splits)]
@@ -71,7 +71,7 @@ class CheckedDispatch(Dispatch):
         return checked
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> None:
-        """See Dispatch; one by one, so that each is compared."""
+        """Implements `Dispatch.partitioned`; one by one, so that each is compared."""
         self.announce("partitioned_all_reduce", f" {op.name} of {len(parts)} arrays")
 
     def announce(self, operation: str, what: str = "") -> None:
@@ -94,7 +94,7 @@ class CheckedDispatch(Dispatch):
 
 
 def _words(operation: str, algorithm: str, arguments: Sequence[Any]) -> str:
-    """What must be the same on all ranks, in words: " sum of 4 float32 to root 1 by ring"."""
+    """Describes what must be the same on all ranks: " sum of 4 float32 to root 1 by ring"."""
     arrays = [given for given in arguments if isinstance(given, Buffer)]
     if not arrays:
         return ""
@@ -112,7 +112,7 @@ def _words(operation: str, algorithm: str, arguments: Sequence[Any]) -> str:
 
 
 def _words_on_gpu(operation: str, algorithm: str, arguments: Sequence[Any]) -> str:
-    """The same for an operation on GPU memory: " of 4 float32 on a GPU with sum by auto"."""
+    """Describes an operation on GPU memory: " of 4 float32 on a GPU with sum by auto"."""
     data = next(given for given in arguments if isinstance(given, DeviceBuffer))
     elements = f"{data.size} " if operation in ("all_reduce", "reduce", "broadcast") else ""
     others = [given.name if isinstance(given, Reduction) else given for given in arguments]

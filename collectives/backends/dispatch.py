@@ -191,7 +191,7 @@ class Dispatch:
         return self.gpu.group(index)
 
     def takes_addresses(self, other: int) -> bool:
-        """Whether messages to and from that rank may be of GPU memory; see GpuBackend."""
+        """Returns whether messages to and from that rank may be of GPU memory; see GpuBackend."""
         return self._gpu is not None and self._gpu.takes_addresses(other)
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class Dispatch:
         return memory
 
     def allocate_on_gpu(self, index: int, nbytes: int, dtype: DType, *, shared: bool) -> DeviceMemory:
-        """The same on a GPU; see GpuGroup."""
+        """Allocates memory on a GPU; see GpuGroup."""
         self.announce("shared" if shared else "empty", f" of {dtype.name} on a GPU")
         memory = self.gpus(index).allocate(nbytes, shared=shared)
         if not memory.stride:
@@ -241,7 +241,7 @@ class Dispatch:
         return memory
 
     def is_shared(self, address: int) -> bool:
-        """Whether an array at this address lies in memory of this group that is the same for all ranks of the node."""
+        """Returns whether this address lies in memory of this group that is the same for all ranks of the node."""
         if not is_one_for_all(address):
             return False
         if self._gpu is not None and self._gpu.is_shared(address):

@@ -41,7 +41,7 @@ class Library(Backend):
         return cls(resources.comm)
 
     def reduces(self, dtype: DType, op: Reduction) -> bool:
-        """Whether MPI knows the element type, and has the operator."""
+        """Returns whether MPI knows the element type, and has the operator."""
         return not dtype.widened and not op.premultiplied
 
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:

@@ -25,7 +25,7 @@ class ScheduleBackend(Backend):
         self._rank, self._size = resources.comm.Get_rank(), resources.comm.Get_size()
 
     def serves(self, operation: str) -> bool:
-        """Whether there is such a schedule."""
+        """Returns whether there is such a schedule."""
         return self.name in ALGORITHMS.get(operation, ())
 
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:

@@ -51,7 +51,7 @@ _DEFAULTS: dict[str | None, dict[str, Table]] = {"symmetric": _NODE, "hierarchic
 
 
 def tuning_path() -> Path:
-    """Where the measured tables are read from and written to."""
+    """The path of the file with the measured tables."""
     given = os.environ.get(TUNING)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(given) if given else Path(base) / "mpidl" / "tuning.json"
@@ -85,7 +85,7 @@ class Selection:
         self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, tables))
 
     def names(self, operation: str) -> list[str]:
-        """What `algorithm=` may be."""
+        """The values that `algorithm=` may have."""
         return ["auto", *_serving(self._backends, operation)]
 
 

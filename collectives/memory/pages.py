@@ -39,7 +39,7 @@ class Pages:
 
     @property
     def shared(self) -> bool:
-        """Whether other processes have the same memory."""
+        """Returns whether other processes have the same memory."""
         return self._file >= 0
 
     @property
@@ -59,7 +59,7 @@ class Pages:
         return torch.frombuffer(view, dtype=dtype)
 
     def claim(self) -> bool:
-        """Whether no other process that shares the memory has called this yet, and is still there."""
+        """Returns whether no other process that shares the memory has called this yet, and is still there."""
         if self._file < 0:
             return True
         try:

@@ -83,7 +83,7 @@ def _forget_one_for_all(span: tuple[int, int]) -> None:
 
 
 def is_one_for_all(place: int) -> bool:
-    """Whether an array at this address is the same memory on other ranks."""
+    """Returns whether an array at this address is the same memory on other ranks."""
     for start, stop in _one_for_all:  # noqa: SIM110, every operation asks, and a loop is faster
         if start <= place < stop:
             return True
@@ -91,7 +91,7 @@ def is_one_for_all(place: int) -> bool:
 
 
 def directories() -> Iterator[str]:
-    """Where to make the files: memory if it has room, else a disk's page cache. As many on every rank."""
+    """The directories for the files: memory if it has room, else a disk's page cache. As many on every rank."""
     yield os.environ.get(DIRECTORY) or _USUAL
     try:
         yield tempfile.gettempdir()
@@ -206,7 +206,7 @@ class Allocator:
         return files[0]
 
     def _together(self, step: Callable[[], Made]) -> Made:
-        """What `step()` returns. Raises the same OSError on all ranks if it raises one on any of them. Collective."""
+        """Returns `step()`. Raises the same OSError on all ranks if it raises one on any of them. Collective."""
         code = 0
         try:
             made = step()
@@ -251,7 +251,7 @@ def _size(nbytes: int) -> str:
 
 
 def _explained(directory: str, error: OSError) -> str:
-    """What has run out in a directory for shared memory, and what to do about it."""
+    """Explains an error in a directory for shared memory: what has run out, and what to do about it."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return (
             "a rank of the node has as many files open as it may; Communicators and symmetric arrays hold some: close "

@@ -99,6 +99,6 @@ class _Run:
 
 
 def _inside_checkpoint() -> bool:
-    """Whether what autograd saves now is not kept: within the forward pass of a checkpoint, or its second run."""
+    """Returns whether autograd keeps nothing that it saves now: in a checkpoint's forward pass, or its second run."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == torch_checkpoint.__module__

@@ -1,4 +1,4 @@
-"""Which sequences of a text a rank trains on.
+"""The sequences of a text that a rank trains on.
 
 The global batch of a step is some sequences at random places, which depend on the seed and the step alone.
 Rank r takes the r-th share of it, micro-step by micro-step, so that the same global batch is trained on

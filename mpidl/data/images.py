@@ -55,7 +55,7 @@ class Digits(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return len(self.labels)
 
     def set_epoch(self, epoch: int) -> None:
-        """As ImageFolder has it; nothing is random here."""
+        """Does nothing, as nothing is random here; ImageFolder has the method, too."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.images[index], int(self.labels[index])
@@ -162,7 +162,7 @@ def _pillow() -> Any:
 
 
 def image_folders(path: str | Path, size: int, seed: int = 0) -> tuple[ImageFolder, ImageFolder]:
-    """What to train on and what to validate with: path/train and path/val, or nine and one tenths of path itself."""
+    """The images to train on and to validate with: path/train and path/val, or nine and one tenths of path itself."""
     folder = Path(path)
     inner = folder / "train", folder / "val"
     if all(part.is_dir() for part in inner):

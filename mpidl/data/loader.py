@@ -136,7 +136,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._counted.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the ranks have come, to be loaded on any number of ranks: DistributedSampler.state_dict.
+        """The ranks' position, to be loaded on any number of ranks: DistributedSampler.state_dict.
 
         Alike on every rank if all have been handed equally many batches. Raises ConfigurationError if another sampler
         chooses the samples.
@@ -157,7 +157,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._thread = None
 
     def _seed_of_pass(self) -> int:
-        """Of the pass that begins now; depends on nothing that was drawn before."""
+        """The seed of the pass that begins now; depends on nothing that was drawn before."""
         sampler = self._counted
         begins = (self._seed, self._epoch, 0) if sampler is None else (sampler.seed, sampler.epoch, sampler.begin)
         self._repeated = self._repeated + 1 if begins == self._began else 0

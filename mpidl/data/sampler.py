@@ -1,4 +1,4 @@
-"""Which samples of a dataset a rank trains on, and where an interrupted epoch goes on.
+"""The samples of a dataset that a rank trains on, and the place where an interrupted epoch goes on.
 
     order of an epoch    7 2 9 0 5 3 8 1 6 4     from seed + epoch, the same on every rank
     over 2 ranks         0 1 0 1 0 1 0 1 0 1     whose sample each is

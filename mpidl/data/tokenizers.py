@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
         """Integers [tokens], of as few bytes as the vocabulary needs."""
 
     def decode(self, tokens: list[int]) -> str:
-        """What cannot be decoded becomes U+FFFD."""
+        """Decodes tokens; what cannot be decoded becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -79,7 +79,7 @@ class MarkedTokenizer:
         self.vocab_size = text.vocab_size + len(self.names)
 
     def encode(self, text: str) -> Tokens:
-        """As the tokenizer that it has, without marks."""
+        """Encodes without marks, as the tokenizer that it has."""
         return self._text.encode(text)
 
     def enclose(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ def environment_without_rank() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker does first: see that it ends with its rank, then the user's function."""
+    """The first call in a worker: makes it end with its rank, then calls the user's function."""
 
     given: Callable[[int], Any] | None
 
@@ -119,7 +119,7 @@ def _server() -> int | None:
 
 
 def _inherited_server() -> bool:
-    """Whether a fork server was started with an environment that is not known to be a worker's."""
+    """Returns whether a fork server was started with an environment that is not known to be a worker's."""
     pid = _server()
     if pid is None:
         return False

@@ -1,4 +1,4 @@
-"""Where gradient buckets lie: side by side in one array of symmetric memory a dtype, which outlives a new order.
+"""Memory of gradient buckets: one array of symmetric memory for each dtype, which outlives a new order.
 
 arena of fp32    [ bucket 0: g9 g8 .. | bucket 1: g7 g6 g5 .. | ... ]      each bucket begins with a cache line
 """

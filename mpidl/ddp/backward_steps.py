@@ -114,7 +114,7 @@ class BackwardSteps:
 
     @property
     def is_open(self) -> bool:
-        """Whether an optimizer has stepped in a pass, and its `step` was not called after it."""
+        """Returns whether an optimizer has stepped in a pass, and its `step` was not called after it."""
         return bool(self._open)
 
     @property

@@ -46,7 +46,7 @@ class Contents:
         }
 
     def problem(self) -> str | None:
-        """Why the module cannot be trained as it is now."""
+        """The reason why the module cannot be trained as it is now."""
         same = sum(map(len, self._tables)) == self._size
         if not (same and all(map(is_, map(dict.get, self._of, self._keys), self._values))):
             self._note()

@@ -30,7 +30,7 @@ class WrapperJoinHook(JoinHook):
 
     @property
     def share(self) -> float:
-        """What the mean over all ranks is multiplied by."""
+        """The factor of the mean over all ranks."""
         return self.rounds.share if self._divide_by_active else 1.0
 
     def begin(self, rounds: Rounds, number: int) -> None:

@@ -33,7 +33,7 @@ _SMALLEST = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to 
 
 
 class Destination:
-    """Where the gradient of a layer's weight goes.
+    """The destination of the gradient of a layer's weight.
 
     place: in a bucket, as a view of the weight's shape; None while there is none. watch: of the model's passes.
     synchronised: whether the pass under way is averaged.
@@ -103,7 +103,7 @@ class LinearForward:
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _can_replace(self, x: Any) -> bool:
-        """Whether the products of this file are what the layer computes, in a pass that may go to its weight."""
+        """Returns whether this file's products are what the layer computes, in a pass that may reach its weight."""
         layer = self._layer
         parameters = layer._parameters
         return (
@@ -129,7 +129,7 @@ class LinearForward:
         )
 
     def state_of_layer(self) -> dict[str, Any]:
-        """What a copy of the layer, or a pickled one, has."""
+        """The state of a copy of the layer, or of a pickled one."""
         own = {"forward": self, "__getstate__": self.state_of_layer}
         return {name: value for name, value in self._layer.__dict__.items() if name not in own or value != own[name]}
 
@@ -182,7 +182,7 @@ def destinations(
     watch: BackwardWatch,
     synchronised: Callable[[], bool],
 ) -> dict[torch.nn.Parameter, Destination]:
-    """Of those of the parameters that are weights of linear layers in the host's memory, by weight."""
+    """The destinations of those parameters that are weights of linear layers in the host's memory, by weight."""
     found: dict[torch.nn.Parameter, Destination] = {}
     for layer in module.modules():
         weight = layer._parameters.get("weight")
@@ -202,7 +202,7 @@ def destinations(
 
 
 def _computes_as_its_class(layer: torch.nn.Module) -> bool:
-    """Whether nobody has put another forward pass in the place of the layer's, or of its class's."""
+    """Returns whether the forward pass of the layer, and of its class, is torch's own."""
     own, of_class = layer.__dict__.get("forward"), type(layer).forward
     written_there = getattr(of_class, "__globals__", None) is vars(sys.modules[type(layer).__module__])
     return written_there and (

@@ -193,7 +193,7 @@ class Reducer:
         self._lay_out([p for bucket in self.queue.buckets for p in bucket.parameters])
 
     def _agree_on_buckets(self) -> None:
-        """At the begin of a backward pass: takes up a new order of the buckets, or a new choice of what trains.
+        """Takes up a new order of the buckets, or a new choice of what trains, as a backward pass begins.
 
         Or other dtypes of it. Collective, but under `no_sync`. Raises on every rank ModelMismatch where the choice
         differs, and TrainingError where any has parameters that were replaced, resized or added, or has not closed the
@@ -219,7 +219,7 @@ class Reducer:
             self._lay_out(order)
 
     def _what_trains(self) -> list[torch.dtype | None]:
-        """Of each parameter: its dtype, if it is trained."""
+        """The dtype of each parameter that is trained."""
         return [p.dtype if p.requires_grad else None for p in self._names]
 
     def _trained_by(self, trains: Sequence[torch.dtype | None]) -> list[torch.nn.Parameter]:
@@ -309,7 +309,7 @@ class Reducer:
         return self._find_unused and not self._static_graph and self.queue.synchronise
 
     def after_forward(self, output: Any) -> None:
-        """To be called with what a forward pass gives."""
+        """Watches the output of a forward pass; call it with that."""
         if self._looks_for_unused and not self._opaque and torch.is_grad_enabled():
             self._opaque = is_opaque(tensors_with_gradient(output))
 
@@ -438,12 +438,12 @@ class Reducer:
             self._results.append((bucket, self._averages))
 
     def _gives(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether passes of this rank gave the parameter a gradient since the last one that was averaged."""
+        """Returns whether passes of this rank gave the parameter a gradient since the last one that was averaged."""
         arrived = parameter in self.queue.arrivals and parameter not in self._without
         return arrived or (parameter in self._quietly and parameter.grad is not None)
 
     def _begin_reduction(self, bucket: GradientBucket, number: int) -> comm_hooks.Handle:
-        """By the user's hook, or else by an operation of the bucket's own."""
+        """Starts the reduction by the user's hook, or else by an operation of the bucket's own."""
         assert bucket.flat is not None
         state, hook = self.hook or (self._group, comm_hooks.allreduce)
         last = number == self._dense - 1

@@ -1,4 +1,4 @@
-"""Which optimizers can step on the parameters of one bucket after another, as a step within the backward pass does.
+"""Optimizers that can step on the parameters of one bucket after another, as steps within the backward pass do.
 
     AdamW, SGD, Muon, LAMB, ...     a step on a parameter is one of its own
     LBFGS                           it works on all gradients at once: refused
@@ -56,7 +56,7 @@ def check(
 
 
 def agreement(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.nn.Parameter, str]) -> dict[str, str]:
-    """What all ranks must give alike, by optimizer: its class, and its parameters."""
+    """The arguments that must be equal on all ranks, by optimizer: its class, and its parameters."""
     found = {}
     for number, optimizer in enumerate(optimizers):
         given = [names[p] for group in optimizer.param_groups for p in group["params"]]

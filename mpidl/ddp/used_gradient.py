@@ -17,7 +17,7 @@ _ALLOWED = frozenset({"zero_", "_foreach_zero_"})  # by which a gradient is clea
 
 
 class UsedGradient(torch.Tensor):
-    """Has no memory; what reads it, or changes it, raises TrainingError.
+    """A gradient without memory; reading or changing it raises TrainingError.
 
     parameter: whose it is. name: of the parameter.
     """
@@ -28,7 +28,7 @@ class UsedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> UsedGradient:
-        """Of the parameter's shape."""
+        """Makes one of the parameter's shape."""
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

@@ -131,14 +131,14 @@ class DistributedDataParallel(torch.nn.Module):
         self._set_up()
 
     def _set_up(self) -> None:
-        """What all ranks do together at the beginning: compare, make equal, allocate the buckets."""
+        """Compares the ranks' models, makes them equal, and allocates the buckets. Collective."""
         self._compare()
         if self._init_sync:
             self._broadcast(0, self._init_sync_buffers)
         self._make_reducer()
 
     def _set_up_in_backward(self) -> None:
-        """The same for a copy, whose forward pass has used what the ranks would have had to make equal before."""
+        """Sets up a copy, whose forward pass has used what the ranks would have had to make equal before."""
         self._compare()
         if self._init_sync:
             sums = {name: checksum(p) for p, name in self._named_parameters(frozen=True).items()}
@@ -241,12 +241,12 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """As of PyTorch's: `forward_sync_buffers`."""
+        """PyTorch's name for `forward_sync_buffers`."""
         return self.forward_sync_buffers
 
     @property
     def device(self) -> torch.device:
-        """Where the module lies."""
+        """The device of the module."""
         return self._place.device
 
     @property
@@ -270,7 +270,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Iterable[str]) -> None:
-        """The same as `parameters_to_ignore`, set before the module is wrapped."""
+        """Sets `parameters_to_ignore` before the module is wrapped."""
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
     # ---- synchronisation --------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward passes communicate; may be set, before the forward pass, instead of using `no_sync`."""
+        """Returns whether backward passes communicate; may be set before the forward pass instead of `no_sync`."""
         return not self._quiet
 
     @require_backward_grad_sync.setter
@@ -302,7 +302,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._reducer.queue.synchronise = bool(synchronise)
 
     def register_comm_hook(self, state: Any, hook: comm_hooks.Hook) -> None:
-        """From now on `hook(state, bucket)` communicates instead of the all-reduce; see `mpidl.comm_hooks`.
+        """Registers `hook(state, bucket)` to communicate instead of the all-reduce; see `mpidl.comm_hooks`.
 
         To be registered once, before the first backward pass, alike on all ranks. Sparse gradients pass it by.
         """
@@ -316,7 +316,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._reducer.hook = self._hook
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
-        """From now on backward passes make the optimizers' steps; without any they are ordinary ones again. Collective.
+        """Has backward passes make the optimizers' steps; without any they are ordinary ones again. Collective.
 
         optimizers: over some or all of the module's parameters, each in one of them; those of torch.optim, mpidl.optim
             and others whose step on a parameter depends on no other parameter.
@@ -344,7 +344,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether backward passes make the step."""
+        """Returns whether backward passes make the step."""
         return self._reducer is not None and self._reducer.steps is not None
 
     def join(
@@ -353,7 +353,7 @@ class DistributedDataParallel(torch.nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """For ranks with different numbers of batches: `with wrapped.join(): for batch in mine: ...`. Collective.
+        """Trains ranks with different numbers of batches: `with wrapped.join(): for batch in mine: ...`. Collective.
 
         A rank that leaves the block takes part with zeros until the last one has ended; then all take over the
         parameters and buffers of a rank that ended last. Several wrappers go together into a `mpidl.Join`. What else is
@@ -369,7 +369,7 @@ class DistributedDataParallel(torch.nn.Module):
         return Join([self], enable, throw_on_early_termination, **given)
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
-        """What a `Join` calls on a rank whose batches have run out. Collective where a copy begins."""
+        """Makes the hook that a `Join` calls on a rank whose batches have run out. Collective where a copy begins."""
         if self.steps_in_backward:
             raise ConfigurationConflict(
                 "join: with step_in_backward a rank without batches would hold the others up in each bucket, which it "
@@ -392,7 +392,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def join_device(self) -> torch.device:
-        """As of PyTorch's: `device`."""
+        """PyTorch's name for `device`."""
         return self.device
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:

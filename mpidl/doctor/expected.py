@@ -34,7 +34,7 @@ class Speed:
 
     @property
     def is_low(self) -> bool:
-        """Whether something is wrong."""
+        """Returns whether something is wrong."""
         return self.measured < self.least
 
 

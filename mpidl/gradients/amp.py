@@ -120,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Where torch looks at the gradients: also before the step of an optimizer that unscales by itself."""
+        """Unscales gradients and looks for infinities; torch calls it also for an optimizer that unscales by itself."""
         self._used.append(weakref.ref(optimizer))
         if isinstance(optimizer, ZeroOptimizer):
             seen, infinite = True, optimizer.unscale_(inv_scale.item())
@@ -132,7 +132,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf.fill_(infinite)} if seen else {}
 
     def _agree(self, seen: bool, infinite: bool) -> tuple[bool, bool]:
-        """Whether any rank has gradients, and whether any rank has one that is not finite. Collective."""
+        """Returns whether any rank has gradients, and whether any rank has one that is not finite. Collective."""
         scale = self.get_scale()
         said = np.array([seen, infinite, scale, -scale])
         default_communicator(self.process_group).all_reduce(said, "max")

@@ -50,12 +50,12 @@ def _search(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def inside_backward() -> bool:
-    """Whether the caller runs within a backward pass, as the recomputation of an activation checkpoint does."""
+    """Returns whether the caller runs within a backward pass, as the recomputation of an activation checkpoint does."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def inside_transform() -> bool:
-    """Whether the caller runs within torch.func's grad, vmap and the like, whose gradients are no parameter's."""
+    """Returns whether the caller runs within torch.func's grad, vmap and others, whose gradients are no parameter's."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -65,7 +65,7 @@ def reaches(parameter: torch.Tensor) -> bool:
 
 
 def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the graph behind these has a function of Python's.
+    """Returns whether the graph behind these has a function of Python's.
 
     Its backward may start passes of its own, as re-entrant activation checkpoints do, to parameters not in this graph.
     """
@@ -170,7 +170,7 @@ class PassPhases:
 
 
 class _LastCallback:
-    """What autograd calls at the end of a pass. It lives as long as the pass does, also one that an exception ends."""
+    """The callback that autograd runs at a pass's end. It lives as long as the pass, even if that fails."""
 
     def __init__(self, watch: BackwardWatch) -> None:
         self._watch = watch
@@ -259,7 +259,7 @@ class BackwardWatch:
         return any(hook.number <= until for hook in self._waiting)
 
     def begin(self) -> None:
-        """To be called from within a backward pass; only the first call of a pass does anything."""
+        """Begins a pass; called from within it. Only the first call of a pass does anything."""
         if self._interrupted:
             self._abandon()
         if not self.active:
@@ -277,7 +277,7 @@ class BackwardWatch:
 
     @property
     def _interrupted(self) -> bool:
-        """Whether an exception has ended the pass that was under way."""
+        """Returns whether an exception has ended the pass that was under way."""
         return self.active and self._pass() is None
 
     def _abandon(self) -> None:

@@ -69,7 +69,7 @@ class BucketQueue:
         self.set_buckets(buckets)
 
     def set_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        """From the next pass on these are filled."""
+        """Sets the buckets that passes fill from the next one on."""
         self.buckets = list(buckets)
         self._places = {p: (b, index) for b in self.buckets for index, p in enumerate(b.parameters)}
         for p in [p for p in self._handles if p not in self._places]:

@@ -32,7 +32,7 @@ _CACHE_LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class Piece:
-    """What a shard holds of one parameter: elements start..stop of it, from `offset` in the shard on."""
+    """The part of one parameter in a shard: elements start..stop of it, from `offset` in the shard on."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins."""
+        """The offset of each parameter."""
         return self._starts[:-1]
 
     @property
@@ -86,7 +86,7 @@ class Layout:
         return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
 
     def piece(self, index: int, rank: int) -> Piece:
-        """What a rank's shard holds of a parameter; an empty piece where it holds nothing of it."""
+        """The piece of a parameter in a rank's shard; empty if the shard holds nothing of it."""
         low, high = rank * self.shard_size, (rank + 1) * self.shard_size
         offset, size = self.offsets[index], self.sizes[index]
         start = min(max(low - offset, 0), size)
@@ -94,7 +94,7 @@ class Layout:
         return Piece(start, stop, min(max(offset - low, 0), self.shard_size))
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What a rank's shard holds of each parameter."""
+        """The piece of each parameter in a rank's shard."""
         return [self.piece(index, rank) for index in range(len(self.sizes))]
 
 
@@ -155,7 +155,7 @@ def place_of(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(elements: int, dtype: torch.dtype) -> int:
-    """So many elements, rounded up to whole cache lines: what lies behind them begins with one."""
+    """Rounds a number of elements up to whole cache lines, so that what lies behind them begins with one."""
     return _round_up(elements, line_of(dtype))
 
 

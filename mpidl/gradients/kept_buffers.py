@@ -17,7 +17,7 @@ from ..compiling import uncompiled
 
 
 class KeptBuffers:
-    """Of the model that is called. From the first forward pass in training after `forget` or `restore` a step is on."""
+    """Buffers of a model as they were before a step, which begins with the first forward pass in training."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

@@ -27,13 +27,13 @@ Found = list[tuple[str, int]]
 
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> list[bool]:
-    """Of each, whether all elements are numbers and finite; of a sparse gradient those that are stored."""
+    """Returns for each gradient whether all its elements are finite; of a sparse one those that are stored."""
     stored = [g._values() if g.layout == torch.sparse_coo else g for g in gradients]
     return values_of([values.isfinite().all() for values in stored])
 
 
 def is_finite(gradient: torch.Tensor) -> bool:
-    """The same of one."""
+    """Returns whether all elements of a gradient are finite."""
     return are_finite([gradient])[0]
 
 

@@ -109,7 +109,7 @@ class NonfiniteGuard:
         self._bad = np.zeros(1, np.uint8)
 
     def allows(self, loss: float | torch.Tensor, norm: float | torch.Tensor | None = None) -> bool:
-        """Whether the step may be taken, the same on every rank. Collective; to be called before `optimizer.step()`.
+        """Returns whether the step may be taken, the same on every rank. Collective; call it before `optimizer.step()`.
 
         loss: this rank's, a number or a tensor of one element. norm: of all gradients, as clip_grad_norm_ has given it,
         which tells whether they are finite; without it they are all read.

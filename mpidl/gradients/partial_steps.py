@@ -43,7 +43,7 @@ class PartialSteps:
 
 
 def _of_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The same optimizer with other groups, and without hooks, such as those of learning-rate schedulers."""
+    """Copies an optimizer with other groups, and without hooks, such as those of learning-rate schedulers."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)

@@ -9,5 +9,5 @@ import torch
 
 
 def values_of(scalars: Sequence[torch.Tensor]) -> list[Any]:
-    """What tensors of no dimension and one dtype hold."""
+    """The values of tensors of no dimension and one dtype."""
     return torch.stack([s.to(scalars[0].device) for s in scalars]).tolist() if scalars else []

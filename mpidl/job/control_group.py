@@ -1,4 +1,4 @@
-"""What the control group (cgroup) of this process may use, and what the kernel has killed in it.
+"""The limits of this process's control group (cgroup), and the processes that the kernel has killed in it.
 
 A container sees its own group as the root of /sys/fs/cgroup. Elsewhere, under Slurm and systemd, the group is a folder
 below, which /proc/self/cgroup names, and each of the folders above it sets limits too:
@@ -41,7 +41,7 @@ def memory_limit() -> int | None:
 
 
 def killed_for_memory() -> int:
-    """How many processes of it the kernel has killed so far, as memory ran out."""
+    """The number of its processes that the kernel has killed so far, as memory ran out."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -51,7 +51,7 @@ def killed_for_memory() -> int:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Of the group and of those above it, the innermost first; of either version."""
+    """The folders of the group and of those above it, the innermost first; of either version."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How the end of one rank becomes the end of the job, told once.
+"""Ends the job when one rank ends, with one report.
 
     an exception that nobody catches, in any thread    the rank's traceback, status 1
     Ctrl-C, SIGINT                                     one line, status 130; also while the rank waits inside MPI
@@ -97,7 +97,7 @@ class _Ending:
         _end(self._comm, INTERRUPTED)
 
     def _has_news(self, text: str) -> bool:
-        """Whether no other rank of this node has said the same as the first of them."""
+        """Returns whether no other rank of this node has said the same as the first of them."""
         mine = torch.frombuffer(bytearray(digest(text)), dtype=torch.uint8)
         if self._said is None:
             return True
@@ -133,7 +133,7 @@ class _Ending:
         threading.Thread(target=self._wait, args=(reading,), name="mpidl-interrupt", daemon=True).start()
 
     def do_not_listen(self) -> None:
-        """Of a forked child, whose bytes would come to its parent."""
+        """Stops listening in a forked child, whose bytes would come to its parent."""
         if self._writing is not None and (other := signal.set_wakeup_fd(-1)) != self._writing:
             signal.set_wakeup_fd(other)  # somebody else's
         self._writing = None
@@ -189,7 +189,7 @@ def _end(comm: Communicator, status: int) -> NoReturn:
 
 
 def _be_no_rank() -> None:
-    """Of a forked child, which ends for itself: the job does not end by what it raises, or by signals that it gets."""
+    """Makes a forked child no rank: the job does not end by what it raises, or by signals that it gets."""
     UNHEARD.clear()
     if isinstance(getattr(sys.excepthook, "__self__", None), _Ending):
         sys.excepthook = sys.__excepthook__

@@ -27,7 +27,7 @@ _ENDED = -1
 
 
 class Stage(IntEnum):
-    """What a rank with batches is about to do with the object whose turn it is. NOTIFIED: what only that one knows."""
+    """The next operation of a rank with batches, on the object whose turn it is. NOTIFIED: what only that one knows."""
 
     FORWARD, BACKWARD, END_OF_BACKWARD, NOTIFIED = range(4)
 
@@ -70,7 +70,7 @@ class Rounds:
 
 
 class JoinHook:
-    """What a rank that has ended does for one object of a `Join`."""
+    """The part in one object's collectives of a rank whose batches have run out."""
 
     rounds: Rounds
     number: int
@@ -80,7 +80,7 @@ class JoinHook:
         self.rounds, self.number = rounds, number
 
     def tell(self, stage: Stage = Stage.NOTIFIED) -> None:
-        """On a rank with batches: those that have ended call `main_hook` for what comes now. Collective."""
+        """Tells the ranks that have ended to call `main_hook`; called on ranks with batches. Collective."""
         self.rounds.tell(self.number, stage)
 
     def main_hook(self) -> None:
@@ -105,12 +105,12 @@ class Joinable:
         return data_group("Joinable", None, needed="a join_process_group of its own")
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank that has ended does. kwargs: those of the `Join`."""
+        """Makes the hook of a rank that has ended. kwargs: those of the `Join`."""
         raise NotImplementedError
 
 
 class Join:
-    """For ranks with different numbers of batches: `with mpidl.Join([generator, discriminator]): ...`. Collective.
+    """Trains ranks with different numbers of batches: `with mpidl.Join([generator, discriminator]): ...`. Collective.
 
     joinables: DistributedDataParallel wrappers, and one's own `Joinable`, of one process group.
     enable: False: the block is like any other.

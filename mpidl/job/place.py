@@ -1,4 +1,4 @@
-"""Where a model lies: in the host's memory, or on one GPU; see `collectives.devices`."""
+"""The memory of a model: in the host's memory, or on one GPU; see `collectives.devices`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def init(*, export_ranks: bool = False) -> Communicator:
 
 
 def pick_device(comm: Communicator, kind: str = "cuda") -> torch.device:
-    """Where this rank trains: "cpu", or with "cuda" one of the GPUs that it sees, torch's current one from here on.
+    """Picks the device that this rank trains on: "cpu", or with "cuda" a GPU, which becomes torch's current one.
 
     The ranks of a node take its GPUs in turn, by their local rank; several may share one. A launcher that shows each
     rank a GPU of its own has chosen already. Raises UsageError where no GPU can be used: call it in `agree_or_exit`.
@@ -86,7 +86,7 @@ def default_communicator(given: Communicator | None) -> Communicator:
 
 
 def _divide_cores(comm: Communicator, bound: list[list[int]]) -> None:
-    """As many threads as the node has cores for each of its ranks, at least one.
+    """Gives each rank as many threads as the node has cores for it, at least one.
 
     A launcher may bind every rank to cores of its own or leave all of them to all: either way the node's cores are
     those that any of its ranks may use. bound: these, of each.

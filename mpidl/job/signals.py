@@ -107,7 +107,7 @@ _listening: weakref.WeakSet[StopSignal] = weakref.WeakSet()
 
 
 def _give_signals_back() -> None:
-    """In a forked child, which ends for itself, by signals too: `Process.terminate` sends it SIGTERM."""
+    """Restores the signal handlers in a forked child, to which `Process.terminate` sends SIGTERM."""
     for stop in _listening:
         stop.close()
 

@@ -47,7 +47,7 @@ def with_dtype(text: str, dtype: torch.dtype) -> str:
 
 
 def same_model(text: str, other: str) -> bool:
-    """Whether two texts of a config.json are of models of one class."""
+    """Returns whether two texts of a config.json are of models of one class."""
     one, two = json.loads(text), json.loads(other)
     names = ("architectures", "model_type")
     named = [value for name in names for value in (one.get(name), two.get(name)) if value is not None]

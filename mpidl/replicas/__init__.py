@@ -1,1 +1,1 @@
-"""What all ranks hold: made equal to that of rank 0, and compared."""
+"""The state that all ranks hold: made equal to that of rank 0, and compared."""

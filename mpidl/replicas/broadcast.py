@@ -31,7 +31,7 @@ def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: 
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """By sizes alone, so that they are the same on every rank."""
+    """Groups tensors by sizes alone, so that they are the same on every rank."""
     alone: list[list[torch.Tensor]] = []
     together: list[list[torch.Tensor]] = []
     filled = 0

@@ -126,7 +126,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor,
 
 
 def _sums_of(name: str, value: Any) -> dict[str, bytes]:
-    """Of a value and, if it is a nest, of all that is in it."""
+    """The checksums of a value and, if it is a nest, of all that is in it."""
     if isinstance(value, Mapping):
         parts = {f"{name}.{key}": part for key, part in value.items()}
     elif isinstance(value, list | tuple):

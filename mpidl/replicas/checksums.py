@@ -49,7 +49,7 @@ def _taken_in(rows: Any) -> Any:
 
 
 def difference(comm: Communicator, sums: Mapping[str, bytes]) -> str | None:
-    """What differs first, on which ranks, in words; None if nothing does. Collective. sums: by name."""
+    """Describes what differs first, and on which ranks; None if nothing does. Collective. sums: by name."""
     mine = np.array([code(repr(dict(sums)))])
     everyone = np.empty(comm.size, np.int64)
     comm.all_gather(everyone, mine)

@@ -29,7 +29,7 @@ def check_settings_agree(comm: Communicator, of: str, settings: Mapping[str, Any
 
 
 def _order(p: torch.Tensor) -> str:
-    """How the elements lie in memory, where that is not the usual order."""
+    """The order of the elements in memory, where that is not the usual one."""
     return "" if p.is_contiguous() else f", strides {p.stride()}"
 
 

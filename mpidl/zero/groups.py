@@ -44,7 +44,7 @@ class ShardGroup:
 
     @classmethod
     def of(cls, world: Communicator, given: Communicator | str | None) -> ShardGroup:
-        """From ZeroOptimizer's argument `shard_group`. Collective."""
+        """Makes the group from ZeroOptimizer's argument `shard_group`. Collective."""
         check_everywhere(world, lambda: _check_kind(given))
         check_settings_agree(world, "shard_group", {"kind": given if isinstance(given, str) else type(given).__name__})
         if given is None:

@@ -200,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return reduced_gradients.unscale(self._parts, inverse_scale)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """From now on `hook(state, bucket)` communicates in place of the reduce-scatter; see `mpidl.comm_hooks`.
+        """Registers `hook(state, bucket)` to communicate in place of the reduce-scatter; see `mpidl.comm_hooks`.
 
         To be registered once, before the first backward pass, the same on all ranks. A hook that reduces the whole
         bucket, as one for DistributedDataParallel, is right, too: this rank's shard of the result is taken. Over
@@ -216,7 +216,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gradients.hook = state, hook
 
     def watch_nonfinite(self, on: bool = True) -> None:
-        """From now on `find_nonfinite` also knows the rank. Costs one more reading of every gradient."""
+        """Has `find_nonfinite` also tell the rank. Costs one more reading of every gradient."""
         if self._nonfinite is not None:
             self._nonfinite.remove()
         named = {name: p for p, name in self.parameter_names().items()}

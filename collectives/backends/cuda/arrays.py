@@ -13,14 +13,14 @@ from . import driver
 
 
 def is_one(array: Any) -> bool:
-    """Whether it is an array on a GPU."""
+    """Returns whether it is an array on a GPU."""
     if isinstance(array, torch.Tensor):
         return bool(array.is_cuda)
     return hasattr(array, "__cuda_array_interface__")
 
 
 def signature(array: Any) -> tuple[Any, ...] | None:
-    """See `buffers.signature`."""
+    """Implements `ArrayKind.signature`."""
     if isinstance(array, torch.Tensor):
         if not array.is_cuda or array.layout is not torch.strided or not array.is_contiguous() or array.is_complex():
             return None
@@ -36,7 +36,7 @@ def signature(array: Any) -> tuple[Any, ...] | None:
 
 
 def inspect(array: Any, name: str, *, writable: bool) -> DeviceBuffer:
-    """See `buffers.inspect`."""
+    """Implements `ArrayKind.inspect`."""
     if isinstance(array, torch.Tensor):
         if array.layout != torch.strided:
             raise ArgumentTypeError(
@@ -69,7 +69,7 @@ def _buffer(place: int, size: int, dtype: DType, array: Any, index: int, name: s
 
 
 def _element_type(array: Any, typestr: str, name: str) -> DType:
-    """By the array's own dtype, as the interface has no name for bfloat16."""
+    """The element type by the array's own dtype, as the interface has no name for bfloat16."""
     found = DTYPES.get(str(getattr(array, "dtype", "")).removeprefix("torch."))
     if found is None or np.dtype(typestr).itemsize != found.itemsize or np.dtype(typestr).byteorder == ">":
         raise ArgumentTypeError(

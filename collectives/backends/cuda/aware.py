@@ -44,15 +44,15 @@ class Aware:
         self._scratch: Any = None
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """See Way."""
+        """Implements `Way.serves`."""
         return algorithm in ("auto", Library.name)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """See Way."""
+        """Implements `Way.prepare`."""
         return partial(self._run, operation, arguments)
 
     def close(self) -> None:
-        """See Way; there is nothing to give back."""
+        """Implements `Way.close`; there is nothing to give back."""
 
     def _run(self, operation: str, arguments: tuple[Any, ...], begin: Event) -> Event:
         begin.wait()
@@ -114,7 +114,7 @@ class Aware:
         return [self._device.for_mpi(x.address, x.nbytes), counts, starts, datatype(x.dtype)]
 
     def _for_mpi(self, data: Buffer) -> Buffer:
-        """The same array where the library reaches it."""
+        """The array at the address by which the MPI library reaches it."""
         if not data.size:
             return Buffer(np.empty(0, data.flat.dtype), data.dtype)
         memory = self._device.for_mpi(data.address, data.nbytes)

@@ -52,11 +52,11 @@ class GpuBackend:
         return self._group
 
     def takes_addresses(self, other: int) -> bool:
-        """Whether the MPI library has been seen to move GPU memory to and from that rank, and nothing better serves."""
+        """Returns whether the MPI library moves GPU memory to and from that rank, and nothing better serves."""
         return self._group is not None and self._group.ways.pairs[self._host.rank][other] == "aware"
 
     def is_shared(self, address: int) -> bool:
-        """Whether an array at this address lies in memory that is the same for all ranks."""
+        """Returns whether an array at this address lies in memory that is the same for all ranks."""
         return self._group is not None and self._group.is_shared(address)
 
     def close(self) -> None:

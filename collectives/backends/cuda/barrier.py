@@ -63,7 +63,7 @@ class Barrier:
             event.close()
 
     def _open(self) -> bool:
-        """Whether every rank has opened the events of all others."""
+        """Returns whether every rank has opened the events of all others."""
         try:
             self._own = [self._device.shared_event() for _ in range(2)]
         except OSError:
@@ -80,7 +80,7 @@ class Barrier:
         return bool(self._node.allreduce(int(opened), MPI.MIN))
 
     def _is_kept(self, allocator: DeviceAllocator) -> bool:
-        """Whether all streams wait indeed: each rank in turn writes a word late, which the others read."""
+        """Returns whether all streams wait indeed: each rank in turn writes a word late, which the others read."""
         ranks, rank = self._node.Get_size(), self._node.Get_rank()
         memory = allocator.allocate(2 * _DELAY_BYTES + _WORD)
         if memory is None:

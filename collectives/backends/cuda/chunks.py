@@ -1,4 +1,4 @@
-"""How an operation is cut for the staged way: what of an array goes to the host, what the host does, what comes back.
+"""The chunks of a staged operation: what of an array goes to the host, what the host does, what comes back.
 
     GPU    x    | . . a a a | . . b b b |            a Chunk's gives: pieces of x, each to its place in host memory
                       |           |
@@ -97,7 +97,7 @@ def all_gather(rank: int, counts: Sequence[int], room: int) -> Plan:
 
 
 def gather(rank: int, root: int, counts: Sequence[int], room: int) -> Plan:
-    """As all_gather, to the root alone."""
+    """Cuts a gather: as `all_gather`, to the root alone."""
     if rank == root:
         found = all_gather(rank, counts, room)
         chunks = (Chunk((), c.takes, c.x, c.out, c.elements, c.counts) for c in found.chunks)
@@ -186,7 +186,7 @@ def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[
 
 
 def _cut(counts: Sequence[int], room: int) -> list[list[Range]]:
-    """For each chunk the range of every rank's part."""
+    """The range of every rank's part, for each chunk."""
     size = max(1, room // len(counts))
     return [nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]
 
@@ -200,7 +200,7 @@ def nth(counts: Sequence[int], number: int, size: int) -> list[Range]:
 
 
 def _starts(parts: Sequence[Range], first: int = 0) -> tuple[int, ...]:
-    """Where ranges that are packed one behind the other begin, and the end."""
+    """The starts of ranges that are packed one behind the other, and the end."""
     return tuple(accumulate(_sizes(parts), initial=first))
 
 

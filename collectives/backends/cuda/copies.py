@@ -42,7 +42,7 @@ class Copies:
         return _Done()
 
     def join(self) -> None:
-        """What the current stream gets from now on runs after all that was started."""
+        """Makes the current stream wait for all copies that were started."""
 
     def finish(self) -> None:
         """Blocks the host until all that was started is done."""
@@ -58,11 +58,11 @@ class GpuCopies(Copies):
         self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()
 
     def room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """See Copies."""
+        """Implements `Copies.room`."""
         return self._gpu.host_memory(size * dtype.itemsize).view(dtype)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
-        """See Copies."""
+        """Implements `Copies.start`."""
         with self._gpu.current():
             self._stream.wait(self._gpu.torch_stream().record())
             self._gpu.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size(), self._stream)
@@ -73,12 +73,12 @@ class GpuCopies(Copies):
         return end
 
     def join(self) -> None:
-        """See Copies."""
+        """Implements `Copies.join`."""
         with self._gpu.current():
             self._gpu.torch_stream().wait(self._stream.record())
 
     def finish(self) -> None:
-        """See Copies."""
+        """Implements `Copies.finish`."""
         with self._gpu.current():
             self._stream.record().wait()
         self._under_way.clear()

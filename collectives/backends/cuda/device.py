@@ -1,4 +1,4 @@
-"""What is asked of a GPU and its driver. `driver` answers with CUDA; a test may answer with threads and files.
+"""The interface of a GPU and its driver. `driver` answers with CUDA; a test may answer with threads and files.
 
 Addresses are integers. Those of GPU memory mean nothing to the host, which reaches it by `copy` alone. Work is queued
 on streams: what is queued on one runs in order, and events order streams among each other and before the host.
@@ -27,7 +27,7 @@ class Event(ABC):
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether it is; never blocks."""
+        """Returns whether it is; never blocks."""
 
 
 class SharedEvent(ABC):
@@ -53,12 +53,12 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What is queued from now on runs after the event. The host goes on."""
+        """Makes the stream wait for the event; the host does not wait."""
 
     @property
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being made of what is queued, which then does not run."""
+        """Returns whether a CUDA graph is being made of what is queued, which then does not run."""
 
 
 class Device(ABC):
@@ -147,7 +147,7 @@ class Device(ABC):
 
     @abstractmethod
     def export(self, address: int) -> bytes:
-        """What lets other processes of this host open memory from `allocate`."""
+        """The handle by which other processes of this host open memory from `allocate`."""
 
     @abstractmethod
     def open(self, handle: bytes) -> int:
@@ -175,10 +175,10 @@ class Device(ABC):
 
     @abstractmethod
     def identity(self) -> str:
-        """The same for this GPU in all processes of the host, and another one for each GPU."""
+        """The name of this GPU, the same in all processes of the host."""
 
     def is_mpi_aware(self) -> bool:
-        """Whether the MPI library says that it takes memory of this GPU; it may be wrong."""
+        """Returns whether the MPI library says that it takes memory of this GPU; it may be wrong."""
         return bool(cuda_aware())
 
     @abstractmethod

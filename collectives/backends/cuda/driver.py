@@ -29,7 +29,7 @@ _CAPTURE_IMPLICIT = 906  # the default stream, while one that waits for it is ca
 
 @lru_cache
 def missing() -> str:
-    """Why no GPU can be used here; empty if one can."""
+    """The reason why no GPU can be used here; empty if one can."""
     try:
         from cupy.cuda import runtime
     except ModuleNotFoundError:
@@ -63,7 +63,7 @@ def current_index() -> int:
 
 
 def identity(index: int) -> str:
-    """What the GPU of that number is called in every process of this host: its place on the bus."""
+    """The name of a GPU in every process of this host: its place on the bus."""
     from cupy.cuda import runtime
 
     return str(runtime.deviceGetPCIBusId(index))
@@ -76,11 +76,11 @@ class CudaEvent(Event):
         self._runtime, self.handle, self._owned = runtime, handle, owned
 
     def wait(self) -> None:
-        """See Event."""
+        """Implements `Event.wait`."""
         self._runtime.eventSynchronize(self.handle)
 
     def is_done(self) -> bool:
-        """See Event."""
+        """Implements `Event.is_done`."""
         status = self._runtime.eventQuery(self.handle)
         try:
             self._runtime.check_status(status)  # which has CUDA forget the error: others would take it for theirs
@@ -104,12 +104,12 @@ class CudaSharedEvent(SharedEvent):
         self.handle = bytes(runtime.ipcGetEventHandle(self._event))
 
     def record(self, stream: Stream) -> None:
-        """See SharedEvent."""
+        """Implements `SharedEvent.record`."""
         assert isinstance(stream, CudaStream)
         self._runtime.eventRecord(self._event, stream.ptr)
 
     def close(self) -> None:
-        """See SharedEvent."""
+        """Implements `SharedEvent.close`."""
         self._runtime.eventDestroy(self._event)
 
 
@@ -120,13 +120,13 @@ class CudaStream(Stream):
         self._runtime, self.ptr, self._owned = runtime, ptr, owned
 
     def record(self) -> CudaEvent:
-        """See Stream."""
+        """Implements `Stream.record`."""
         event = CudaEvent(self._runtime, self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
         self._runtime.eventRecord(event.handle, self.ptr)
         return event
 
     def wait(self, event: Event) -> None:
-        """See Stream."""
+        """Implements `Stream.wait`."""
         assert isinstance(event, CudaEvent)
         self._runtime.streamWaitEvent(self.ptr, event.handle)
 
@@ -138,7 +138,7 @@ class CudaStream(Stream):
 
     @property
     def is_capturing(self) -> bool:
-        """See Stream. The default stream cannot tell while another one is captured."""
+        """Implements `Stream.is_capturing`. The default stream cannot tell while another one is captured."""
         try:
             return bool(self._runtime.streamIsCapturing(self.ptr))
         except self._runtime.CUDARuntimeError as error:
@@ -166,7 +166,7 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """See Device. A thread that has worked on no GPU stays: to go back would take memory for a context there."""
+        """Implements `Device.current`. A thread that had no GPU stays on this one: to go back would make a context."""
         before = self._runtime.getDevice()
         if before == self.index:
             yield
@@ -186,11 +186,11 @@ class CudaDevice(Device):
             return False
 
     def stream(self) -> CudaStream:
-        """See Device."""
+        """Implements `Device.stream`."""
         return CudaStream(self._runtime, self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking), True)
 
     def stream_of(self, array: Any) -> CudaStream:
-        """See Device. Of other libraries' arrays: the stream that their interface names, else the default one."""
+        """Implements `Device.stream_of`: for other libraries' arrays the stream that they name, else the default."""
         if isinstance(array, torch.Tensor):
             return self.torch_stream()
         if isinstance(array, self._cupy.ndarray):
@@ -200,11 +200,11 @@ class CudaDevice(Device):
         return CudaStream(self._runtime, handle, False)
 
     def torch_stream(self) -> CudaStream:
-        """See Device."""
+        """Implements `Device.torch_stream`."""
         return CudaStream(self._runtime, torch.cuda.current_stream(self.index).cuda_stream, False)
 
     def using(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
-        """See Device."""
+        """Implements `Device.using`."""
         assert isinstance(stream, CudaStream)
         made: contextlib.AbstractContextManager[Any] = torch.cuda.stream(
             torch.cuda.ExternalStream(stream.ptr, self.index)
@@ -212,13 +212,13 @@ class CudaDevice(Device):
         return made
 
     def synchronize(self) -> None:
-        """See Device."""
+        """Implements `Device.synchronize`."""
         self._runtime.deviceSynchronize()
 
     # ---- work on a stream -------------------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """See Device."""
+        """Implements `Device.copy`."""
         assert isinstance(stream, CudaStream)
         if nbytes:
             self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDefault, stream.ptr)
@@ -233,14 +233,14 @@ class CudaDevice(Device):
         factors: Sequence[float],
         stream: Stream,
     ) -> None:
-        """See Device."""
+        """Implements `Device.combine`."""
         kernel = kernels.combining(op, dtype, len(inputs), len(outputs))
         self._launch(kernel, inputs, outputs, size, factors, stream)
 
     def finish(
         self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: Stream
     ) -> None:
-        """See Device."""
+        """Implements `Device.finish`."""
         self._launch(kernels.finishing(op, dtype, ranks), [accumulated], [out], size, [1.0], stream)
 
     def _launch(
@@ -271,7 +271,7 @@ class CudaDevice(Device):
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        """See Device. Not from a pool: only whole allocations can be exported."""
+        """Implements `Device.allocate`. Not from a pool: only whole allocations can be exported."""
         try:
             return int(self._runtime.malloc(nbytes))
         except self._runtime.CUDARuntimeError as error:
@@ -280,26 +280,26 @@ class CudaDevice(Device):
             raise MemoryError(f"GPU {self.index} has no room for {nbytes} bytes: {error}") from error
 
     def free(self, address: int) -> None:
-        """See Device."""
+        """Implements `Device.free`."""
         self._runtime.free(address)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """See Device."""
+        """Implements `Device.host_memory`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """See Device."""
+        """Implements `Device.pin`."""
         try:
             self._runtime.hostRegister(address, nbytes, self._runtime.hostAllocPortable)  # cudaHostRegisterPortable
         except self._runtime.CUDARuntimeError as error:
             raise OSError(f"{nbytes} bytes of host memory cannot be pinned for GPU {self.index}: {error}") from error
 
     def unpin(self, address: int) -> None:
-        """See Device."""
+        """Implements `Device.unpin`."""
         self._runtime.hostUnregister(address)
 
     def export(self, address: int) -> bytes:
-        """See Device."""
+        """Implements `Device.export`."""
         try:
             handle = bytes(self._runtime.ipcGetMemHandle(address))
         except self._runtime.CUDARuntimeError as error:
@@ -309,32 +309,32 @@ class CudaDevice(Device):
         return handle
 
     def open(self, handle: bytes) -> int:
-        """See Device."""
+        """Implements `Device.open`."""
         try:
             return int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
         except self._runtime.CUDARuntimeError as error:
             raise OSError(f"GPU {self.index} cannot open another rank's memory: {error}") from error
 
     def close(self, address: int) -> None:
-        """See Device."""
+        """Implements `Device.close`."""
         self._runtime.ipcCloseMemHandle(address)
 
     def shared_event(self) -> CudaSharedEvent:
-        """See Device."""
+        """Implements `Device.shared_event`."""
         try:
             return CudaSharedEvent(self._runtime)
         except self._runtime.CUDARuntimeError as error:
             raise OSError(f"GPU {self.index} cannot export an event: {error}") from error
 
     def open_event(self, handle: bytes) -> CudaEvent:
-        """See Device."""
+        """Implements `Device.open_event`."""
         try:
             return CudaEvent(self._runtime, int(self._runtime.ipcOpenEventHandle(handle)))
         except self._runtime.CUDARuntimeError as error:
             raise OSError(f"GPU {self.index} cannot open another rank's event: {error}") from error
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
-        """See Device. torch takes cupy's bytes, as cupy's arrays have not all of its element types."""
+        """Implements `Device.array`. torch takes cupy's bytes, as cupy's arrays have not all of its element types."""
         nbytes = math.prod(shape) * describe(dtype).itemsize
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
         pointer = self._cupy.cuda.MemoryPointer(memory, 0)
@@ -347,13 +347,13 @@ class CudaDevice(Device):
         return torch.as_tensor(made, device=place).view(dtype).view(shape)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """See Device. Memory that is not from torch's allocator is left alone by it."""
+        """Implements `Device.keep`. Memory that is not from torch's allocator is left alone by it."""
         tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def identity(self) -> str:
-        """See Device."""
+        """Implements `Device.identity`."""
         return identity(self.index)
 
     def for_mpi(self, address: int, nbytes: int) -> Any:
-        """See Device."""
+        """Implements `Device.for_mpi`."""
         return MPI.memory.fromaddress(address, nbytes)

@@ -1,4 +1,4 @@
-"""What the ranks of a group set up for their GPUs, at the first operation there, and the way operations take."""
+"""The set-up of a group's GPUs, made at the first operation on one, and the transport of each operation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class GpuGroup:
         return prepared(begin)
 
     def run_batches(self, batches: Sequence[tuple[Any, ...]], begin: Event) -> Event:
-        """The same for lists of arrays; each: as the arguments of `Dispatch.batch`. Collective."""
+        """Runs operations on lists of arrays; each: as the arguments of `Dispatch.batch`. Collective."""
         self._let_go()
         for given in batches:
             begin = self._batch(begin, *given)
@@ -145,7 +145,7 @@ class GpuGroup:
             return self._device.array(memory.address, shape, dtype, memory)
 
     def is_shared(self, place: int) -> bool:
-        """Whether an array at this address lies in memory of this group that is the same for all ranks."""
+        """Returns whether an array at this address lies in memory of this group that is the same for all ranks."""
         found = self._allocator.find(place, 1) if self._allocator is not None else None
         return found is not None and not found[0].stride
 

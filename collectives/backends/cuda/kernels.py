@@ -135,7 +135,7 @@ extern "C" __global__ void combine(PARAMETERS, u64 head, u64 vectors, u64 size)
 
 @dataclass(frozen=True)
 class Span:
-    """How `size` elements are cut: `head` of them one by one, then so many `vectors`, then the rest one by one."""
+    """The cut of `size` elements: `head` of them one by one, then so many `vectors`, then the rest one by one."""
 
     head: int
     vectors: int
@@ -149,7 +149,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one is compiled for. read, written: types of the elements. divisor: of what is accumulated."""
+    """The parameters of a compiled kernel. read, written: types of the elements. divisor: of what is accumulated."""
 
     op: str
     read: DType
@@ -175,13 +175,13 @@ class Kernel:
 
 
 def combining(op: Reduction, dtype: DType, inputs: int, outputs: int) -> Kernel:
-    """As `Reduction.combine`."""
+    """The kernel for `Reduction.combine`."""
     divisor = inputs if op.averages else 1
     return Kernel(op.name, dtype, dtype.wide if op.partial else dtype, inputs, outputs, divisor)
 
 
 def finishing(op: Reduction, dtype: DType, ranks: int) -> Kernel:
-    """As `Reduction.finish`."""
+    """The kernel for `Reduction.finish`."""
     return Kernel("sum", dtype.wide, dtype, 1, 1, ranks if op.averages else 1)
 
 

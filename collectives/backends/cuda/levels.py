@@ -71,11 +71,11 @@ class Levels:
         self._memory: dict[str, DeviceMemory] = {}
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """See Way."""
+        """Implements `Way.serves`."""
         return algorithm in ("auto", Hierarchy.name) and operation in OPERATIONS
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """See Way."""
+        """Implements `Way.prepare`."""
         steps: Run = getattr(self, f"_{operation}")(*arguments)
 
         def run(begin: Event) -> Event:
@@ -173,7 +173,7 @@ class Levels:
         return list(counts[self.inner.rank :: self.inner.size])
 
     def _islands(self, own: Buffer, counts: Sequence[int]) -> list[tuple[Buffer, tuple[int, int], Sequence[int]]]:
-        """For every island: its part of memory with one for each, its range of all elements, its ranks' counts."""
+        """The islands; for each its part of memory with one for each, its range of all elements, its ranks' counts."""
         size, mine = self.inner.size, (0, *accumulate(self._of_place(counts)))
         starts = (0, *accumulate(counts))
         return [
@@ -196,6 +196,6 @@ class Levels:
         return Buffer(unowned(memory.address, size, dtype.storage), dtype, memory)
 
     def close(self) -> None:
-        """See Way; the levels are closed by their group."""
+        """Implements `Way.close`; the levels are closed by their group."""
         self._stream.record().wait()
         self._memory.clear()

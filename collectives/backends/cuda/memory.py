@@ -30,7 +30,7 @@ _ALIGNMENT = 2 << 20  # bytes; the driver packs smaller ones together, and would
 
 @dataclass
 class Dropped:
-    """What is left of an allocation that this rank uses no more.
+    """An allocation that this rank no longer uses, and others may still have mapped.
 
     own: address of its own part, or 0. closed: where each of so many ranks writes that it has closed its mappings.
     """
@@ -50,7 +50,7 @@ class Dropped:
             self.closed[self.rank] = 1
 
     def is_free(self) -> bool:
-        """Whether no rank has it open any more."""
+        """Returns whether no rank has it open any more."""
         return self.closed is None or all(self.closed[: self.ranks])
 
 
@@ -111,7 +111,7 @@ class DeviceMemory:
         return self._nbytes
 
     def offset(self, rank: int) -> int:
-        """From this rank's part to another's; they do not lie side by side."""
+        """The distance in bytes from this rank's part to another's; they do not lie side by side."""
         return self._bases[rank] - self.address
 
     def view(self, rank: int, start: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -127,7 +127,7 @@ class DeviceAllocator(Allocator):
         self._host, self._device, self._retired = host, device, retired
 
     def allocate(self, nbytes: int, *, shared: bool = False, reserved: bool = True, keep_file: bool = False) -> Any:
-        """As of Allocator; None on all ranks where a GPU has no room or cannot open another's memory. Collective."""
+        """Implements `Allocator.allocate`; None on all ranks if a GPU lacks room or cannot map others'. Collective."""
         self._made += 1
         self._retired.sweep()
         part = -(-max(1, self._node.allreduce(nbytes, MPI.MAX)) // _ALIGNMENT) * _ALIGNMENT

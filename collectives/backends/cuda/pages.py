@@ -24,11 +24,11 @@ class DevicePages:
 
     @property
     def shared(self) -> bool:
-        """Whether other processes have the same memory."""
+        """Returns whether other processes have the same memory."""
         return False
 
     def claim(self) -> bool:
-        """See Pages: nobody else has it."""
+        """Implements `Pages.claim`: nobody else has it."""
         return True
 
     def place(self, start: int) -> int:

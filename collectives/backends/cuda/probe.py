@@ -114,7 +114,7 @@ def _try_aware(comm: MPI.Intracomm, device: Device) -> list[bool]:
 
 @contextmanager
 def pinned_words(device: Device, count: int = 1) -> Iterator[np.ndarray]:
-    """So many int64 of host memory that a GPU copies from and to."""
+    """Allocates `count` int64 of host memory that a GPU copies from and to."""
     memory = np.frombuffer(mmap.mmap(-1, max(mmap.PAGESIZE, count * _WORD)), np.int64)[:count]
     device.pin(address(memory), memory.nbytes)
     try:

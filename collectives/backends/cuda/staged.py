@@ -51,15 +51,15 @@ class Staged:
         self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """See Way."""
+        """Implements `Way.serves`."""
         return True
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """See Way."""
+        """Implements `Way.prepare`."""
         return partial(self._run, operation, algorithm, arguments)
 
     def close(self) -> None:
-        """See Way."""
+        """Implements `Way.close`."""
         self._unpin()
 
     def _run(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:

@@ -37,7 +37,7 @@ class GpuEngine(Engine):
         self._device, self._stream = device, stream
 
     def copy(self, target: Array, source: Array) -> None:
-        """See Engine."""
+        """Implements `Engine.copy`."""
         self._device.copy(address(target), address(source), source.nbytes, self._stream)
 
     def calls(
@@ -48,7 +48,7 @@ class GpuEngine(Engine):
         dtype: DType,
         factors: Sequence[float],
     ) -> list[Call]:
-        """See Engine. One kernel, for all inputs and outputs."""
+        """Implements `Engine.calls`. One kernel, for all inputs and outputs."""
         size = inputs[0].size
         if not size or not outputs:
             return []
@@ -73,11 +73,11 @@ class Ipc:
         self._symmetric = Symmetric(meetings, allocator, engine=GpuEngine(device, self._stream))
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """See Way."""
+        """Implements `Way.serves`."""
         return algorithm in ("auto", Symmetric.name)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """See Way."""
+        """Implements `Way.prepare`."""
         return partial(self._run, getattr(self._symmetric, operation)(*arguments))
 
     def _run(self, call: Callable[[], None], begin: Event) -> Event:
@@ -86,5 +86,5 @@ class Ipc:
         return self._stream.record()
 
     def close(self) -> None:
-        """See Way."""
+        """Implements `Way.close`."""
         self._barrier.close()

@@ -36,7 +36,7 @@ class Task:
         self._operation, self._run, self._hold, self._index = operation, run, hold, device
 
     def after(self, first: Callable[[], None]) -> Task:
-        """The same with `first` before it, in the thread whose turn it is."""
+        """Returns a task that runs `first` before this one, in the thread whose turn it is."""
 
         def run(begin: Event) -> Event:
             first()
@@ -73,7 +73,7 @@ class Compound(Task):
         super().__init__(name, self._run_parts, lambda *_: None, device)
 
     def start(self, arrays: Any, hold: bool) -> Started:
-        """See Task; in the place of torch's current stream."""
+        """Implements `Task.start`; in the place of torch's current stream."""
         device = driver.open_device(self._index)
         with device.current():
             stream = self._open(device.torch_stream())
@@ -105,7 +105,7 @@ class Started:
         self.end: Event | None = None
 
     def run(self) -> None:
-        """In the thread whose turn it is."""
+        """Runs the operation, in the thread whose turn it is."""
         with self._device.current():
             self.end = self._run(self._begin)
             if self._hold is not None:
@@ -122,7 +122,7 @@ class Started:
         return None
 
     def wait_on_current_stream(self) -> None:
-        """What this thread queues from now on, with the library that the arrays are of, runs after the end."""
+        """Makes the current stream of the arrays' library wait for the end of the operation."""
         if self.end is not None:
             with self._device.current():
                 self._current().wait(self.end)
@@ -136,7 +136,7 @@ class GpuWork(Work):
         self._work, self._started = work, started
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, on the GPU as well; never blocks."""
+        """Returns whether the operation has ended, on the GPU as well; never blocks."""
         end = self._started.end
         return self._work.is_completed() and (end is None or end.is_done())
 

@@ -1,4 +1,4 @@
-"""Which way serves a pair of ranks.
+"""The choice of a transport for each pair of ranks.
 
     ipc      both map the other's GPU memory: on one host, with the same GPU or with GPUs that reach each other
     aware    the MPI library takes device addresses
@@ -27,7 +27,7 @@ class Way(Protocol):
     """The operations of one group by one way; what GPUs have in place of a `backends.backend.Backend`."""
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """Whether it takes the operation where `algorithm=` is that."""
+        """Returns whether it takes the operation where `algorithm=` is that."""
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
         """The operation, to be run again and again on the same arrays. arguments: as Backend has them. Collective."""
@@ -49,7 +49,7 @@ class Ways:
 
 
 def wanted() -> str:
-    """What the environment asks for: "auto" or a way."""
+    """The choice that the environment asks for: "auto" or a way."""
     found = os.environ.get(WAY) or "auto"
     if found not in ("auto", *WAYS):
         raise ArgumentError(f"{WAY}: got {found!r}; needs one of auto, {', '.join(WAYS)}")
@@ -80,7 +80,7 @@ def decide(asked: Sequence[str], works: Sequence[dict[str, Sequence[bool]]]) -> 
 
 
 def _island(pairs: Sequence[Sequence[str | None]]) -> int:
-    """How many ranks each island has, if all have as many; 0 unless there are several of several ranks."""
+    """The number of ranks of each island, if all have as many; 0 unless there are several of several ranks."""
     reached = [{b for b, way in enumerate(row) if way == "ipc"} for row in pairs]
     size = len(reached[0])
     expected = [set(range(a - a % size, a - a % size + size)) if size else set() for a in range(len(pairs))]

@@ -76,7 +76,7 @@ class _Run:
 
     @property
     def segments(self) -> int:
-        """How many there are."""
+        """The number of segments."""
         return -(-self.x.size // self.size)
 
     def range(self, segment: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class PipelinedAllReduce:
         self._slice_bytes = -(-SEGMENT_BYTES // self._ranks // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
 
     def run(self, x: Buffer, op: Reduction) -> None:
-        """In place; bitwise equal on all ranks."""
+        """Reduces x in place; bitwise equal on all ranks."""
         run = _Run(x, op, self._shared(x.dtype), SEGMENT_BYTES // x.dtype.itemsize)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         if place is None and x.size:
@@ -113,7 +113,7 @@ class PipelinedAllReduce:
             self._tick(run, tick)
 
     def _tick(self, run: _Run, tick: int) -> None:
-        """What can begin a message comes before what waits for one."""
+        """Runs one tick of the pipeline: what can begin a message comes before what waits for one."""
 
         def is_segment(number: int) -> bool:
             return 0 <= number < run.segments
@@ -194,7 +194,7 @@ class PipelinedAllReduce:
         return self._turn("partial", run, segment, size)
 
     def _coming(self, run: _Run, segment: int, ranges: Ranges) -> list[Array]:
-        """For each node the memory for its contribution to this node's part."""
+        """The memory for each node's contribution to this node's part."""
         low, high = ranges[self._node]
         memory = self._turn("contributions", run, segment, self._nodes * (high - low))
         return [memory[node * (high - low) : (node + 1) * (high - low)] for node in range(self._nodes)]

@@ -1,4 +1,4 @@
-"""What ranks contribute to a reduction: where those of a node read each other's, and how the nodes' are added."""
+"""The contributions to a reduction: where a node's ranks read each other's, and how the nodes' are added."""
 
 from __future__ import annotations
 

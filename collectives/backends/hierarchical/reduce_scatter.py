@@ -57,7 +57,7 @@ class _Run:
 
     @property
     def segments(self) -> int:
-        """How many there are."""
+        """The number of segments."""
         return -(-max(high - low for low, high in self.parts) // self.size)
 
     def piece(self, part: int, segment: int) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class PipelinedReduceScatter:
         self._meetings.barrier()  # all ranks of the node are through with this one's x, and with what it copied in
 
     def _tick(self, run: _Run, tick: int) -> None:
-        """What can begin a message comes before what waits for one."""
+        """Runs one tick of the pipeline: what can begin a message comes before what waits for one."""
         copies = run.sources is None and tick < run.segments
         if copies:
             self._copy_in(run, tick)
@@ -151,7 +151,7 @@ class PipelinedReduceScatter:
         return self._node * self._ranks + self._rank
 
     def _memory_of(self, run: _Run, purpose: str, segment: int) -> list[Array]:
-        """For each node the memory of a piece, in the accumulating dtype."""
+        """The memory of a piece for each node, in the accumulating dtype."""
         dtype = run.x.dtype.accumulate
         nbytes = self._nodes * run.size * dtype.itemsize
         memory = self._scratch.take(f"{purpose} {segment % _TURNS}", nbytes).view(dtype)

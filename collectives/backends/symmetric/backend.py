@@ -39,7 +39,7 @@ class Symmetric(Reductions, Movements, Backend):
         return cls(resources.meetings, resources.allocator, connect(resources.topology.node))
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
-        """Where the ranks fill the cores of the node and share the memory of all parts."""
+        """Makes the reduction if the ranks fill the node's cores and share the memory of all parts; else None."""
         have = self._resources
         if have is None or not have.topology.full or not ORDERED or self.ranks == 1:
             return None

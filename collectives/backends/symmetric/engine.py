@@ -1,4 +1,4 @@
-"""What copies and reduces for the one-copy collectives: here the host's processor; a GPU's is in `cuda.symmetric`."""
+"""Copies and reductions of the one-copy collectives: here the host's processor; a GPU's is in `cuda.symmetric`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class Engine:
         dtype: DType,
         factors: Sequence[float],
     ) -> None:
-        """The same at once."""
+        """Combines at once."""
         for function, arguments in self.calls(op, inputs, outputs, dtype, factors):
             function(*arguments)

@@ -1,4 +1,4 @@
-"""What the one-copy collectives of one group of ranks share: meetings, scratch, the ways to the others' arrays."""
+"""The state that the one-copy collectives of a group share: meetings, scratch, the ways to the others' arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def is_direct(self) -> bool:
-        """Whether arrays from elsewhere are left to the kernel's copies."""
+        """Returns whether arrays from elsewhere are left to the kernel's copies."""
         return self._peers is not None
 
     @property
@@ -75,5 +75,5 @@ def entry_of(operation: str, data: Buffer, op: Reduction | None = None, root: in
 
 
 def starts_of(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each part begins, and the end."""
+    """The start of each part, and the end."""
     return (0, *accumulate(counts))

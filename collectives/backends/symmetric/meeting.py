@@ -1,4 +1,4 @@
-"""How the one-copy collectives begin: the ranks of a node meet.
+"""The meeting of a node's ranks, with which every one-copy collective begins.
 
 Each rank writes a row that says what it is about to do and where its arrays lie, and after a barrier every rank reads
 all rows. All of them see the same, so that they take the same way, and raise the same error where the rows do not fit
@@ -37,7 +37,7 @@ _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and 
 
 
 class Entry(NamedTuple):
-    """What a rank is about to do; all ranks of an operation must agree on it.
+    """The operation that a rank is about to run; all ranks must agree on it.
 
     elements: of what all ranks have alike; 0 where there is no such thing.
     """
@@ -108,7 +108,7 @@ class Meetings:
 
     @staticmethod
     def pack_ranges(leaving: Ranges, coming: Ranges) -> bytes:
-        """What goes with a movement's row: where the elements for and from each rank begin, and how many they are."""
+        """Packs the ranges of a movement's row: the offset and number of the elements for and from each rank."""
         own = np.array([leaving, coming], np.int64)
         own[:, :, 1] -= own[:, :, 0]
         return own.transpose(0, 2, 1).tobytes()
@@ -156,7 +156,7 @@ class Meeting:
 
     @property
     def shared_output(self) -> bool:
-        """Whether all outputs are one and the same memory."""
+        """Returns whether all outputs are one and the same memory."""
         return (
             self.push
             and self._outputs is not None
@@ -167,7 +167,7 @@ class Meeting:
 
     @property
     def in_place(self) -> bool:
-        """Whether every rank's input already lies at its place in the outputs."""
+        """Returns whether every rank's input already lies at its place in the outputs."""
         itemsize = DTYPES[_DTYPES[self._table[0][1]]].itemsize
         return self.pull and all(
             row[_X] == row[_OUT] and row[_X + 1] == row[_OUT + 1] + self.coming(rank, rank) * itemsize
@@ -176,11 +176,11 @@ class Meeting:
 
     @property
     def factors(self) -> list[float]:
-        """By which each rank's contribution to a premultiplied sum is multiplied."""
+        """The factor of each rank's contribution to a premultiplied sum."""
         return [row[_FACTOR] for row in self._table]
 
     def arrays(self, data: Buffer, outputs: bool) -> list[tuple[SharedMemory, int, int]]:
-        """For each rank its allocation, the place of its array there, and the elements that are mapped from there."""
+        """Each rank's allocation, the place of its array there, and the elements that are mapped from there."""
         memory = self._outputs if outputs else self._inputs
         assert memory is not None
         part = memory.stride or len(memory)
@@ -188,15 +188,15 @@ class Meeting:
         return [(memory, start, (part - start) // data.dtype.itemsize) for start in starts]
 
     def addresses(self, outputs: bool) -> list[int]:
-        """Where each rank's array lies in its own memory."""
+        """The address of each rank's array in its own memory."""
         return [row[_ADDRESSES + outputs] for row in self._table]
 
     def leaving(self, rank: int, peer: int) -> int:
-        """Where in rank's input the elements for the peer begin."""
+        """The offset in rank's input of the elements for the peer."""
         return self._range(rank, 0, peer)
 
     def coming(self, rank: int, peer: int) -> int:
-        """Where in rank's output the elements from the peer begin."""
+        """The offset in rank's output of the elements from the peer."""
         return self._range(rank, 2, peer)
 
     def largest(self) -> int:

@@ -15,7 +15,7 @@ from .staging import Stages
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What one rank's part of a movement is: elements start <= i < stop of x for, and of out from, each rank.
+    """One rank's part of a movement: elements start <= i < stop of x for, and of out from, each rank.
 
     fan: into how many different parts x goes: 1 where every rank gets the same.
     """
@@ -26,7 +26,7 @@ class Movement:
 
 
 class MeetsInMemory:
-    """What ranks call together, and meet in it by way of shared memory: nobody need wait before."""
+    """A collective call in which the ranks meet in shared memory, so that none need wait before."""
 
 
 class Operation(MeetsInMemory):
@@ -56,7 +56,7 @@ class Operation(MeetsInMemory):
         self._find()
 
     def _find(self) -> None:
-        """Where the arrays lie. Weakly: they keep the memory, not this."""
+        """Finds the arrays' allocations. Holds them weakly: the arrays keep the memory."""
         found = [self._group.place(data) for data in (self._x, self._out)]
         self._memories = [None if place is None else weakref.ref(place[0]) for place in found]
         self._rows = [

@@ -35,7 +35,7 @@ _DRAWN = 1 << 32  # more than there are chunks: those of round r have the ticket
 
 
 class Pool:
-    """What the ranks of a group need for it; for one partitioned reduction at a time.
+    """The shared state of a group's partitioned reductions; for one at a time.
 
     memory: shared by them, `Pool.nbytes(ranks)` long, zero at first, with a file. crowded: see Counters.
     """
@@ -53,7 +53,7 @@ class Pool:
 
 
 class Place(NamedTuple):
-    """Where a rank's array lies: the number of the allocation, from which byte of its part on; what it holds."""
+    """The position of a rank's array: the number of the allocation, from which byte of its part on; what it holds."""
 
     allocation: int
     start: int
@@ -116,7 +116,7 @@ class PartitionedReduction(MeetsInMemory):
         self._pool.handed_in.advance(self._round * _ROUND + self._count)
 
     def withdraw(self) -> None:
-        """What this rank has handed in will not be reduced."""
+        """Withdraws what this rank has handed in; it will not be reduced."""
         self._count = 0
         if self._pool.under_way() is self:
             self._pool.under_way = lambda: None
@@ -138,7 +138,7 @@ class PartitionedReduction(MeetsInMemory):
         self._meet(count)
 
     def _meet(self, count: int) -> None:
-        """When all have come, all is done: a rank comes when there is nothing left to be drawn."""
+        """Meets the other ranks; then all chunks are done: a rank comes when there is nothing left to be drawn."""
         group = self._pool.group
         elements = sum(data.size for data in self._parts[:count])
         entry = entry_of("all_reduce", self._parts[0], self._op, elements=elements)

@@ -32,7 +32,7 @@ _BUFFERS = 3
 
 @dataclass(slots=True)
 class Stages:
-    """What is done with each chunk, one step after the other: step(chunk, every rank's buffer for it)."""
+    """The steps done with each chunk, one after the other: step(chunk, every rank's buffer for it)."""
 
     chunks: int
     steps: list[Callable[[int, list[Array]], None]]
@@ -54,7 +54,7 @@ class Staging:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `fill` can be called: there is memory, since the first `run`."""
+        """Returns whether `fill` can be called: there is memory, since the first `run`."""
         return self._memory is not None
 
     def fill(self, stages: Stages, dtype: DType) -> None:

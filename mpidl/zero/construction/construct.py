@@ -34,7 +34,7 @@ Weights = Safetensors | str | Path | None
 
 
 class Construction:
-    """What of a model has no values yet, and where they come from."""
+    """The tensors of a model that have no values yet, and the source of these."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -180,7 +180,7 @@ class Construction:
 def targets_of(
     model: torch.nn.Module, rank: int, shards: Iterable[ParameterShard], slices: Mapping[torch.nn.Parameter, Slice]
 ) -> dict[torch.Tensor, list[Target]]:
-    """Where this rank's values go: slices of shards and their masters; parameters in no shard, and buffers, whole."""
+    """This rank's targets: slices of shards and their masters; parameters in no shard, and buffers, whole."""
     found: dict[torch.Tensor, list[Target]] = {}
     for shard in shards:
         for p, piece in zip(shard.parameters, shard.layout.pieces(rank), strict=True):

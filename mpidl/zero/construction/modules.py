@@ -18,7 +18,7 @@ Named = tuple[str, torch.nn.Module]
 
 
 class ModuleCalls:
-    """Which modules are called, and what each of them sets. Changes nothing.
+    """The modules that are called, and the tensors that each of them sets. Changes nothing.
 
     wanted: parameters and buffers without values. init_fn: called with each module that has some of its own; None: the
     `reset_parameters` (or `_reset_parameters`) of every module that has such a method, for all that is in the module.

@@ -1,4 +1,4 @@
-"""Where values go: ranges of a tensor's elements, each to one place or to several of different dtypes."""
+"""Targets of initial values: ranges of a tensor's elements, each with one destination or one for each dtype."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_all(targets: Iterable[Target], value: torch.Tensor) -> None:
 
 
 def wanted(targets: Iterable[Target]) -> bool:
-    """Whether any element is wanted on this rank."""
+    """Returns whether any element is wanted on this rank."""
     return any(target.stop > target.start for target in targets)
 
 

@@ -24,7 +24,7 @@ Rename = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Safetensors:
-    """Where weights are read from.
+    """The source of weights: safetensors files.
 
     path: a file, or a directory as Hugging Face saves it: `model.safetensors`, or several files and
         `model.safetensors.index.json`. The same on every rank.

@@ -130,12 +130,12 @@ class GradAttributes:
         return told
 
     def problem(self) -> str | None:
-        """Why no step can be taken on the gradients that there are on this rank."""
+        """The reason why no step can be taken on this rank's gradients."""
         cut = next(iter(self._reached()), None) if self._pass_is_open else None
         return None if cut is None else f"{cut[1].name}: {self._of_open_pass()}"
 
     def foreign(self) -> str | None:
-        """Which `.grad` was set otherwise than by a backward pass."""
+        """The `.grad` that was set otherwise than by a backward pass."""
         self.update()
         with torch._C.DisableTorchFunctionSubclass():
             for p, name in self._names.items():

@@ -106,7 +106,7 @@ class ShardedGradient(torch.Tensor):
         device: torch.device,
         result: torch.Tensor | None = None,
     ) -> ShardedGradient:
-        """Has no memory of its own."""
+        """Makes a tensor without memory of its own."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         made.place, made.result = place, result
         return made

@@ -217,7 +217,7 @@ class OffloadedOptimizer(InnerOptimizer):
 
     @property
     def delays(self) -> bool:
-        """Whether updates may be delayed."""
+        """Returns whether updates may be delayed."""
         return self._updater is not None
 
     @property

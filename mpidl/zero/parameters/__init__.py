@@ -1,1 +1,1 @@
-"""Where the parameters live between steps, by one strategy a stage, and what watches over them."""
+"""Strategies for where the parameters live between steps, one for each stage, and the guards over them."""

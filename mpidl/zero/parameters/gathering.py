@@ -31,7 +31,7 @@ _BITS = 62  # of a message's word
 
 
 class Purpose(IntEnum):
-    """Why a rank takes part in a round.
+    """The reason why a rank takes part in a round.
 
     AHEAD: it goes on meanwhile. NEEDED: it waits for its unit. REDUCES: it waits for a reduction. DONE: its pass is
     over. GONE: its engine is; in such a round nothing is gathered.

@@ -31,7 +31,7 @@ _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """How the engine has laid a parameter out.
+    """The layout of a parameter, as the engine has made it.
 
     values: what its data was then. address: where it lay. counted: whether writing to it in place is wrong.
     """

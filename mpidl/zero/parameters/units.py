@@ -189,7 +189,7 @@ def _entries(group: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _paths(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[list[torch.nn.Module]]]:
-    """For each parameter, in the model's order, the modules from the model down to it, by every way there is."""
+    """The modules from the model down to each parameter, in the model's order, by every path that there is."""
     modules = dict(model.named_modules(remove_duplicate=False))
     paths: dict[torch.nn.Parameter, list[list[torch.nn.Module]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -111,7 +111,7 @@ class OwnedState:
 
     @property
     def steps(self) -> int | None:
-        """How many steps were begun, of which the first are not delayed; None without offload. May be set."""
+        """The number of steps that were begun, of which the first are not delayed; None without offload. May be set."""
         return None if self._offloaded is None else self._offloaded.steps
 
     @steps.setter
@@ -120,7 +120,7 @@ class OwnedState:
             self._offloaded.steps = count
 
     def room(self, key: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Where the optimizer's state of a slice may be written before it is set: on the disk, if that is its place."""
+        """Memory for a slice's optimizer state, to be written before it is set: on the disk, if it lies there."""
         if self._offloaded is None:
             return torch.empty_like(key, dtype=dtype, requires_grad=False)
         return self._offloaded.state.room(key, name, dtype)

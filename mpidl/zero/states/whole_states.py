@@ -198,7 +198,7 @@ def scatter_optimizer(
 
 
 def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:
-    """Why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
+    """The reason why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
     if (absent := refusal(given)) is not None:
         return absent
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):

@@ -154,7 +154,7 @@ def _kept(model: torch.nn.Module, rule: KeepRule) -> dict[str, torch.nn.Module]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """With all floating tensors cast; the same object where there is none to cast, as it may be changed by its user."""
+    """Casts all floating tensors; the same object where there is none to cast, as it may be changed by its user."""
     leaves, shape = tree_flatten(value)
     cast = [v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for v in leaves]
     return value if all(new is old for new, old in zip(cast, leaves, strict=True)) else tree_unflatten(cast, shape)

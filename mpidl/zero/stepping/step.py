@@ -105,7 +105,7 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
 
 
 def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict[str, Any]) -> list[bool]:
-    """Which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
+    """Returns which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
     agreed = np.array([problem is not None, *flags, *arguments.fingerprint(settings)], np.uint8)
     work = parts.comm.all_reduce(agreed, "max", async_op=inside_backward())
     if work is not None:
