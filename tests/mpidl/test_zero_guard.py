@@ -119,6 +119,16 @@ def test_a_parameter_that_is_moved_is_named_before_it_is_trained_on(comm, way: s
     trains_as_new(comm, model, optimizer)
 
 
+@pytest.mark.one_node
+@pytest.mark.parametrize("way", ["1", "3-node"])
+def test_loading_puts_another_shape_of_the_same_memory_right(comm, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    model.head.weight.data = model.head.weight.data.view(3, 2)
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: other memory .* now \(3, 2\)"):
+        optimizer.step()
+    trains_as_new(comm, model, optimizer)
+
+
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @ALL
 def test_a_plain_load_state_dict_is_refused_outside_gathered(comm, way: str, precision) -> None:

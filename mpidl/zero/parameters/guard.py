@@ -13,7 +13,7 @@ of its own, whose writes torch counts separately. So it counts those of `p.data.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +29,18 @@ from .strategy import ParameterStrategy
 _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Place:
     """The layout of a parameter, as the engine has made it.
 
     values: what its data was then. address: where it lay. counted: whether writing to it in place is wrong.
+    version: torch's count of writes to it, of which none was wrong.
     """
 
     values: torch.Tensor
     address: int
     counted: bool
+    version: int
 
 
 class WeightGuard:
@@ -57,14 +59,13 @@ class WeightGuard:
         self._model, self._names, self._parameters = model, names, parameters
         self._trainer = Trainer(optimizer)
         self._places: dict[torch.nn.Parameter, _Place] = {}
-        self._versions: dict[torch.nn.Parameter, int] = {}
         self._writable: list[set[torch.nn.Parameter]] = []
         self.replaced = False
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
-        where = weakref.ref(self)
-        self._handles = [model.register_forward_pre_hook(_before_forward(where), prepend=True)]
+        self._handles = [model.register_forward_pre_hook(_weakly(self._before_forward), prepend=True)]
+        before_loading = Hook(_weakly(self._before_loading))
         for module in model.modules():
-            self._handles.append(module._register_load_state_dict_pre_hook(_before_loading(where), with_module=True))
+            self._handles.append(module._register_load_state_dict_pre_hook(before_loading, with_module=True))
 
     def watch(self, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
         """Takes in the parameters that have come into shards, as they are laid out now."""
@@ -72,8 +73,7 @@ class WeightGuard:
         with torch._C.DisableTorchFunctionSubclass():
             for p in (p for shard in self._parameters.shards for p in shard.parameters if p not in self._places):
                 # A write that all ranks make lasts where no master overwrites it.
-                self._places[p] = _Place(p.data, p.data_ptr(), not keeps or slices[p].is_master)
-                self._versions[p] = p._version
+                self._places[p] = _Place(p.data, p.data_ptr(), not keeps or slices[p].is_master, p._version)
                 claim(p, self._trainer)
 
     def remove(self) -> None:
@@ -92,14 +92,13 @@ class WeightGuard:
         forbidden = self._parameters.step_problem()
         if forbidden is not None:
             return forbidden
-        own = list(self._model.parameters())
-        if any(p not in self._names for p in own):
-            name = next(name for name, p in self._model.named_parameters() if p not in self._names)
+        later = [name for name, p in self._model.named_parameters() if p not in self._names]
+        if later:
             return (
-                f"{name}: it came into the model after the ZeroOptimizer was made, which does not train it; put "
+                f"{later[0]}: it came into the model after the ZeroOptimizer was made, which does not train it; put "
                 "modules and parameters in place first, and change values inside `with optimizer.gathered(...):`"
             )
-        unfrozen = [self._names[p] for p in own if p.requires_grad and p not in slices]
+        unfrozen = [self._names[p] for p in self._model.parameters() if p.requires_grad and p not in slices]
         if unfrozen:
             listed = ", ".join(unfrozen[:5])
             return f"{listed}: unfrozen since construction; add it by add_param_group, or freeze it again"
@@ -122,29 +121,30 @@ class WeightGuard:
             raise TrainingError(problem)
 
     def _moved(self) -> str | None:
-        if self._writable:  # they are copies
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            for p, place in self._places.items():
-                was = place.values
-                if not self._lies_right(p) or p.dtype != was.dtype or p.shape != was.shape:
-                    return (
-                        f"{self._names[p]}: other memory was put in its place, now {tuple(p.shape)} {p.dtype}, as "
-                        "`p.data = ...` and `model.to(...)` do, but the ZeroOptimizer trains the "
-                        f"{tuple(was.shape)} {was.dtype} that it has laid out; copy values into it inside "
-                        f"`with optimizer.gathered(...):`; {_HEALS}"
-                    )
+        for p in self._misplaced():
+            was = self._places[p].values
+            return (
+                f"{self._names[p]}: other memory was put in its place, now {tuple(p.shape)} {p.dtype}, as "
+                f"`p.data = ...` and `model.to(...)` do, but the ZeroOptimizer trains the {tuple(was.shape)} "
+                f"{was.dtype} that it has laid out; copy values into it inside "
+                f"`with optimizer.gathered(...):`; {_HEALS}"
+            )
         return None
 
-    def _lies_right(self, p: torch.nn.Parameter) -> bool:
-        address = p.data_ptr()
-        if address == self._places[p].address:
-            return True
-        return address == self._parameters.gathered_address(p)
+    def _misplaced(self) -> list[torch.nn.Parameter]:
+        if self._writable:  # they are copies
+            return []
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                p
+                for p, place in self._places.items()
+                if (p.data_ptr() != place.address and p.data_ptr() != self._parameters.gathered_address(p))
+                or (p.dtype, p.shape) != (place.values.dtype, place.values.shape)
+            ]
 
     def _written(self) -> list[torch.nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [p for p, place in self._places.items() if place.counted and p._version != self._versions[p]]
+            return [p for p, place in self._places.items() if place.counted and p._version != place.version]
 
     def _described(self, written: list[torch.nn.Parameter], where: str = "outside of") -> str | None:
         if not written:
@@ -172,7 +172,7 @@ class WeightGuard:
             if writable:
                 self._writable.pop()
                 for p in allowed & self._places.keys() - before:
-                    self._versions[p] = p._version
+                    self._places[p].version = p._version
         wrong = [p for p in self._written() if p not in before and not self._may_write(p)]
         where = "outside of the module of" if writable and module else "without writable=True in"
         problem = self._described(wrong, where)
@@ -184,11 +184,9 @@ class WeightGuard:
 
     def put_back(self) -> None:
         """Parameters that were moved are where they were, before all weights are loaded."""
-        if self._moved() is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                for p, place in self._places.items():
-                    if not self._lies_right(p) or p.dtype != place.values.dtype:
-                        p.data = place.values
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in self._misplaced():
+                p.data = self._places[p].values
 
     def stepped(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """A step has changed these: backward through what was computed with them before is an error of torch's."""
@@ -196,17 +194,24 @@ class WeightGuard:
             for p in parameters:
                 before = p._version
                 torch.autograd.graph.increment_version(p)
-                self._versions[p] += p._version - before  # other writes still count
+                self._places[p].version += p._version - before  # other writes still count
 
     def accept(self) -> None:
         """All weights have been loaded: whatever was done to them before does not count."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = {p: p._version for p in self._places}
+            for p, place in self._places.items():
+                place.version = p._version
 
-    def refuse_load(self, module: torch.nn.Module, names: Collection[str], prefix: str) -> None:
-        """Raises TrainingError if a plain load_state_dict with these names would write to the module's parameters."""
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.refuse_moved()
+
+    def _before_loading(self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Raises TrainingError if a plain load_state_dict would write to the module's own parameters."""
         for key, p in module._parameters.items():
-            if p is not None and p in self._places and prefix + key in names and not self._may_write(p):
+            if p is not None and p in self._places and prefix + key in state_dict and not self._may_write(p):
                 raise TrainingError(
                     f"model.load_state_dict(): a ZeroOptimizer trains {self._names[p]}; call "
                     "optimizer.load_model_state_dict(...) on every rank, with the state on rank 0, or "
@@ -214,20 +219,14 @@ class WeightGuard:
                 )
 
 
-def _before_forward(where: weakref.ref[WeightGuard]) -> Any:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method as long as its object is there."""
+    where = weakref.WeakMethod(method)
+
     @torch.compiler.disable
-    def hook(*_: Any) -> None:
-        guard = where()
-        if guard is not None and torch.is_grad_enabled():
-            guard.refuse_moved()
+    def hook(*args: Any) -> None:
+        found = where()
+        if found is not None:
+            found(*args)
 
     return hook
-
-
-def _before_loading(where: weakref.ref[WeightGuard]) -> Hook:
-    def hook(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        guard = where()
-        if guard is not None:
-            guard.refuse_load(module, state_dict.keys(), prefix)
-
-    return Hook(hook)
