@@ -22,7 +22,7 @@ from .space import Space
 _BUFFERS = 2
 
 
-class Scratch:
+class ActivationFile:
     """A file in a folder. buffer_bytes: of each of the two buffers, whatever the size of a checkpoint.
 
     Raises ConfigurationError if a file cannot be made there.
@@ -102,15 +102,15 @@ class Scratch:
 class DiskSlot:
     """A checkpoint's place in the file, held as long as this object lives."""
 
-    def __init__(self, scratch: Scratch, start: int, size: int, dtype: torch.dtype) -> None:
-        self._scratch, self._start, self._size, self._dtype = scratch, start, size, dtype
+    def __init__(self, file: ActivationFile, start: int, size: int, dtype: torch.dtype) -> None:
+        self._file, self._start, self._size, self._dtype = file, start, size, dtype
         self._coming: tuple[torch.Tensor, Future[None]] | None = None
 
     def load_ahead(self) -> None:
         """Begins to read it, unless that has begun."""
         if self._coming is None:
             target = torch.empty(self._size, dtype=self._dtype)
-            self._coming = (target, self._scratch.read(target, self._start))
+            self._coming = (target, self._file.read(target, self._start))
 
     def fetch(self) -> torch.Tensor:
         """A copy of its own, [elements]. Raises TrainingError if it could not be written or read."""
@@ -120,12 +120,12 @@ class DiskSlot:
         try:
             reading.result()
         except OSError as failure:
-            self._scratch.check()
-            raise self._scratch.error(failure) from None
-        self._scratch.check()
+            self._file.check()
+            raise self._file.error(failure) from None
+        self._file.check()
         return target
 
     fetches_copies = True
 
     def __del__(self) -> None:
-        self._scratch.give_back(self._start)
+        self._file.give_back(self._start)

@@ -34,7 +34,7 @@ from ..job.objects import all_gather_object
 from ..replicas.checksums import checksum
 from ..replicas.consistency import check_settings_agree
 from .arena import Arena, ArenaSlot
-from .disk import DiskSlot, Scratch
+from .disk import ActivationFile, DiskSlot
 
 _COMPARED = 16  # checkpoints whose values the ranks compare; afterwards only shapes
 _SMALLEST = 1024
@@ -70,11 +70,11 @@ class CheckpointStore:
         if group is not None and not isinstance(group, Communicator):
             raise ConfigurationError(f"group: got {group!r}; needs a collectives.Communicator")
 
-        def make() -> Scratch | None:
+        def make() -> ActivationFile | None:
             _check(offload, smallest, buffer_mb)
-            return Scratch(Path(offload), int(buffer_mb * 2**20)) if offload not in (None, "cpu") else None  # type: ignore[arg-type]
+            return ActivationFile(Path(offload), int(buffer_mb * 2**20)) if offload not in (None, "cpu") else None  # type: ignore[arg-type]
 
-        self._scratch = make() if group is None else check_everywhere(group, make)
+        self._file = make() if group is None else check_everywhere(group, make)
         if group is not None:
             kind = offload if offload in (None, "cpu") else "disk"
             check_settings_agree(group, "CheckpointStore", {"smallest": smallest, "offload": kind})
@@ -107,12 +107,12 @@ class CheckpointStore:
     @property
     def bytes_on_disk(self) -> int:
         """Bytes of checkpoints in the file now."""
-        return 0 if self._scratch is None else self._scratch.used
+        return 0 if self._file is None else self._file.used
 
     @property
     def file_bytes(self) -> int:
         """Size of the file, which is that of the most checkpoints at a time."""
-        return 0 if self._scratch is None else self._scratch.file_bytes
+        return 0 if self._file is None else self._file.file_bytes
 
     # ---- a checkpoint -----------------------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class CheckpointStore:
         return record
 
     def _put(self, part: torch.Tensor) -> ArenaSlot | DiskSlot:
-        if self._scratch is not None:
-            return self._scratch.put(part)
+        if self._file is not None:
+            return self._file.put(part)
         device = torch.device("cpu") if self._to_host else part.device
         if device not in self._arenas:
             self._arenas[device] = Arena(device, pinned=self._to_host)
