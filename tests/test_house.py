@@ -69,7 +69,7 @@ def test_a_module_is_used_only_where_it_may_be(module: str) -> None:
         ("mpi4py", "mpidl/ddp.py", "import importlib\nMPI = importlib.import_module('mpi4py.MPI')"),
         ("cupy", "collectives/buffers.py", "def f():\n    import cupy"),
         ("torch.distributed", "mpidl/zero/parameters/units.py", "from torch import distributed as dist"),
-        ("torch.distributed", "tests/mpidl/test_ddp.py", "from torch.distributed.fsdp import fully_shard"),
+        ("torch.distributed", "tests/mpidl/ddp/test_ddp.py", "from torch.distributed.fsdp import fully_shard"),
         ("torch.distributed", "mpidl/ddp.py", "import torch\ntorch.distributed.is_initialized()"),
         ("mpidl", "collectives/watchdog.py", "if True:\n    from mpidl.errors import UsageError"),
         ("examples", "mpidl/data/corpora.py", "import examples.gpt2_zero3"),

@@ -12,7 +12,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from tests.mpidl import zero_reference as zero
+from tests.mpidl.zero import reference as zero
 
 pytestmark = pytest.mark.mpi
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl import zero_reference as zero
-from tests.mpidl.gradients import Several, check, data, made, mean_gradients
+from tests.mpidl.ddp.reference import Several, check, data, made, mean_gradients
+from tests.mpidl.zero import reference as zero
 
 pytestmark = pytest.mark.mpi
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpidl.absent_state import absent_state
-from tests.mpidl.models import ENGINES, MODELS, Recipe, fresh, largest_difference, train
+from tests.mpidl.small_models import ENGINES, MODELS, Recipe, fresh, largest_difference, train
 
 pytestmark = pytest.mark.mpi
 

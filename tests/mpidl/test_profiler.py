@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import mpidl
-from tests.mpidl import zero_reference as zero
+from tests.mpidl.zero import reference as zero
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mpidl.activations import CheckpointStore
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from tests.mpidl.models import sequences
+from tests.mpidl.small_models import sequences
 
 KINDS = ("none", "arena", "disk")
 DROPPING = GPT2Config(vocab_size=37, block_size=8, layers=4, heads=2, embd=16, dropout=0.2)

@@ -14,7 +14,7 @@ from mpidl.activations import checkpoint, checkpoint_modules
 from mpidl.activations.disk import DiskSlot
 from mpidl.errors import TrainingError
 from tests.mpidl.activations.checkpointed import INPUT, assert_same, dropping, made
-from tests.mpidl.models import sequences
+from tests.mpidl.small_models import sequences
 
 
 def test_backward_reads_each_checkpoint_once_and_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

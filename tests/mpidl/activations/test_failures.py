@@ -13,7 +13,7 @@ from torch import nn
 from mpidl.activations import CheckpointStore, checkpoint, checkpoint_modules
 from mpidl.errors import ConfigurationError
 from tests.mpidl.activations.checkpointed import assert_same, dropping, passed
-from tests.mpidl.models import small_gpt2
+from tests.mpidl.small_models import small_gpt2
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["in forward", "in the second run"])

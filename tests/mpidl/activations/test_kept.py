@@ -18,7 +18,7 @@ from mpidl.activations.space import Space
 from mpidl.memory import activation_bytes, measure_activations
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
 from tests.mpidl.activations.checkpointed import DROPPING, INPUT, KINDS, assert_same, dropping, made
-from tests.mpidl.models import sequences
+from tests.mpidl.small_models import sequences
 
 
 @pytest.mark.parametrize("kind", KINDS)

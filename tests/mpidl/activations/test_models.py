@@ -15,7 +15,7 @@ from mpidl.activations import CheckpointStore, checkpoint_modules
 from mpidl.errors import ConfigurationError
 from mpidl.memory import measure_activations
 from tests.mpidl.activations.checkpointed import assert_same, dropping, passed
-from tests.mpidl.models import sequences
+from tests.mpidl.small_models import sequences
 
 
 def test_a_model_keeps_its_names_and_can_be_put_back() -> None:

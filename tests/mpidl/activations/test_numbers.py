@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from mpidl.activations import checkpoint, checkpoint_modules
 from mpidl.memory import measure_activations
 from tests.mpidl.activations.checkpointed import INPUT, assert_same, dropping, made, passed
-from tests.mpidl.models import Gaps, Images, SmoothImages, fresh, sequences, small_gpt2
+from tests.mpidl.small_models import Gaps, Images, SmoothImages, fresh, sequences, small_gpt2
 
 
 @pytest.mark.parametrize("autocast", [False, True])

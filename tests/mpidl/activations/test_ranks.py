@@ -19,7 +19,7 @@ from mpidl.activations import CheckpointStore, checkpoint, checkpoint_modules
 from mpidl.errors import ConfigurationError, ModelMismatch, TrainingError
 from mpidl.memory import measure_activations
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
-from tests.mpidl.models import Gaps, Images, Mixture, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.small_models import Gaps, Images, Mixture, Recipe, fresh, largest_difference, sequences, train
 
 pytestmark = pytest.mark.mpi
 

@@ -18,7 +18,7 @@ from mpidl.checkpoint import index
 from mpidl.checkpoint.reading import Reader
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
 from tests.mpidl.checkpoint.training import Run
-from tests.mpidl.models import MODELS, fresh, largest_difference
+from tests.mpidl.small_models import MODELS, fresh, largest_difference
 
 pytestmark = pytest.mark.mpi
 BF16 = mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])

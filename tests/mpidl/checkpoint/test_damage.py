@@ -20,7 +20,7 @@ from mpidl.checkpoint import index, load, newest, save, verify
 from mpidl.checkpoint.reading import Reader
 from mpidl.models.gpt2 import GPT2
 from tests.mpidl.checkpoint.training import SETTINGS, Run
-from tests.mpidl.models import MODELS, SMALL_GPT2, fresh
+from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh
 
 pytestmark = pytest.mark.mpi
 

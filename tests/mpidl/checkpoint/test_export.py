@@ -24,7 +24,7 @@ from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.models.pretrained import load_pretrained
 from tests.harness import launch
 from tests.mpidl.checkpoint.training import ENGINES, Run
-from tests.mpidl.models import MODELS, SMALL_GPT2, fresh
+from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh
 
 mpi = pytest.mark.mpi
 TOKENS = torch.arange(16).view(2, 8)

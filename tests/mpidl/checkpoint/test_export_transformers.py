@@ -15,7 +15,7 @@ from mpidl.checkpoint.__main__ import main
 from mpidl.models.bert import BERT, BERTConfig
 from mpidl.models.gpt2 import GPT2
 from tests.mpidl.checkpoint.mutations import as_text
-from tests.mpidl.models import SMALL_GPT2
+from tests.mpidl.small_models import SMALL_GPT2
 
 transformers = pytest.importorskip("transformers")
 mpi = pytest.mark.mpi

@@ -16,7 +16,7 @@ from mpidl.checkpoint.tensorfile import TensorFile
 from mpidl.gradients import buckets
 from mpidl.models.gpt2 import GPT2
 from tests.mpidl.checkpoint.training import ENGINES, Run
-from tests.mpidl.models import MODELS, SMALL_GPT2, fresh, largest_difference
+from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh, largest_difference
 
 pytestmark = pytest.mark.mpi
 SAVED, TRAINED = 2, 3  # steps

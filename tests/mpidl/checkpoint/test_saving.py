@@ -32,7 +32,7 @@ from mpidl.checkpoint import (
 )
 from mpidl.zero import ShardedGradient
 from tests.mpidl.checkpoint.training import ENGINES, Run
-from tests.mpidl.models import MODELS, fresh
+from tests.mpidl.small_models import MODELS, fresh
 
 pytestmark = pytest.mark.mpi
 

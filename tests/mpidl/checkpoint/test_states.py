@@ -19,7 +19,7 @@ from mpidl.checkpoint import index, load, reading, save, writing
 from mpidl.data import DistributedSampler
 from mpidl.optim import PeriodicAverager, PostLocalSGDOptimizer
 from tests.mpidl.checkpoint.training import ENGINES, Run
-from tests.mpidl.models import MODELS, fresh, largest_difference, sequences
+from tests.mpidl.small_models import MODELS, fresh, largest_difference, sequences
 
 pytestmark = pytest.mark.mpi
 

@@ -1,4 +1,4 @@
-"""A training that checkpoints can interrupt: engines on the global batches of tests.mpidl.models."""
+"""A training that checkpoints can interrupt: engines on the global batches of tests.mpidl.small_models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from tests.mpidl.models import MODELS, fresh, sequences
+from tests.mpidl.small_models import MODELS, fresh, sequences
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
 SETTINGS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}

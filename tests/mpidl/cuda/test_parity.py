@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.mpidl.cuda.models import placed
-from tests.mpidl.models import ENGINES, MODELS, Recipe, fresh, largest_difference, train
+from tests.mpidl.small_models import ENGINES, MODELS, Recipe, fresh, largest_difference, train
 from tests.mpidl.test_parity import check_state, engine_recipe
 
 pytestmark = pytest.mark.mpi

@@ -13,7 +13,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from tests.mpidl.cuda.models import placed
-from tests.mpidl.models import ENGINES, MODELS, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.small_models import ENGINES, MODELS, Recipe, fresh, largest_difference, sequences, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 

@@ -14,7 +14,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from tests.mpidl.cuda.models import placed
-from tests.mpidl.models import MODELS, SMALL_GPT2, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.small_models import MODELS, SMALL_GPT2, Recipe, fresh, largest_difference, sequences, train
 
 pytestmark = pytest.mark.mpi
 

@@ -1,4 +1,4 @@
-"""The restart wrapper, on commands that are plain processes; one real job stands in tests/mpidl/test_kill.py."""
+"""The restart wrapper, on commands that are plain processes; one real job stands in tests/mpidl/launch/test_kill.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,161 @@
+"""A hook of the user that steps in the backward pass, with this rank's own gradient, is refused on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from tests.mpidl.zero import reference as zero
+
+pytestmark = pytest.mark.mpi
+CHANGED = r"blocks\.0\.inner\.weight: changed during the backward pass on rank \d"
+
+
+def steps_in_backward(model: nn.Module, names: tuple[str, ...] = ("",), release: bool = True, **settings: Any) -> None:
+    """torch's recipe: an optimizer for each parameter, which a hook steps."""
+    for name, p in model.named_parameters():
+        if name.startswith(names):
+            optimizer = torch.optim.AdamW([p], lr=0.1, **settings)
+
+            def hook(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                if release:
+                    optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(hook)
+
+
+def steps_at_the_node(model: nn.Module) -> list[Any]:
+    """Its older form, which needs the nodes to be kept."""
+    kept = []
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        node = p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(lambda *_, optimizer=optimizer: optimizer.step())
+        kept.append(node)
+    return kept
+
+
+def engine(comm, way: str, first: Any, then: Any, **settings: Any) -> tuple[nn.Module, mpidl.ZeroOptimizer | None]:
+    """What is called; first, then: hooks that come before and after the engine's. The way "ddp" is DDP."""
+    model = zero.made(zero.Several)
+    first(model)
+    optimizer = None
+    called = model
+    if way == "ddp":
+        called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, **settings)
+    else:
+        optimizer = mpidl.ZeroOptimizer(
+            model, torch.optim.SGD, process_group=comm, **zero.WAYS[way], **zero.SGD, **settings
+        )
+    then(model)
+    return called, optimizer
+
+
+def nothing(_: nn.Module) -> None:
+    pass
+
+
+every_setting = pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=str,
+)
+
+
+@every_setting
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("release", [True, False], ids=["", "kept"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", ""])
+def test_ddp(comm, settings: dict, before: bool, release: bool, fused: bool) -> None:
+    def hooks(model: nn.Module) -> None:
+        steps_in_backward(model, release=release, fused=fused)
+
+    called, _ = engine(comm, "ddp", *((hooks, nothing) if before else (nothing, hooks)), **settings)
+    with pytest.raises(mpidl.TrainingError, match=rf"{CHANGED}.* hook"):
+        called(zero.data(comm.rank)).sum().backward()
+
+
+def test_ddp_at_the_nodes(comm) -> None:
+    kept: list[Any] = []
+    called, _ = engine(comm, "ddp", lambda model: kept.extend(steps_at_the_node(model)), nothing)
+    with pytest.raises(mpidl.TrainingError, match=CHANGED):
+        called(zero.data(comm.rank)).sum().backward()
+
+
+def test_ddp_and_a_hook_that_writes_unseen_and_takes_the_gradient(comm) -> None:
+    def hook(p: torch.Tensor) -> None:
+        p.data.sub_(p.grad)
+        p.grad = None
+
+    def hooks(model: nn.Module) -> None:
+        model.head.weight.register_post_accumulate_grad_hook(hook)
+
+    called, _ = engine(comm, "ddp", nothing, hooks)
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: its gradient was taken away during the backward"):
+        called(zero.data(comm.rank)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+def test_on_one_rank(comm, way: str) -> None:
+    def hooks(model: nn.Module) -> None:
+        if comm.rank == comm.size - 1:
+            steps_in_backward(model, ("blocks.1.inner.weight",))
+
+    called, _ = engine(comm, way, hooks, nothing)
+    where = rf"blocks\.1\.inner\.weight: changed during the backward pass on rank {comm.size - 1}"
+    with pytest.raises(mpidl.TrainingError, match=where):
+        called(zero.data(comm.rank)).sum().backward()
+
+
+@zero.every_way
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", ""])
+def test_the_stages(comm, way: str, fused: bool) -> None:
+    called, _ = engine(comm, way, lambda model: steps_in_backward(model, fused=fused), nothing)
+    with pytest.raises(mpidl.TrainingError, match="changed during the backward pass on rank"):
+        called(zero.data(comm.rank)).sum().backward()
+
+
+@zero.every_way
+def test_a_hook_that_comes_after_the_engine_s_finds_no_gradient(comm, way: str) -> None:
+    called, optimizer = engine(comm, way, nothing, steps_in_backward)
+    assert optimizer is not None
+    called(zero.data(comm.rank)).square().sum().backward()
+    optimizer.step()
+    plain = zero.Plain(zero.Several, comm.size)
+    plain.step(lambda m, rank: m(zero.data(rank)).square().sum().backward())
+    zero.check(called, optimizer, plain.model)
+
+
+@zero.every_way
+def test_a_step_of_the_zero_optimizer_in_a_hook(comm, way: str) -> None:
+    called, optimizer = engine(comm, way, nothing, nothing)
+    assert optimizer is not None
+    x = zero.data(comm.rank).requires_grad_()
+    x.register_hook(lambda _: optimizer.step())
+    with pytest.raises(mpidl.TrainingError, match=r"step\(\) inside a backward pass"):
+        called(x).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+def test_hooks_that_read_and_changes_between_passes_are_fine(comm, way: str) -> None:
+    norms: list[float] = []
+
+    def reads(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: norms.append(float(p.norm())))
+
+    called, optimizer = engine(comm, way, reads, nothing)
+    called(zero.data(comm.rank)).sum().backward()
+    if way == "ddp":
+        steps = torch.optim.SGD(called.parameters(), **zero.SGD)
+        steps.step()
+    else:
+        assert optimizer is not None
+        optimizer.step()
+    called(zero.data(comm.rank)).sum().backward()
+    assert len(norms) == 16

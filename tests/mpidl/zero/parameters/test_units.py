@@ -1,0 +1,149 @@
+"""Which modules are units by default, and what is said of rules and models that cannot be cut well."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from mpidl.zero.parameters.units import cut
+from tests.mpidl.zero.reference import SGD, WAYS, Block, Several, engine, follow, made, plainly
+
+pytestmark = pytest.mark.mpi
+
+
+class Other(Block):
+    """A block of another class."""
+
+
+class Wrapped(nn.Module):
+    """A block inside a wrapper that runs it again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+def of(*kinds: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model with these blocks."""
+
+    def make() -> nn.Module:
+        model = Several()
+        model.blocks = nn.ModuleList([kind() for kind in kinds])
+        return model
+
+    return make
+
+
+def compiled() -> nn.Module:
+    return torch.compile(Block(), backend="eager")
+
+
+class Keyed(Several):
+    """Blocks in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): Block() for number in range(3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x)
+
+
+class Nested(Several):
+    """Lists of blocks in a list, which have no forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([Block(), Other(), nn.LayerNorm(3)]) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second, norm in self.blocks:
+            x = norm(second(first(x)))
+        return self.head(x)
+
+
+LISTS = {
+    "unlike": (of(Block, Other, Block), 3),
+    "wrapped": (of(Block, Wrapped, Block), 3),
+    "compiled": (of(Block, compiled, nn.Identity), 2),
+    "keyed": (Keyed, 3),
+    "nested": (Nested, 6),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_blocks_are_units_whatever_else_is_in_their_list(comm, name: str) -> None:
+    make, number = LISTS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        model = made(make)
+        assert len(cut(model)) == number + 1
+        assert set(cut(model)[-1].parameters) == set(model.head.parameters())
+        follow(comm, "3-gathered", make, plainly, steps=2)
+
+
+class Apart(nn.Module):
+    """Modules of one class in a dictionary beside others, and blocks below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.ModuleList([Block(), Block()])
+        self.parts = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "in": Block(), "blocks": blocks})
+        self.chain = nn.Sequential(Block(), nn.Tanh(), Block())
+        self.halves = nn.ModuleList([Block(), Other()])
+
+
+def test_what_is_no_stack_of_blocks_belongs_to_the_model(comm) -> None:
+    assert [unit.name for unit in cut(Apart())] == ["parts.blocks.0", "parts.blocks.1", ""]
+
+
+@pytest.mark.parametrize("way", ["1", "3-gathered"])
+@pytest.mark.parametrize("units", [nn.LSTM, [nn.LSTM, nn.GRU], [], "Block"], ids=str)
+def test_units_that_no_module_is_are_refused_in_every_stage(comm, way: str, units: object) -> None:
+    with pytest.raises(mpidl.ConfigurationError, match=r"units: got .*; needs .*classes"):
+        engine(comm, Several, way, units=units)
+
+
+def test_units_may_be_classes_of_which_some_match_also_from_an_iterator(comm) -> None:
+    _, optimizer = engine(comm, Several, "3-gathered", units=iter([nn.LSTM, Block]))
+    if comm.size > 1:
+        assert len(optimizer._parts.parameters._units) == 4  # type: ignore[union-attr]
+
+
+class Heap(nn.Module):
+    """A large model in which no blocks are found."""
+
+    def __init__(self, table: int = 0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(table, 1) if table else None
+        self.first, self.second = nn.Linear(2000, 1000), nn.Linear(1000, 2000)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "expected"),
+    [
+        (Heap, {}, True),
+        (Heap, {"units": lambda module: False}, False),
+        (lambda: Heap(5_000_000), {}, False),
+        (Several, {}, False),
+    ],
+    ids=["heap", "told", "embedding", "small"],
+)
+def test_a_large_model_of_one_unit_warns_once(comm, make: Callable, settings: dict, expected: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpidl.ZeroOptimizer(make(), torch.optim.SGD, process_group=comm, **WAYS["3-gathered"], **SGD, **settings)
+    said = [str(each.message) for each in caught if "units" in str(each.message)]
+    assert len(said) == (expected and comm.rank == 0 and comm.size > 1)
+    assert all("100% of the 4,003,000 parameters of Heap" in each for each in said)

@@ -1,0 +1,147 @@
+"""Fifty steps leave nothing behind, and engines follow one another: tensors, hooks, allocations, files, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+
+import mpidl
+from mpidl import Offload
+from mpidl.models.gpt2 import GPT2, GPT2Config
+from tests.mpidl.small_models import fresh, sequences
+
+pytestmark = pytest.mark.mpi
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "2": {"stage": 2, "bucket_cap_mb": 0.5},
+    "2-bfloat16": {"stage": 2, "bucket_cap_mb": 0.5, "precision": mpidl.Precision(torch.bfloat16)},
+    "2-offloaded": {"stage": 2, "bucket_cap_mb": 0.5, "offload": Offload("cpu", delayed_update=True, delay_from=2)},
+    "3-node": {"stage": 3},
+    "3-gathered": {"stage": 3, "share_in_node": False},
+}
+STEPS = 50
+HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def model() -> torch.nn.Module:
+    """Of 0.6 MB, so that a copy of the weights a step is more than what allocators and interpreters keep."""
+    return GPT2(GPT2Config(vocab_size=37, block_size=8, layers=3, heads=2, embd=64))
+
+
+class Training:
+    """One engine on a GPT-2."""
+
+    def __init__(self, comm, engine: str) -> None:
+        self.comm, self.model = comm, fresh(model)
+        self.weights = sum(p.numel() * p.element_size() for p in self.model.parameters())  # bytes
+        self.call: Any = self.model
+        if engine == "ddp":
+            self.call = mpidl.DistributedDataParallel(self.model, process_group=comm)
+            self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
+        else:
+            self.optimizer = mpidl.ZeroOptimizer(self.model, torch.optim.AdamW, process_group=comm, **ENGINES[engine])
+
+    def step(self, number: int) -> None:
+        """With all that a step may hold: accumulation, evaluation, clipping, a look at whole weights."""
+        x, y = sequences(number % 4, 0)
+        for _ in range(2):
+            self.call(x, y).backward()
+        clip = getattr(self.optimizer, "clip_grad_norm_", None)
+        if clip is not None:
+            clip(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if number % 5 == 0:
+            with torch.no_grad():
+                self.call(x, y)
+            if clip is not None:
+                with self.optimizer.gathered(writable=False):
+                    float(next(self.model.parameters()).sum())
+
+    def counts(self) -> dict[str, int]:
+        """Of what may grow, when nothing is on its way."""
+        for p in self.model.parameters():
+            p.untyped_storage()
+        len(self.optimizer.state)  # waits for a delayed update
+        gc.collect()
+        return {
+            "tensors": tensors(),
+            "hooks": sum(map(hooks, self.call.modules())) + sum(map(hooks, self.model.parameters())),
+            "allocations": allocations(self.comm),
+            "descriptors": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
+        }
+
+
+def tensors() -> int:
+    """All that Python knows of."""
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def hooks(owner: torch.nn.Module | torch.nn.Parameter) -> int:
+    """Of all kinds."""
+    return sum(len(getattr(owner, kind, None) or ()) for kind in HOOKS)
+
+
+def allocations(comm) -> int:
+    """Live pieces of symmetric memory of a Communicator and its duplicates."""
+    own = sum(memory() is not None for memory in comm._dispatch.allocator._live)
+    return own + sum(allocations(other) for other in comm._duplicates)
+
+
+def resident() -> int:
+    """Bytes of this process's own memory, without what malloc keeps of freed memory, where a leak would hide."""
+    ctypes.CDLL(None).malloc_trim(0)
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such line")
+
+
+@pytest.mark.each("engine")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fifty_steps_leave_nothing_behind(comm, engine: str) -> None:
+    training = Training(comm, engine)
+    before: dict[str, int] = {}
+    memory = 0
+    steps = STEPS if comm.size == 2 else STEPS // 4  # fifty once
+    for number in range(steps):
+        if number == steps // 4:
+            before, memory = training.counts(), resident()
+        training.step(number)
+    grown = {name: count - before[name] for name, count in training.counts().items() if count > before[name]}
+    assert grown == {}  # what earlier tests left may go meanwhile
+    # A quarter of a copy of the weights a step.
+    assert resident() - memory < min(4 << 20, training.weights * (steps - steps // 4) / 4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_one_after_the_other_give_all_back(comm, engine: str) -> None:
+    """Also what is still on its way when an engine goes, once it has arrived."""
+
+    def left() -> tuple[int, int]:
+        gc.collect()
+        return tensors(), allocations(comm)
+
+    counts: list[tuple[int, int]] = []
+    for _ in range(3):
+        training = Training(comm, engine)
+        for number in range(2):
+            training.step(number)
+        del training
+        until = monotonic() + 5
+        while counts and monotonic() < until and any(now > then for now, then in zip(left(), counts[-1], strict=True)):
+            sleep(0.01)
+        comm.barrier()
+        counts.append(left())
+    assert all(later <= earlier for earlier, later in zip(counts[1], counts[2], strict=True))
