@@ -29,7 +29,7 @@ from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
 from .construction import arguments
 from .construction.build import Options, Parts, build
-from .construction.construct import Weights
+from .construction.initial_values import Weights
 from .construction.modules import InitFn
 from .construction.unfreeze import add_group
 from .construction.unwrapping import unwrap

@@ -1,7 +1,10 @@
-"""A ZeroOptimizer's begin and end: arguments are checked, the model is cut, and at the end it is a plain one again.
+"""Builds a ZeroOptimizer, and takes it off the model again.
 
-    `arguments`   the checks          `build`        the parts, in their order
-    `unfreeze`    more parameters     `unwrapping`   the way back
+    `arguments`   the checks before training: of each argument on its own rank, by functions that raise
+    `build`       runs these checks in `_check`, where all ranks agree on the result before the model changes;
+                  then makes the parts of the optimizer, in their order
+    `unfreeze`    adds parameters that were frozen
+    `unwrapping`  makes the sharded model a plain one again
 
 The rest is for models larger than a rank's memory, built without values, which then go straight into the shards:
 
@@ -13,5 +16,6 @@ The rest is for models larger than a rank's memory, built without values, which 
     reset_parameters   `modules`            ---+--> targets: a rank's slices in the working dtype, and their masters
     a safetensors file `weights`            --'
 
-`construct` decides which tensor gets its values from where. No source holds more than the tensor that it works at.
+`initial_values` chooses the source of each tensor's values; `value_targets` are the destinations. No source holds more
+than the tensor that it works at.
 """

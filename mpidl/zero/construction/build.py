@@ -55,7 +55,7 @@ from ..stepping.precision import Conversion, Precision
 from ..stepping.slices import Slice
 from ..stepping.whole_steps import WholeSteps
 from . import arguments
-from .construct import Construction, Weights
+from .initial_values import Construction, Weights
 from .modules import InitFn
 
 

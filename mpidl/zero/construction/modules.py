@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 
 from ...errors import ConfigurationError
-from .target import Deliver
+from .value_targets import Deliver
 
 InitFn = Callable[[torch.nn.Module], object]
 Named = tuple[str, torch.nn.Module]

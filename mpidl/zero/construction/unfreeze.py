@@ -1,4 +1,4 @@
-"""Parameters that were frozen at construction, and are to train from now on."""
+"""Adds parameters to the training that were frozen at construction."""
 
 from __future__ import annotations
 

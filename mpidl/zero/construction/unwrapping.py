@@ -1,4 +1,4 @@
-"""The way back from a sharded model to a plain one: whole parameters of its own on every rank.
+"""Makes a sharded model a plain one again: every rank gets whole parameters of its own.
 
 shards on ranks 0..3   [ 0 | 1 | 2 | 3 ]   gathered one after the other, so that what a rank holds grows from its
 each parameter         memory of its own   shards to the whole model, plus one more shard's whole

@@ -17,7 +17,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError, listed
 from ...job.agreement import check_everywhere
 from ...replicas.consistency import check_settings_agree
-from .target import Targets, wanted
+from .value_targets import Targets, wanted
 
 Rename = Callable[[str], str | None]
 

@@ -4,21 +4,25 @@
 
 | module | what it is |
 |---|---|
-| `settings` | what a user asks for |
-| `slices` | a parameter's slice whose master may lie elsewhere |
-| `swap` | the file, its regions, and how they lie in a buffer |
-| `need` | what the file will hold, foreseen, and the file of that size |
-| `groups` | sub-groups: what is read, stepped on and written together |
+| `settings` | the argument `offload=`: the names of the places, and their checks |
+| `offloaded_slice` | a parameter's slice whose master may lie elsewhere |
+| `swap_file` | the storage on disk: a file, its regions, and their positions in a buffer |
+| `disk_space` | the bytes that the file needs, predicted, and the file of that size |
+| `sub_groups` | the chunks of slices that are read, stepped on and written together |
 | `pipeline` | reads the next sub-group and writes the last one while one is stepped on |
-| `optimizer` | in place of the torch optimizer inside ZeroOptimizer; delayed updates |
-| `entries` | the state of every slice as a mapping |
+| `optimizer` | the optimizer inside ZeroOptimizer in place of torch's; delayed updates |
+| `state_mapping` | the state of every slice as a mapping |
+
+To add a place to offload to: its name and checks in `settings.Offload`; a storage with the public methods of
+`swap_file.SwapFile`, in a file beside that one; and its construction in `optimizer.OffloadedOptimizer.__init__`, where
+"disk" calls `disk_space.open_file`. Nothing else knows which storage it is.
 
 Sources: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,
 "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 5.
 """
 
+from .offloaded_slice import OffloadedSlice
 from .optimizer import OffloadedOptimizer
 from .settings import Offload
-from .slices import OffloadedSlice
 
 __all__ = ["Offload", "OffloadedOptimizer", "OffloadedSlice"]

@@ -1,9 +1,9 @@
-"""What steps in place of a torch optimizer inside ZeroOptimizer, and when its new values are seen.
+"""The optimizer of offloaded slices inside ZeroOptimizer, and the time at which its new values are seen.
 
     step t      at once     | step t |  forward, backward  | step t + 1 |
     step t      delayed              |  step t in a thread |  its values are seen; step t + 1 is begun
 
-The thread computes and reads and writes files. Whatever the ranks do together, the main thread does, in the order of
+The thread computes and reads and writes files. The main thread runs all collectives, in the order of
 the program: it waits for the update, and the ranks agree that all of theirs have succeeded, before any value is seen.
 Source of the delay: Ren et al. 2021, "ZeRO-Offload", section 5.2.
 """
@@ -29,13 +29,13 @@ from ..gradients.shards import ParameterShard
 from ..groups import ShardGroup
 from ..stepping.inner import InnerOptimizer
 from ..stepping.optimizer_class import frozen
-from .entries import Entries
-from .groups import MASTER, Chunk, SubGroup, cut
-from .need import Groups, Make, foresee, needed, open_file
+from .disk_space import Groups, Make, foresee, needed, open_file
+from .offloaded_slice import Gradient, OffloadedSlice
 from .pipeline import BUFFERS, Pipeline
 from .settings import Offload
-from .slices import Gradient, OffloadedSlice
-from .swap import SwapFile
+from .state_mapping import Entries
+from .sub_groups import MASTER, Chunk, SubGroup, cut
+from .swap_file import SwapFile
 
 
 class OffloadedOptimizer(InnerOptimizer):
@@ -90,14 +90,14 @@ class OffloadedOptimizer(InnerOptimizer):
     # ---- what there is to step on -----------------------------------------------------------------------------
 
     def slice(self, shard: ParameterShard, number: int, piece: Piece) -> OffloadedSlice:
-        """In place of a Slice."""
+        """Makes an OffloadedSlice, which takes the place of a Slice."""
         index = sum(part.number == number for part in self._slices.values())
         delayed = self._settings.delayed_update
         make = partial(OffloadedSlice, shard, number, piece, index, down=self._down, up=self._up, delayed=delayed)
         try:
             part = make(room=None if self._file is None else self._room)
         except OSError as error:
-            self._no_room = error  # which all ranks are told when they add the slice's group
+            self._no_room = error  # raised on all ranks when they add the slice's group
             part = make()
         self._slices[part.values] = part
         return part
@@ -107,7 +107,7 @@ class OffloadedOptimizer(InnerOptimizer):
         return self._file.tensor(part, MASTER, dtype)
 
     def add_param_groups(self, groups: Groups) -> None:
-        """Groups of slices' values, which are to be stepped on from now on. Collective."""
+        """Adds groups of slices' values, on which `step` steps from now on. Collective."""
         first = len(self.param_groups)
         wholes = []
         for number, group in enumerate(groups, first):
@@ -126,7 +126,7 @@ class OffloadedOptimizer(InnerOptimizer):
         check_everywhere(self._comm, lambda: self._make(parts))
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
-        """One more of them. Collective."""
+        """Adds one group. Collective."""
         self.add_param_groups([group])
 
     def _make(self, parts: Iterable[list[Chunk]]) -> None:
@@ -222,7 +222,7 @@ class OffloadedOptimizer(InnerOptimizer):
 
     @property
     def steps(self) -> int:
-        """How many were begun, of which the first are not delayed."""
+        """The number of steps that were begun, of which the first are not delayed."""
         return self._steps
 
     @steps.setter
@@ -234,7 +234,7 @@ class OffloadedOptimizer(InnerOptimizer):
         return list(self._held_back) if self._unseen else []
 
     def hold_back(self, parts: Iterable[OffloadedSlice]) -> None:
-        """From here on these, whose values were written anew, wait to be seen, and no others."""
+        """Makes these slices, whose values were written anew, wait for `publish`, and no others."""
         self._held_back = {part: Gradient(torch.empty(0)) for part in parts}
         self._unseen = bool(self._held_back)
         for part in self._held_back:
@@ -242,7 +242,7 @@ class OffloadedOptimizer(InnerOptimizer):
             self.forget()
 
     def forget(self) -> None:
-        """What was read of the file through tensors no longer counts as this process's memory."""
+        """Removes what was read of the file through tensors from this process's memory."""
         if self._file is not None:
             self._file.forget()
 
@@ -258,7 +258,7 @@ class OffloadedOptimizer(InnerOptimizer):
         self._held_back, self._unseen = {}, False
 
     def _agree(self, error: Exception | None) -> None:
-        """TrainingError on every rank if there is an error on any, and from here on in every step."""
+        """Raises TrainingError on every rank if any has an error, now and in every later step."""
         if not is_anywhere(self._comm, error is not None):
             return
         rank, text = first_problem(self._comm, None if error is None else f"{type(error).__name__}: {error}")
@@ -271,7 +271,7 @@ class OffloadedOptimizer(InnerOptimizer):
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """What lies where the model computes: buffers, values that wait to be seen, and state that is not elsewhere."""
+        """Tensors in the model's own memory: buffers, values that wait to be seen, and state that is not elsewhere."""
         inside = [tensor for part, tensor in self._in_memory() if not part.elsewhere]
         gradients = [gradient.values for part, gradient in self._held_back.items() if not part.elsewhere]
         return {"optimizer": [*self._pipeline.buffers, *inside], "gradients": gradients}

@@ -18,20 +18,20 @@ BUFFERS = 3
 
 
 class Stage(Protocol):
-    """What passes through. nbytes: of the buffer that it needs."""
+    """A sub-group that passes through the pipeline. nbytes: of the buffer that it needs."""
 
     @property
     def nbytes(self) -> int:
-        """Asked for before each pass."""
+        """Bytes of the buffer, asked for before each pass."""
 
     def read(self, buffer: torch.Tensor) -> None:
-        """In the reader's thread."""
+        """Fills the buffer, in the reader's thread."""
 
     def step(self, buffer: torch.Tensor) -> None:
-        """In the caller's thread."""
+        """Steps, in the caller's thread."""
 
     def write(self, buffer: torch.Tensor) -> None:
-        """In the writer's thread."""
+        """Writes the buffer, in the writer's thread."""
 
 
 class Pipeline:
@@ -43,7 +43,7 @@ class Pipeline:
         self._writer = ThreadPoolExecutor(1, "mpidl-offload-write")
 
     def run(self, stages: Sequence[Stage], ready: Callable[[Exception | None], None] = lambda _: None) -> None:
-        """Reads, steps and writes each. An exception of any is raised once nothing is under way any more.
+        """Reads, steps and writes each. An exception of any is raised once nothing is in flight.
 
         ready: called before each step, with the exception of the reading before it if there was one.
         """

@@ -1,4 +1,4 @@
-"""What a user asks for: where optimizer state goes, how much memory it passes through, and whether updates are late."""
+"""The argument `offload=`: the place of optimizer state, the size of the buffer, and whether updates are delayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = ("cpu", "disk")
 
 @dataclass(frozen=True)
 class Offload:
-    """Where ZeroOptimizer keeps optimizer state and fp32 masters.
+    """The place in which ZeroOptimizer keeps optimizer state and fp32 masters.
 
     to: "cpu", memory of the host, in which they lie anyway where the model is on the CPU: then only `delayed_update`
         changes anything. "disk": a file for each rank.
@@ -62,7 +62,7 @@ class Offload:
         raise ConfigurationError(f"offload: got {given!r}; needs None, {', '.join(map(repr, PLACES))} or an Offload")
 
     def directory(self) -> Path:
-        """Where the file goes. Raises ConfigurationError unless it is a directory."""
+        """The directory of the file. Raises ConfigurationError unless it is a directory."""
         directory = Path(tempfile.gettempdir() if self.path is None else self.path)
         if not directory.is_dir():
             what = "is not a directory" if directory.exists() else "does not exist"

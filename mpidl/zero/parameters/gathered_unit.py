@@ -18,7 +18,7 @@ import torch
 from collectives import Communicator
 from collectives.devices import DevicePages, Pages
 
-from ..construction.target import placeholder
+from ..construction.value_targets import placeholder
 from ..gradients.shards import ParameterShard
 from .private_copy import PrivateCopy
 from .released import BeforeRead, release, restore

@@ -15,7 +15,7 @@ import torch
 from ...errors import TrainingError
 from ...job.agreement import check_everywhere, refuse_everywhere
 from ..construction.build import Parts
-from ..construction.construct import targets_of
+from ..construction.initial_values import targets_of
 from ..construction.weights import Rename, Safetensors, WeightFiles
 from ..gradients.reduced_gradients import refuse_used
 from . import whole_states as state

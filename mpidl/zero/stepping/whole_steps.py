@@ -26,7 +26,7 @@ from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...optim.elementwise import alike, is_slice
-from ..construction.target import placeholder
+from ..construction.value_targets import placeholder
 from ..groups import ShardGroup
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen

@@ -21,9 +21,9 @@ import mpidl
 from mpidl import Offload
 from mpidl.memory import measure
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from mpidl.zero.offload import slices
+from mpidl.zero.offload import offloaded_slice
 from mpidl.zero.offload.pipeline import Pipeline
-from mpidl.zero.offload.swap import Extent, arrange, merged
+from mpidl.zero.offload.swap_file import Extent, arrange, merged
 from tests.mpidl.small_models import MODELS, Branching, fresh, sequences
 
 pytestmark = pytest.mark.mpi
@@ -161,7 +161,7 @@ def test_parameters_on_another_device_give_the_same_bits(comm, monkeypatch, to: 
     """The copies to and from it are made, though here to the CPU; fp32 parameters have masters then."""
     offload = Offload(to, buffer_mb=0.02, delayed_update=delayed, delay_from=2)
     _, expected, _ = everything(comm, "2", offload=offload if delayed else None)
-    monkeypatch.setattr(slices, "is_elsewhere", lambda _: True)
+    monkeypatch.setattr(offloaded_slice, "is_elsewhere", lambda _: True)
     _, found, optimizer = everything(comm, "2", offload=offload)
     assert differences(expected, found) == []
     slices_of_rank = optimizer._parts.slices.values()

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .slices import Gradient, OffloadedSlice
-from .swap import Extent, SwapFile, arrange, merged
+from .offloaded_slice import Gradient, OffloadedSlice
+from .swap_file import Extent, SwapFile, arrange, merged
 
 _VECTORS = 64  # elements: a multiple of what any vector register holds
 MASTER = ""
@@ -44,12 +44,12 @@ class Chunk:
 
     @property
     def values(self) -> torch.Tensor:
-        """Its part of the slice's values, wherever they lie."""
+        """The chunk's part of the slice's values, in the file or in memory."""
         return self.part.values.detach()[self.start : self.stop]
 
     @property
     def bytes_each(self) -> int:
-        """Bytes in the file, an element."""
+        """Bytes in the file for each element."""
         master = self.part.values.dtype.itemsize if self.part.in_file else 0
         return master + sum(dtype.itemsize for dtype in self.states.values())
 
@@ -117,7 +117,7 @@ class SubGroup:
             self.put_away(chunk)
 
     def prepare(self, settings: Sequence[Mapping[str, Any]], gradients: Mapping[OffloadedSlice, Gradient]) -> bool:
-        """Takes what the next step needs; whether any chunk has a gradient."""
+        """Takes settings and gradients for the next step; returns whether any chunk has a gradient."""
         self._gradients = gradients
         for number, group in zip(self._numbers, self.inner.param_groups, strict=True):
             group.update(settings[number])
@@ -136,12 +136,12 @@ class SubGroup:
         return bool(self._live)
 
     def read(self, buffer: torch.Tensor) -> None:
-        """Masters and states into the buffer."""
+        """Reads masters and states into the buffer."""
         if self._file is not None:
             self._file.read(merged(self._there()), buffer)
 
     def write(self, buffer: torch.Tensor) -> None:
-        """The same back."""
+        """Writes masters and states from the buffer."""
         if self._file is not None:
             self._file.write(merged(self._there()), buffer)
 
@@ -150,7 +150,7 @@ class SubGroup:
 
     @torch.no_grad()
     def step(self, buffer: torch.Tensor) -> None:
-        """The inner optimizer's step, on what is in the buffer or in memory. Computes only: it may run in a thread."""
+        """Runs the inner optimizer's step on the buffer or on memory. Only computes, so it may run in a thread."""
         views: dict[Chunk, dict[str, torch.Tensor]] = {chunk: {} for chunk in self._live}
         for chunk, name, extent, position in self._places:
             dtype = chunk.part.values.dtype if name == MASTER else chunk.states[name]

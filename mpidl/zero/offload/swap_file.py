@@ -1,4 +1,4 @@
-"""A rank's file: regions of it, their place in a buffer, reading, writing, and the same bytes as mapped tensors.
+"""Storage on disk: a rank's file, its regions, their positions in a buffer, reading, writing, and mapped tensors.
 
     file     [ masters of shard 0 | exp_avg of shard 0 | exp_avg_sq of shard 0 | masters of shard 1 | ... ]
                       ######                #####                 #####            a sub-group's parts: extents
@@ -6,7 +6,7 @@
                                            with the padding between them
 
 A step reads and writes through buffers. Whole states, which are asked for now and then, are read and written through
-the mapping; the kernel keeps both alike.
+the mapping; the kernel keeps both equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ...scratch_file import ScratchFile
-from .slices import OffloadedSlice
+from .offloaded_slice import OffloadedSlice
 
 _ALIGNED = 64  # bytes: a cache line; between the begin of two parameters lies at least one
 
@@ -59,7 +59,7 @@ def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
 
 
 def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Run]:
-    """As few runs as cover extents at positions, given by offset."""
+    """Merges extents at positions, given by offset, into as few runs as possible."""
     runs: list[Run] = []
     for (offset, nbytes), position in pairs:
         gap = offset - (runs[-1].offset + runs[-1].nbytes) if runs else _ALIGNED
@@ -71,7 +71,7 @@ def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Run]:
 
 
 class SwapFile:
-    """A file without a name in `directory`, that is gone when nobody uses it any more.
+    """A file without a name in `directory`, that the kernel removes when its last user closes it.
 
     reserved: bytes that are allocated on the disk at once, so that it cannot be full later; more as they are needed.
     Raises OSError.
@@ -91,12 +91,12 @@ class SwapFile:
         return self._end
 
     def extent(self, part: OffloadedSlice, name: str, dtype: torch.dtype, start: int, stop: int) -> Extent:
-        """Where elements start .. stop of a slice lie of one state. name: of the state, "" for masters."""
+        """The bytes of elements start .. stop of a slice in one state. name: of the state, "" for masters."""
         first = self._region(part, name, dtype) + (part.piece.offset + start) * dtype.itemsize
         return Extent(first, (stop - start) * dtype.itemsize)
 
     def tensor(self, part: OffloadedSlice, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The same of a whole slice, mapped."""
+        """A state of a whole slice, as a mapped tensor."""
         offset, nbytes = self.extent(part, name, dtype, 0, part.size)
         if not nbytes:
             return torch.empty(0, dtype=dtype)
@@ -106,7 +106,7 @@ class SwapFile:
         return torch.frombuffer(self._map, dtype=dtype, count=part.size, offset=offset)
 
     def forget(self) -> None:
-        """Mapped pages no longer count as this process's memory, until they are used again."""
+        """Removes mapped pages from this process's memory, until they are used again."""
         for mapped in self._maps if hasattr(mmap.mmap, "madvise") else ():
             mapped.madvise(mmap.MADV_DONTNEED)
 

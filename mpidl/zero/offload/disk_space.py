@@ -1,6 +1,6 @@
-"""What a rank will need on the disk, found out before the model is changed, and the file of that size.
+"""The disk space that a rank will need, computed before the model is changed, and the file of that size.
 
-What an optimizer keeps is seen on a parameter of a few elements, after a step.
+A trial step on a parameter of a few elements shows the state that an optimizer keeps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...optimizer_trial import without_parameters
+from .offloaded_slice import HALVES
 from .settings import Offload
-from .slices import HALVES
-from .swap import SwapFile
+from .swap_file import SwapFile
 
 _PADDING = 320  # bytes, at most, of a parameter's part of a region, and of the region's end
 Groups = Sequence[Mapping[str, Any]]

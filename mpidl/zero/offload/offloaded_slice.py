@@ -22,13 +22,13 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Gradient:
-    """A slice's gradient where the optimizer steps. arrival: until when it is on its way there."""
+    """A slice's gradient where the optimizer steps. arrival: to be waited for before it is read."""
 
     def __init__(self, values: torch.Tensor, arrival: Arrival | None = None) -> None:
         self.values, self._arrival = values, arrival
 
     def range(self, start: int, stop: int) -> torch.Tensor:
-        """Elements start .. stop, once they are there."""
+        """Waits for elements start .. stop and returns them."""
         if self._arrival is not None:
             self._arrival.wait()
         return self.values[start:stop]
@@ -78,12 +78,12 @@ class OffloadedSlice(Slice):
 
     @property
     def size(self) -> int:
-        """In elements."""
+        """The number of elements."""
         return self.piece.stop - self.piece.start
 
     @property
     def largest(self) -> int:
-        """What no rank's slice of the parameter exceeds, in elements."""
+        """The largest slice of the parameter on any rank, in elements."""
         return min(self.shard.layout.sizes[self.index], self.shard.layout.shard_size)
 
     def attach(self, gradient: torch.Tensor | None) -> None:
@@ -110,7 +110,7 @@ class OffloadedSlice(Slice):
             self._send(0, self.size, self.values if self.staged is None else self.staged)
 
     def _send(self, start: int, stop: int, new: torch.Tensor) -> None:
-        """Into the parameters; on a GPU from memory of the host that stays, so that nobody has to wait for it."""
+        """Copies into the parameters; on a GPU from host memory that stays, so that no thread waits for the copy."""
         place = self.of(self.shard.values)[start:stop]
         if self.elsewhere:
             kept = self.values.detach() if self.staged is None else self.staged
@@ -141,7 +141,7 @@ class OffloadedSlice(Slice):
             self.staged.copy_(self.values)
 
     def update_master_from_param(self) -> None:
-        """As of a Slice; touches only what has changed, since masters may have to be written to a disk."""
+        """Updates the master as `Slice` does; touches only what has changed, as masters may lie on a disk."""
         if self.is_master:
             own, master = self.of(self.shard.values).cpu(), self.values.detach()
             changed = own != master.to(own.dtype)
@@ -150,5 +150,5 @@ class OffloadedSlice(Slice):
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Not in CPU memory, where the optimizer steps."""
+    """Returns whether a tensor is outside CPU memory, where the optimizer steps."""
     return tensor.device.type != "cpu"

@@ -40,5 +40,5 @@ def wanted(targets: Iterable[Target]) -> bool:
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of any shape in the memory of one element: no number, as long as nobody gives it values."""
+    """A tensor of any shape in the memory of one element: NaN until it is given values."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)

@@ -27,7 +27,7 @@ from ..stepping.slices import Slice
 from .modules import InitFn, ModuleCalls
 from .recording import Recording
 from .tape import View
-from .target import Target, placeholder, wanted, write_all
+from .value_targets import Target, placeholder, wanted, write_all
 from .weights import Safetensors, WeightFiles
 
 Weights = Safetensors | str | Path | None

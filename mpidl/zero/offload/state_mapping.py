@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from .groups import Chunk, SubGroup
-from .slices import OffloadedSlice
-from .swap import SwapFile
+from .offloaded_slice import OffloadedSlice
+from .sub_groups import Chunk, SubGroup
+from .swap_file import SwapFile
 
 
 class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """From `OffloadedSlice.values` to its state. Tensors of the file are read when they are used.
+    """Mapping from `OffloadedSlice.values` to its state. Tensors of the file are read when they are used.
 
-    wait_for_update: called first, so that no thread changes what is looked at.
+    wait_for_update: called first, so that no thread changes the state meanwhile.
     """
 
     def __init__(self, file: SwapFile | None, wait_for_update: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._of: dict[torch.Tensor, tuple[OffloadedSlice, list[tuple[SubGroup, Chunk]]]] = {}
 
     def add(self, group: SubGroup) -> None:
-        """A sub-group's chunks."""
+        """Adds a sub-group's chunks."""
         for chunk in group.chunks:
             self._of.setdefault(chunk.part.values, (chunk.part, []))[1].append((group, chunk))
 
@@ -43,7 +43,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
         return {name: large[name] if name in large else entry[name] for name in first.keys}
 
     def room(self, values: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Where a state of a slice's size is to be written before it is set: its place in the file, if there is one."""
+        """Memory for a state of a slice's size, to be written before it is set: in the file, if there is one."""
         if self._file is None:
             return torch.empty(values.shape, dtype=dtype)
         return self._file.tensor(self._of[values][0], name, dtype)
