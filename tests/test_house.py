@@ -86,20 +86,35 @@ def test_uses_that_are_allowed_and_names_that_only_look_alike_are_not_found() ->
         assert not violations(module, [(f"{ALLOWED[module][0]}", f"import {module}")])
 
 
-# The modules of collectives from the lowest layer to the highest, a folder for all in it that is not named by itself. A
-# module imports from its own layer and from lower ones.
+# The modules of each package from the lowest layer to the highest, a folder for all in it that is not named by itself.
+# A module imports from its own layer and from lower ones.
 LAYERS = {
-    "base": "find_mpi errors about cores exit_status float_errors forked labels leftovers lifetime partition patience "
-    "scratch topology buffers reduction",
-    "schedules": "schedule algorithms layout simulate price",
-    "memory": "memory positions inbox",
-    "runtime": "watchdog witness progress",
-    "arguments": "arguments details coalesced",
-    "backends": "backends partitioned",
-    "messages": "message_work messages dropped",
-    "dispatch": "backends.registry backends.dispatch backends.checks",
-    "API": "communicator",
-    "over it": "__init__ devices deadlock diagnostics timing tune",
+    "collectives": {
+        "base": "find_mpi errors about cores exit_status float_errors forked labels leftovers lifetime partition "
+        "patience scratch topology buffers reduction",
+        "schedules": "schedule algorithms layout simulate price",
+        "memory": "memory positions inbox",
+        "runtime": "watchdog witness progress",
+        "arguments": "arguments details coalesced",
+        "backends": "backends partitioned",
+        "messages": "message_work messages dropped",
+        "dispatch": "backends.registry backends.dispatch backends.checks",
+        "API": "communicator",
+        "over it": "__init__ devices deadlock diagnostics timing tune",
+    },
+    "mpidl": {
+        "base": "version errors absent_state compiling digest scratch_file standalone trained_by",
+        "the job": "job",
+        "groups of ranks": "mesh job.joining",
+        "parts of training": "data models nn",
+        "parts of engines": "gradients replicas optimizer_trial comm_hooks",
+        "DDP": "ddp",
+        "over DDP": "gradients.nonfinite optim",
+        "ZeRO": "zero",
+        "over every engine": "gradients.amp gradients.nonfinite_guard replicas.check activations memory checkpoint",
+        "programs": "cli doctor launch resuming",
+        "API": "__init__",
+    },
 }
 
 
@@ -155,27 +170,35 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
     return [f"{module} -> {other}" for module, other in pairs if other == module or module in reached(other)]
 
 
-def layer(module: str) -> int:
-    """The number of a module's layer, by the longest name in LAYERS that fits."""
-    named = {name: number for number, names in enumerate(LAYERS.values()) for name in names.split()}
+def layer(package: str, module: str) -> int:
+    """The number of a module's layer in its package, by the longest name in LAYERS that fits."""
+    named = {name: number for number, names in enumerate(LAYERS[package].values()) for name in names.split()}
     fitting = [name for name in named if f"{module}.".startswith(f"{name}.")]
-    assert fitting, f"{module} is in no layer of tests/test_house.py"
+    assert fitting, f"{package}.{module} is in no layer of tests/test_house.py"
     return named[max(fitting, key=len)]
 
 
-def upwards(imports: dict[str, set[str]]) -> list[str]:
+def upwards(package: str, imports: dict[str, set[str]]) -> list[str]:
     """The imports of a higher layer."""
     pairs = ((module, other) for module, others in imports.items() for other in sorted(others))
-    return [f"{module} imports {other}" for module, other in pairs if layer(other) > layer(module)]
+    return [f"{module} imports {other}" for module, other in pairs if layer(package, other) > layer(package, module)]
 
 
-@pytest.mark.parametrize("package", ["collectives", "mpidl"])
+@pytest.mark.parametrize("package", LAYERS)
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     assert not circles(imports_within(package, sources_of(package)))
 
 
-def test_no_module_of_collectives_imports_a_higher_layer() -> None:
-    assert not upwards(imports_within("collectives", sources_of("collectives")))
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_module_imports_a_higher_layer(package: str) -> None:
+    assert not upwards(package, imports_within(package, sources_of(package)))
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_every_name_in_a_layer_is_a_module_and_stands_once(package: str) -> None:
+    names = " ".join(LAYERS[package].values()).split()
+    assert set(names) <= set(imports_within(package, sources_of(package)))
+    assert len(names) == len(set(names))
 
 
 def test_circles_and_imports_of_higher_layers_are_found() -> None:
@@ -191,8 +214,8 @@ def test_circles_and_imports_of_higher_layers_are_found() -> None:
     assert imports["__init__"] == {"communicator"}
     assert {"buffers -> backends.cuda.arrays", "reduction -> buffers"} < set(circles(imports))
     assert not any("communicator" in found for found in circles(imports))
-    assert "buffers imports backends.cuda.arrays" in upwards(imports)
-    assert all(found.startswith("buffers imports backends.cuda") for found in upwards(imports))
+    assert "buffers imports backends.cuda.arrays" in upwards("collectives", imports)
+    assert all(found.startswith("buffers imports backends.cuda") for found in upwards("collectives", imports))
     sources["buffers.py"] = "import numpy"
     assert not circles(imports_within("collectives", sources))
 
