@@ -31,8 +31,8 @@ from ..job.agreement import check_everywhere
 from ..job.joining import Join
 from ..job.place import place_of
 from ..mesh import Mesh
+from ..mesh.experts import divide_contributions, gradient_group, refuse_experts
 from ..mesh.groups import data_group
-from ..mesh.placement import refuse_experts
 from ..nn.sync_batch_norm import SyncBatchNorm
 from ..replicas.broadcast import broadcast_states
 from ..replicas.checksums import checksum, difference
@@ -65,7 +65,8 @@ class DistributedDataParallel(torch.nn.Module):
     static_graph: every pass reaches the same parameters equally often as the first. Allows unused parameters and
         re-entrant checkpoints that share parameters, at full overlap; a graph that does change is an error.
     parameters_to_ignore: names of parameters and buffers of the module to leave alone on every rank.
-    mesh: a `Mesh`, in place of process_group: gradients are averaged over its dp x cp.
+    mesh: a `Mesh`, in place of process_group: gradients are averaged over its dp x cp. Those of a module whose
+        parameters are all placed on ep are averaged over its edp and divided by ep.
 
     Every rank must run the same number of backward passes; see `join` where they cannot. A forward pass communicates
     nothing: one that no backward pass follows may be on any ranks. Buckets are reduced in the same order on all ranks,
@@ -98,7 +99,8 @@ class DistributedDataParallel(torch.nn.Module):
         mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
-        self.process_group = data_group("DistributedDataParallel", arguments.communicator(process_group), mesh)
+        comm = arguments.communicator(process_group)
+        self.process_group, self._divisor = gradient_group("DistributedDataParallel", comm, mesh, module)
 
         def check() -> None:
             arguments.module(module, DistributedDataParallel)
@@ -118,7 +120,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._place = place_of("module", module, self.parameters_to_ignore)
             self.module = module
             if mesh is not None:
-                refuse_experts((name, p) for p, name in self._named_parameters().items())
+                refuse_experts(mesh, self._divisor, ((name, p) for p, name in self._named_parameters().items()))
             if not self._named_parameters():
                 raise ConfigurationConflict("module: it has no parameter that requires a gradient")
 
@@ -128,7 +130,13 @@ class DistributedDataParallel(torch.nn.Module):
         self._quiet = False
         self._watch = BackwardWatch()
         self._first_pass: FirstPass | None = None
+        self._divide_contributions()
         self._set_up()
+
+    def _divide_contributions(self) -> None:
+        handles = divide_contributions(self._named_parameters(frozen=True), self._divisor)
+        if handles:
+            weakref.finalize(self, _remove, handles).atexit = False
 
     def _set_up(self) -> None:
         """Compares the ranks' models, makes them equal, and allocates the buckets. Collective."""
@@ -430,6 +438,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._watch = BackwardWatch()
         self._place = place_of("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
+        self.__dict__.setdefault("_divisor", 1)
+        self._divide_contributions()
         if "process_group" not in self.__dict__:
             self.process_group = data_group("DistributedDataParallel", None)
 
@@ -443,6 +453,11 @@ class DistributedDataParallel(torch.nn.Module):
 
 def _buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:
     return [b for name, b in module.named_buffers() if name not in ignored]
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _retire(reducer: Reducer, pooled: communicator_pool.PooledCommunicator) -> None:

@@ -4,6 +4,7 @@ layout     which rank has which coordinates: sizes and nodes in, groups of ranks
 mesh       a Communicator for each axis of it
 groups     the group that an engine takes from it, or the world where that is right
 placement  the axes over which a parameter is cut
+experts    the group and the divisor of expert parameters' gradients
 norm       the norm of all gradients, each element of the model once
 """
 

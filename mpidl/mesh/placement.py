@@ -11,8 +11,10 @@ works over dp x cp must refuse. ZeRO's cut over dp x cp is its own matter and no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,12 +36,12 @@ def place(parameter: torch.Tensor, *axes: str, counted: bool = True) -> None:
     """Declares along which of pp, tp and ep the ranks hold different elements of the parameter.
 
     counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings. Kept on
-    the tensor itself: a deepcopy is to be declared again.
+    the tensor itself; copies by copy.deepcopy and pickle have it as well.
     """
     wrong = [axis for axis in axes if axis not in MODEL_AXES]
     if wrong:
         raise ConfigurationError(f"place: got axis {wrong[0]!r}; needs any of {', '.join(MODEL_AXES)}")
-    setattr(parameter, _ATTRIBUTE, Placement(frozenset(axes), counted))
+    _set(parameter, Placement(frozenset(axes), counted))
 
 
 def placement(parameter: torch.Tensor) -> Placement:
@@ -48,14 +50,29 @@ def placement(parameter: torch.Tensor) -> Placement:
     return found
 
 
-def refuse_experts(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ConfigurationError for a parameter whose gradient must not be reduced over dp x cp."""
-    for name, p in named:
-        if "ep" in placement(p).axes:
-            raise ConfigurationError(
-                f"model: {name} is placed on ep, so its gradient is to be reduced over edp alone; needs an engine of "
-                'its own with process_group=mesh["edp"]'
-            )
+def _set(parameter: torch.Tensor, declared: Placement) -> None:
+    setattr(parameter, _ATTRIBUTE, declared)
+    parameter.__dict__["__deepcopy__"] = _DeepCopy(parameter)
+
+
+class _DeepCopy:
+    """Makes the deep copies of a parameter; torch's own leave out its attributes.
+
+    A pickled one is None, with which copy.deepcopy goes by pickle's protocol, and that keeps the attributes.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, memo: dict[int, Any]) -> torch.Tensor:
+        parameter = self._parameter()
+        assert parameter is not None
+        made: torch.Tensor = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
+        _set(made, placement(parameter))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def refuse_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -14,7 +14,8 @@ from ...ddp.wrapper import DistributedDataParallel
 from ...digest import DIGEST, digest
 from ...errors import ConfigurationError
 from ...mesh import Mesh
-from ...mesh.placement import refuse_cut, refuse_experts
+from ...mesh.experts import refuse_experts
+from ...mesh.placement import refuse_cut
 from ...optim.trust import TrustRatioOptimizer
 from ...optimizer_trial import comparable
 from ...trained_by import refuse_trained
@@ -64,11 +65,16 @@ def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> N
         raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
 
 
-def refuse_placements(model: torch.nn.Module, optimizer_class: type, mesh: Mesh | None, wholes: bool) -> None:
-    """Refuses parameters that are cut over a mesh where that cannot be trained. wholes: a step needs whole ones."""
+def refuse_placements(
+    model: torch.nn.Module, optimizer_class: type, mesh: Mesh | None, wholes: bool, divisor: int
+) -> None:
+    """Refuses parameters that are cut over a mesh where that cannot be trained.
+
+    wholes: a step needs whole ones. divisor: of contributions to gradients, as `gradient_group` gives it.
+    """
     if mesh is not None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        refuse_experts(named)
+        refuse_experts(mesh, divisor, named)
         if wholes or issubclass(optimizer_class, TrustRatioOptimizer):
             refuse_cut(optimizer_class.__name__, named)
 

@@ -29,7 +29,7 @@ from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.place import place_of
 from ...mesh import Mesh
-from ...mesh.groups import data_group
+from ...mesh.experts import divide_contributions, gradient_group
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import comparable
 from ...replicas.broadcast import broadcast_states
@@ -180,9 +180,9 @@ def build(
 
     Raises ConfigurationError and ModelMismatch on every rank, and changes nothing, for arguments that cannot work.
     """
-    world = data_group("ZeroOptimizer", communicator(options.process_group), options.mesh)
     model = arguments.plain(model)
-    group, plan = _check(world, model, optimizer_class, options, kwargs)
+    world, divisor = gradient_group("ZeroOptimizer", communicator(options.process_group), options.mesh, model)
+    group, plan = _check(world, divisor, model, optimizer_class, options, kwargs)
     state_names = StateNames.of(model)
     watch, trained = _watch(model)
     with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
@@ -208,6 +208,7 @@ def build(
 
     inner = _inner(plan, group, slices, optimizer_class, kwargs)
     hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
+    hooks += divide_contributions(model.parameters(), divisor)
     refuse_copies(model)
     guard = WeightGuard(owner, model, names, parameters)
     guard.watch(slices)
@@ -264,6 +265,7 @@ def slice_shards(
 
 def _check(
     world: Communicator,
+    divisor: int,
     model: Any,
     optimizer_class: type[torch.optim.Optimizer],
     options: Options,
@@ -298,7 +300,7 @@ def _check(
         step_in_backward=options.step_in_backward,
     )
     found = check_everywhere(world, lambda: wants(groups))
-    check_everywhere(world, lambda: arguments.refuse_placements(model, optimizer_class, mesh, found.wholes))
+    check_everywhere(world, lambda: arguments.refuse_placements(model, optimizer_class, mesh, found.wholes, divisor))
     offloaded = None
     if elsewhere is not None:
         halves = conversion.precision.param_dtype is not None
