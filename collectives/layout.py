@@ -75,7 +75,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundCost:
     """The cost of a round: chunks copied locally, and messages."""
 
     copied: int
@@ -153,9 +153,9 @@ class Layout:
                 return None
         return moves[0]
 
-    def _lay_out(self, move: _Move | None, forms: list[_Form] | None) -> list[list[Round]]:
-        programs: list[list[Round]] = []
-        known: dict[Round, Round] = {}
+    def _lay_out(self, move: _Move | None, forms: list[_Form] | None) -> list[list[RoundCost]]:
+        programs: list[list[RoundCost]] = []
+        known: dict[RoundCost, RoundCost] = {}
         total = 0
         for rank in range(self.followed):
             form = forms[rank] if forms else _form(self.schedule, rank)
@@ -171,7 +171,7 @@ class Layout:
                 )
         return programs
 
-    def _round(self, rank: int, steps: _Steps, move: _Move | None) -> Round:
+    def _round(self, rank: int, steps: _Steps, move: _Move | None) -> RoundCost:
         leaving = [(peer, chunks) for kind, peer, chunks in steps if kind is Kind.SEND]
         coming = [(peer, kind is Kind.REDUCE) for kind, peer, _ in steps if peer >= 0 and kind is not Kind.SEND]
         sends = []
@@ -186,7 +186,7 @@ class Layout:
             destination = rank if move is None else move[0](rank, start) % self.schedule.ranks
             ports = self._used("in", rank, peer, len(coming))[::-1]
             receives.append(Receive(self._channel(peer - start, destination), ports, reduces))
-        return Round(sum(chunks for _, peer, chunks in steps if peer < 0), tuple(sends), tuple(receives))
+        return RoundCost(sum(chunks for _, peer, chunks in steps if peer < 0), tuple(sends), tuple(receives))
 
     def _channel(self, source: int, destination: int) -> int:
         return self._channels.setdefault((source, destination), len(self._channels))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..job.joining import JoinHook, Rounds
+from ..job.joining import JoinHook, JoinRounds
 from .reducer import Reducer
 
 
@@ -33,7 +33,7 @@ class WrapperJoinHook(JoinHook):
         """The factor of the mean over all ranks."""
         return self.rounds.share if self._divide_by_active else 1.0
 
-    def begin(self, rounds: Rounds, number: int) -> None:
+    def begin(self, rounds: JoinRounds, number: int) -> None:
         """The block begins."""
         super().begin(rounds, number)
         if self._synchronised_norms and not rounds.throw:

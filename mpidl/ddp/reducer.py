@@ -41,12 +41,12 @@ from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by
 from ..gradients.foreign_steps import ForeignSteps
 from ..gradients.partial_steps import STEP_NOT_CALLED
 from ..job.agreement import raise_everywhere
-from ..job.joining import Rounds, Stage
+from ..job.joining import JoinRounds, Stage
 from ..job.objects import broadcast_object
 from ..replicas.broadcast import broadcast_states
 from ..replicas.consistency import check_models_agree, check_settings_agree
-from .arena import Arena
 from .backward_steps import BackwardSteps
+from .bucket_memory import BucketMemory
 from .contents import Contents
 from .incomplete import IncompletePass
 from .linear import destinations
@@ -56,7 +56,7 @@ from .sparse import mean_of_sparse, sparse_parameters
 class Joining(Protocol):
     """A `Join` block around the passes, as the reducer uses it (`joining.WrapperJoinHook`)."""
 
-    rounds: Rounds
+    rounds: JoinRounds
 
     @property
     def share(self) -> float:
@@ -107,7 +107,7 @@ class Reducer:
         self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank meanwhile
         self.share = 1.0  # what the mean over all ranks is multiplied by
         self._place = place
-        self._arena = Arena(comm, place.device)
+        self._arena = BucketMemory(comm, place.device)
         self._averages: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class Reducer:
                 complete=self._complete,
                 is_unreduced=lambda p: p in self._quietly and p.grad is not None,
             )
-        self._arena = Arena(self.comm, self._place.device)
+        self._arena = BucketMemory(self.comm, self._place.device)
         self._lay_out([p for bucket in self.queue.buckets for p in bucket.parameters])
 
     def _agree_on_buckets(self) -> None:
@@ -265,7 +265,7 @@ class Reducer:
         for destination in self._destinations.values():
             destination.remove()
         self._averages = None
-        self._arena = Arena(self.comm, self._place.device)
+        self._arena = BucketMemory(self.comm, self._place.device)
 
     def _lay_out(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Cuts the parameters into buckets in this order; gradients that lie in the old ones move along."""

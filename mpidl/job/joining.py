@@ -35,7 +35,7 @@ class Stage(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class Rounds:
+class JoinRounds:
     """The rounds of one `Join`. throw: the first rank that ends is an error. active: ranks that had batches last."""
 
     def __init__(self, comm: Communicator, throw: bool) -> None:
@@ -72,10 +72,10 @@ class Rounds:
 class JoinHook:
     """The part in one object's collectives of a rank whose batches have run out."""
 
-    rounds: Rounds
+    rounds: JoinRounds
     number: int
 
-    def begin(self, rounds: Rounds, number: int) -> None:
+    def begin(self, rounds: JoinRounds, number: int) -> None:
         """The block begins. number: of the object."""
         self.rounds, self.number = rounds, number
 
@@ -146,7 +146,7 @@ class Join:
             raise ConfigurationError("join: another join is under way, and a rank can stand in for one alone")
         self._hooks: list[JoinHook] = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         self._pooled = communicator_pool.take(self._group)
-        self._rounds = Rounds(self._pooled.comm, self._throw)
+        self._rounds = JoinRounds(self._pooled.comm, self._throw)
         Join._under_way = self
         try:
             for number, hook in enumerate(self._hooks):

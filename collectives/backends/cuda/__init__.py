@@ -3,8 +3,8 @@
     arrays      a GPU array -> a DeviceBuffer, without a copy
     task        an operation from its issue to its end, in the order of the caller's stream
     backend     one rank's operations, as Tasks; `host`: what it asks of the group's side on the host
-    group       what the ranks of one group set up for their GPUs, and the way that an operation takes
-    ways        the interface of a way, and which one serves a pair of ranks: ipc, aware, staged
+    group       what the ranks of one group set up for their GPUs, and the transport that an operation takes
+    transports  the interface of a transport, and which one serves a pair of ranks: ipc, aware, staged
     staged      through pinned host memory, in chunks (`chunks`), with the collectives of the host in between
     barrier     where ranks meet on their streams, without a host that waits for a GPU
     symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives

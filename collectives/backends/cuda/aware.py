@@ -1,4 +1,4 @@
-"""The aware way: device addresses for an MPI library that takes them.
+"""The aware transport: device addresses for an MPI library that takes them.
 
 Movements are the library's own. Of reductions it only moves the parts; they are added here, in the order of ranks:
 
@@ -44,15 +44,15 @@ class Aware:
         self._scratch: Any = None
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """Implements `Way.serves`."""
+        """Implements `Transport.serves`."""
         return algorithm in ("auto", Library.name)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """Implements `Way.prepare`."""
+        """Implements `Transport.prepare`."""
         return partial(self._run, operation, arguments)
 
     def close(self) -> None:
-        """Implements `Way.close`; there is nothing to give back."""
+        """Implements `Transport.close`; there is nothing to give back."""
 
     def _run(self, operation: str, arguments: tuple[Any, ...], begin: Event) -> Event:
         begin.wait()

@@ -1,7 +1,7 @@
 """The backend of arrays on GPUs: one rank's operations there, as Tasks in the order of the caller's stream.
 
-It stands beside those of `backends.registry`: where arrays lie on a GPU, `group` takes a way by what the ranks' GPUs
-and the MPI library can do, and comes back to the host's backends for what the host does of it.
+For arrays on a GPU it takes the place of the backends of `backends.registry`: `group` chooses a transport by what the
+ranks' GPUs and the MPI library can do, and calls the host's backends for the host's part.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GpuBackend:
         return Compound(name, parts, lambda: self._branch(index), index)
 
     def group(self, index: int) -> GpuGroup:
-        """The memory, streams and ways that the ranks have set up for their GPUs. Collective at first."""
+        """The memory, streams and transports that the ranks have set up for their GPUs. Collective at first."""
         if self._group is None:
             with driver.open_device(index).current():
                 self._group = GpuGroup(self._host, index)
@@ -53,7 +53,7 @@ class GpuBackend:
 
     def takes_addresses(self, other: int) -> bool:
         """Returns whether the MPI library moves GPU memory to and from that rank, and nothing better serves."""
-        return self._group is not None and self._group.ways.pairs[self._host.rank][other] == "aware"
+        return self._group is not None and self._group.transports.pairs[self._host.rank][other] == "aware"
 
     def is_shared(self, address: int) -> bool:
         """Returns whether an array at this address lies in memory that is the same for all ranks."""

@@ -106,7 +106,7 @@ def gather(rank: int, root: int, counts: Sequence[int], room: int) -> Plan:
 
 
 def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> Plan:
-    """The way back."""
+    """The copies back to the GPU."""
     if rank == root:
         made = []
         for parts in _cut(counts, room):

@@ -24,7 +24,7 @@ from .probe import discover
 from .staged import Staged
 from .symmetric import Ipc
 from .task import Run
-from .ways import Way
+from .transports import Transport
 
 Array = np.ndarray[Any, Any]
 
@@ -36,38 +36,38 @@ class GpuGroup:
         self._device, self.rank, self.size = driver.open_device(index), host.rank, host.size
         self._host = host
         self._retired = retired(self._device)
-        self._stream = self._device.stream()  # for what is none of a way's own
+        self._stream = self._device.stream()  # for work of no transport
         self._held: deque[tuple[Event, Any]] = deque()
         self._packing: DeviceMemory | None = None
-        self.ways = discover(host, self._device)
+        self.transports = discover(host, self._device)
         self._allocator: DeviceAllocator | None = None
         self._place = 0  # of this rank's part in memory from `allocate`
         self._ipc: Ipc | None = None
-        self._set_up: list[Way] = []  # the first that serves an operation takes it
+        self._set_up: list[Transport] = []  # the first that serves an operation takes it
         self._parts: list[GpuGroup] = []
-        if self.ways.all == "ipc":
+        if self.transports.all == "ipc":
             self._allocator = DeviceAllocator(host.topology.node, host.allocator, self._device, self._retired)
             self._ipc = Ipc(host, self._device, self._allocator)
             self._place = host.topology.local_rank
             self._set_up.append(self._ipc)
-        elif self.ways.island:
-            island, place = divmod(host.rank, self.ways.island)
+        elif self.transports.island:
+            island, place = divmod(host.rank, self.transports.island)
             inner, outer = self._parts = [GpuGroup(host.part(color), index) for color in (island, place)]
             self._set_up.append(Levels(inner, outer, self._device, self._retired))
             self._allocator, self._place = inner._allocator, place
-        if self.ways.all == "aware":
+        if self.transports.all == "aware":
             self._set_up.append(Aware(host, self._device, self._retired))
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """The operation by the way that the group has for "auto", or for the algorithm that is asked for. Collective.
+        """The operation by the group's transport for "auto", or for the algorithm that is asked for. Collective.
 
         It can be run again and again on the same arrays. arguments: as `Backend` has them.
         """
-        way = next((way for way in self._set_up if way.serves(operation, algorithm)), None)
-        if way is None:  # the one that always works, with memory that is needed only now
-            way = Staged(self._host, self._device)
-            self._set_up.append(way)
-        return way.prepare(operation, algorithm, arguments)
+        transport = next((t for t in self._set_up if t.serves(operation, algorithm)), None)
+        if transport is None:  # the one that always works, with memory that is needed only now
+            transport = Staged(self._host, self._device)
+            self._set_up.append(transport)
+        return transport.prepare(operation, algorithm, arguments)
 
     def run(self, prepared: Run, begin: Event) -> Event:
         """Carries it out after an event; gives that of its end. Collective."""
@@ -163,8 +163,8 @@ class GpuGroup:
             for end, _ in self._held:
                 end.wait()
             self._held.clear()
-            for way in self._set_up:
-                way.close()
+            for transport in self._set_up:
+                transport.close()
             self._packing = None
             self._retired.sweep()
         for group in self._parts:

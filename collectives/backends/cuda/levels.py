@@ -9,7 +9,7 @@
         3           0 <---- ipc ----> 1     2 <---- ipc ----> 3       all-gather inside the island
 
 Islands are hosts as a rule, and on one host GPUs that cannot map each other's memory. It is what the hierarchical
-collectives of the host do, each level a group with its own way: what one queues on streams follows the other by events.
+collectives of the host do, each level a group with its own transport; events order what they queue on streams.
 
 What is reduced inside an island goes on in the accumulating dtype, fp32 for fp16 and bf16, and is averaged and rounded
 when it is complete. A large array goes in chunks: one is reduced inside the islands while another is between them.
@@ -49,7 +49,7 @@ class _Chunk:
 
 
 class Level(Protocol):
-    """A group of ranks with a way of its own (`group.GpuGroup`)."""
+    """A group of ranks with a transport of its own (`group.GpuGroup`)."""
 
     rank: int
     size: int
@@ -71,11 +71,11 @@ class Levels:
         self._memory: dict[str, DeviceMemory] = {}
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """Implements `Way.serves`."""
+        """Implements `Transport.serves`."""
         return algorithm in ("auto", Hierarchy.name) and operation in OPERATIONS
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """Implements `Way.prepare`."""
+        """Implements `Transport.prepare`."""
         steps: Run = getattr(self, f"_{operation}")(*arguments)
 
         def run(begin: Event) -> Event:
@@ -196,6 +196,6 @@ class Levels:
         return Buffer(unowned(memory.address, size, dtype.storage), dtype, memory)
 
     def close(self) -> None:
-        """Implements `Way.close`; the levels are closed by their group."""
+        """Implements `Transport.close`; the levels are closed by their group."""
         self._stream.record().wait()
         self._memory.clear()

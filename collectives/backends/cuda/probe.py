@@ -1,4 +1,4 @@
-"""Tries the ways between this rank and the others, each by a transfer whose result is looked at."""
+"""Tries the transports between this rank and the others, each by a transfer whose result is looked at."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 from mpi4py import MPI
 
 from ...buffers import address
-from . import ways
+from . import transports
 from .device import Device, Stream
 from .host import Host
-from .ways import Ways
+from .transports import Transports
 
 _WORD = 8  # bytes that each rank tells each other one
 _TOKEN = 0x6D7069646C << 16
 
 
-def discover(host: Host, device: Device) -> Ways:
-    """The ways of a group. Raises ArgumentError on all ranks if MPIDL_CUDA asks for what does not work. Collective."""
+def discover(host: Host, device: Device) -> Transports:
+    """The transports of a group. Raises ArgumentError on all ranks if that of MPIDL_CUDA does not work. Collective."""
     comm = host.comm
     asked: object
     try:
-        asked = ways.wanted()
-    except ways.ArgumentError as error:
+        asked = transports.wanted()
+    except transports.ArgumentError as error:
         asked = error
     given = comm.allgather(asked)
     for found in given:
@@ -37,7 +37,7 @@ def discover(host: Host, device: Device) -> Ways:
         works["ipc"] = _try_ipc(host, device)
     if given[0] in ("auto", "aware"):
         works["aware"] = _try_aware(comm, device)
-    return ways.decide(given, comm.allgather(works))
+    return transports.decide(given, comm.allgather(works))
 
 
 def _try_ipc(host: Host, device: Device) -> list[bool]:

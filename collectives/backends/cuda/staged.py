@@ -1,4 +1,4 @@
-"""The staged way: GPU memory goes through pinned host memory, where the collectives of the host work on it.
+"""The staged transport: GPU memory goes through pinned host memory, where the collectives of the host work on it.
 
 Chunks take turns in three slots, so that at any time one is on its way to the host, one is being sent or reduced, and
 one is on its way back; GPUs copy in both directions at once:
@@ -8,8 +8,8 @@ one is on its way back; GPUs copy in both directions at once:
     to the GPU       |         |         |   A     |   B     |
 
 The slots are symmetric memory of the host where the node has such, so that the host's operation is the one-copy one, or
-over several nodes the hierarchical one. The host waits for a chunk's arrival by its event, and queues its way back; a
-slot is filled again after the event of its last way back.
+over several nodes the hierarchical one. The host waits for a chunk's arrival by its event, and queues its copy back; a
+slot is filled again after the event of its last copy back.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Staged:
         self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """Implements `Way.serves`."""
+        """Implements `Transport.serves`."""
         return True
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """Implements `Way.prepare`."""
+        """Implements `Transport.prepare`."""
         return partial(self._run, operation, algorithm, arguments)
 
     def close(self) -> None:
-        """Implements `Way.close`."""
+        """Implements `Transport.close`."""
         self._unpin()
 
     def _run(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
@@ -101,7 +101,7 @@ class Staged:
                 self._device.copy(target, source, (last - first) * size, self._up)
 
     def _fetch(self, chunk: Chunk, x: Buffer | None, dtype: DType) -> tuple[Chunk, int, Event]:
-        """Queues the way to the host."""
+        """Queues the copies to the host."""
         slot = self._turn
         self._turn = (slot + 1) % _SLOTS
         freed = self._freed[slot]
@@ -114,7 +114,7 @@ class Staged:
         return chunk, slot, self._down.record()
 
     def _deliver(self, chunk: Chunk, slot: int, out: Buffer | None, dtype: DType) -> None:
-        """Queues the way back."""
+        """Queues the copies back to the GPU."""
         for piece in chunk.takes:
             assert out is not None
             there, here, nbytes = self._places(piece, out, slot, dtype)

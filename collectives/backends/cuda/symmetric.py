@@ -1,4 +1,4 @@
-"""The ipc way: the host's one-copy collectives, on GPU memory that all ranks of the node map (`memory`).
+"""The ipc transport: the host's one-copy collectives, on GPU memory that all ranks of the node map (`memory`).
 
 They are the host's own (`backends.symmetric`), with three parts exchanged: memory, an engine that queues copies and
 kernels on a stream instead of running them, and a barrier (`barrier`) after which all that any rank has queued before
@@ -73,11 +73,11 @@ class Ipc:
         self._symmetric = Symmetric(meetings, allocator, engine=GpuEngine(device, self._stream))
 
     def serves(self, operation: str, algorithm: str) -> bool:
-        """Implements `Way.serves`."""
+        """Implements `Transport.serves`."""
         return algorithm in ("auto", Symmetric.name)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
-        """Implements `Way.prepare`."""
+        """Implements `Transport.prepare`."""
         return partial(self._run, getattr(self._symmetric, operation)(*arguments))
 
     def _run(self, call: Callable[[], None], begin: Event) -> Event:
@@ -86,5 +86,5 @@ class Ipc:
         return self._stream.record()
 
     def close(self) -> None:
-        """Implements `Way.close`."""
+        """Implements `Transport.close`."""
         self._barrier.close()

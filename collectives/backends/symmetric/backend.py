@@ -11,7 +11,7 @@ from ...reduction import Reduction
 from ..backend import Backend, Resources
 from .group import Group
 from .movements import Movements
-from .partitioned import PartitionedReduction, Pool, place_of
+from .partitioned import PartitionedReduction, Pool, position_of
 from .reductions import Reductions
 
 
@@ -43,7 +43,7 @@ class Symmetric(Reductions, Movements, Backend):
         have = self._resources
         if have is None or not have.topology.full or not ORDERED or self.ranks == 1:
             return None
-        own = [None if isinstance(data, DeviceBuffer) else place_of(data, have.allocator) for data in parts]
+        own = [None if isinstance(data, DeviceBuffer) else position_of(data, have.allocator) for data in parts]
         found = have.comm.allgather((op.name, own))
         alike = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]
         if op.premultiplied or None in own or any(other != alike[0] for other in alike):

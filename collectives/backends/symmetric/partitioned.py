@@ -52,7 +52,7 @@ class Pool:
         return STRIDE + ranks * (STRIDE + ranks)
 
 
-class Place(NamedTuple):
+class ArrayPosition(NamedTuple):
     """The position of a rank's array: the number of the allocation, from which byte of its part on; what it holds."""
 
     allocation: int
@@ -61,15 +61,15 @@ class Place(NamedTuple):
     dtype: str
 
 
-def place_of(data: Buffer, allocator: Allocator) -> Place | None:
-    """The array's place; None if it is not in symmetric memory."""
+def position_of(data: Buffer, allocator: Allocator) -> ArrayPosition | None:
+    """The array's position; None if it is not in symmetric memory."""
     if not data.size:
-        return Place(0, 0, 0, data.dtype.name)
+        return ArrayPosition(0, 0, 0, data.dtype.name)
     found = allocator.find(data.address, data.nbytes)
     if found is None or not found[0].stride:
         return None
     memory, start = found
-    return Place(memory.number, start, data.size, data.dtype.name)
+    return ArrayPosition(memory.number, start, data.size, data.dtype.name)
 
 
 class PartitionedReduction(MeetsInMemory):
@@ -84,7 +84,7 @@ class PartitionedReduction(MeetsInMemory):
         pool: Pool,
         allocator: Allocator,
         parts: Sequence[Buffer],
-        places: Sequence[Sequence[Place]],
+        places: Sequence[Sequence[ArrayPosition]],
         op: Reduction,
         entered: Callable[[int], bool],
     ) -> None:
@@ -161,7 +161,7 @@ class PartitionedReduction(MeetsInMemory):
         return made
 
 
-def _arrays(allocator: Allocator, data: Buffer, places: Sequence[Place]) -> list[np.ndarray[Any, Any]]:
+def _arrays(allocator: Allocator, data: Buffer, places: Sequence[ArrayPosition]) -> list[np.ndarray[Any, Any]]:
     """All ranks' arrays, as this rank sees them; data: its own. No arrays where there is nothing in them."""
     if not data.size:
         return []

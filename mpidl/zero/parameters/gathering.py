@@ -57,7 +57,7 @@ class Gatherable(Protocol):
 
 
 @dataclass
-class Round:
+class GatherRound:
     """A round in flight.
 
     Set when it is over: everyone_done, whether all ranks were done; served, whether the unit that this rank wanted is
@@ -80,7 +80,7 @@ class Round:
         self.work.wait(timeout)
 
 
-class Rounds:
+class GatherRounds:
     """Starts rounds, which run in the order in which they are started.
 
     comm: serves nothing else. device: of the units.
@@ -91,26 +91,26 @@ class Rounds:
         self._comm, self._units = comm, list(units)
         self._whole: set[int] = set()  # on all ranks the same
         self._message, self._table = _messages(comm, len(self._units))
-        self._last: Round | None = None
+        self._last: GatherRound | None = None
 
     @property
     def are_over(self) -> bool:
         """Tells if all ranks have joined every round that this one has started."""
         return self._last is None or self._last.is_over()
 
-    def start(self, wanted: int | None, held: Collection[int], purpose: Purpose) -> Round:
+    def start(self, wanted: int | None, held: Collection[int], purpose: Purpose) -> GatherRound:
         """wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank."""
         words = [0] * (self._message.size - 2)
         for number in held:
             words[number // _BITS] |= 1 << (number % _BITS)
         message = [-1 if wanted is None else wanted, purpose, *words]
-        self._last = started = Round()
+        self._last = started = GatherRound()
         started.work = self._comm.compound(
             "gather units", lambda: self._run(message, started), async_op=True, device=self._device
         )
         return started
 
-    def done(self, held: Collection[int]) -> Round:
+    def done(self, held: Collection[int]) -> GatherRound:
         """Returns a round in which this rank wants nothing, when it is over."""
         last = self.start(None, held, Purpose.DONE)
         last.wait()
@@ -125,7 +125,7 @@ class Rounds:
 
         self._comm.compound("gather units", task, device=self._device)
 
-    def _run(self, message: list[int], started: Round) -> None:
+    def _run(self, message: list[int], started: GatherRound) -> None:
         self._message[:] = message
         self._comm.all_gather(self._table, self._message)
         self.traffic.rounds += 1

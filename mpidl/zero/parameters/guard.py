@@ -30,7 +30,7 @@ _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"
 
 
 @dataclass(eq=False)
-class _Place:
+class _ParameterMemory:
     """The layout of a parameter, as the engine has made it.
 
     values: what its data was then. address: where it lay. counted: whether writing to it in place is wrong.
@@ -58,7 +58,7 @@ class WeightGuard:
     ) -> None:
         self._model, self._names, self._parameters = model, names, parameters
         self._trainer = Trainer(optimizer)
-        self._places: dict[torch.nn.Parameter, _Place] = {}
+        self._places: dict[torch.nn.Parameter, _ParameterMemory] = {}
         self._writable: list[set[torch.nn.Parameter]] = []
         self.replaced = False
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
@@ -73,7 +73,7 @@ class WeightGuard:
         with torch._C.DisableTorchFunctionSubclass():
             for p in (p for shard in self._parameters.shards for p in shard.parameters if p not in self._places):
                 # A write that all ranks make lasts where no master overwrites it.
-                self._places[p] = _Place(p.data, p.data_ptr(), not keeps or slices[p].is_master, p._version)
+                self._places[p] = _ParameterMemory(p.data, p.data_ptr(), not keeps or slices[p].is_master, p._version)
                 claim(p, self._trainer)
 
     def remove(self) -> None:

@@ -43,7 +43,7 @@ from ...job import communicator_pool
 from ..gradients.shards import ParameterShard
 from ..traffic import Traffic
 from .gathered_unit import Call, GatheredUnit, UnitState
-from .gathering import Forecast, Purpose, Round, Rounds, leave
+from .gathering import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .strategy import NamesOf, ParameterStrategy, thawed
 from .units import UnitLayout, backward_order
 
@@ -93,9 +93,9 @@ class ShardedParameters(ParameterStrategy):
             GatheredUnit(number, layout, comm, pages, sum(sizes[:number])) for number, layout in enumerate(layouts)
         ]
         self._root = self._units[-1]
-        self._rounds = Rounds(comm, self._units, place.device)
+        self._rounds = GatherRounds(comm, self._units, place.device)
         self._forecast = Forecast()
-        self._prefetches: dict[GatheredUnit, Round] = {}
+        self._prefetches: dict[GatheredUnit, GatherRound] = {}
         self._forward_running: list[int] = []  # modules in their forward pass: the model, or parts that hold units
         self._trained_since_step = False  # whether there was a forward pass with gradients since the last step
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -325,7 +325,7 @@ class ShardedParameters(ParameterStrategy):
                 self._wait_for_others(unit, started)
             unit.hold(watched)
 
-    def _wait_for_others(self, unit: GatheredUnit, started: Round) -> None:
+    def _wait_for_others(self, unit: GatheredUnit, started: GatherRound) -> None:
         """Returns when the round is over. Raises TrainingError where others wait for this rank in another operation.
 
         The round stays in flight; they join it when they next gather something.

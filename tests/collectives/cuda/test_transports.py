@@ -7,7 +7,7 @@ import torch
 
 from collectives import ArgumentError, Communicator
 from collectives.backends.cuda import barrier
-from collectives.backends.cuda.ways import decide, wanted
+from collectives.backends.cuda.transports import decide, wanted
 from tests.collectives.cuda.standin import Gpu
 
 
@@ -67,7 +67,7 @@ def taken(comm: Communicator, standin: Gpu) -> str:
     x = standin.put(torch.full((1000,), float(comm.rank)))
     comm.all_reduce(x)
     assert (standin.get(x) == sum(range(comm.size))).all()
-    return comm._dispatch.gpus(0).ways.all
+    return comm._dispatch.gpus(0).transports.all
 
 
 @pytest.mark.one_node

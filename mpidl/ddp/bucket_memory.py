@@ -14,7 +14,7 @@ from collectives import Communicator
 from ..gradients.buckets import GradientBucket, aligned
 
 
-class Arena:
+class BucketMemory:
     """The storage of buckets, one array a dtype, with room for the same parameters in any order and any buckets."""
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
