@@ -27,7 +27,7 @@ from .gradients.loss import global_mean
 from .gradients.nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .gradients.nonfinite_guard import NonfiniteGuard
 from .job.agreement import agree_or_exit
-from .job.joining import Join, Joinable, JoinHook
+from .job.join import Join, Joinable, JoinHook
 from .job.objects import all_gather_object, broadcast_object
 from .job.runtime import init, pick_device
 from .job.signals import STOPPED, StopSignal

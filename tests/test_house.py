@@ -105,7 +105,7 @@ LAYERS = {
     "mpidl": {
         "base": "version errors absent_state compiling digest scratch_file standalone trained_by",
         "the job": "job",
-        "groups of ranks": "mesh job.joining",
+        "groups of ranks": "mesh job.join",
         "parts of training": "data models nn",
         "parts of engines": "gradients replicas optimizer_trial comm_hooks",
         "DDP": "ddp",

@@ -41,7 +41,7 @@ from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by
 from ..gradients.foreign_steps import ForeignSteps
 from ..gradients.partial_steps import STEP_NOT_CALLED
 from ..job.agreement import raise_everywhere
-from ..job.joining import JoinRounds, Stage
+from ..job.join import JoinRounds, Stage
 from ..job.objects import broadcast_object
 from ..replicas.broadcast import broadcast_states
 from ..replicas.consistency import check_models_agree, check_settings_agree
@@ -54,7 +54,7 @@ from .sparse import mean_of_sparse, sparse_parameters
 
 
 class Joining(Protocol):
-    """A `Join` block around the passes, as the reducer uses it (`joining.WrapperJoinHook`)."""
+    """A `Join` block around the passes, as the reducer uses it (`join_hook.WrapperJoinHook`)."""
 
     rounds: JoinRounds
 

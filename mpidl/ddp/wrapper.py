@@ -28,7 +28,7 @@ from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
-from ..job.joining import Join
+from ..job.join import Join
 from ..job.place import place_of
 from ..mesh import Mesh
 from ..mesh.experts import divide_contributions, gradient_group, refuse_experts
@@ -39,7 +39,7 @@ from ..replicas.checksums import checksum, difference
 from ..replicas.consistency import check_models_agree, check_settings_agree
 from . import arguments, steppable
 from .first_pass import FirstPass
-from .joining import WrapperJoinHook
+from .join_hook import WrapperJoinHook
 from .reducer import Reducer
 from .shown_forward import ShownForward
 

@@ -15,7 +15,7 @@ A unit is a part of the model, by default each repeated block, whose parameters 
     stepping/       the inner optimizer's step on slices or whole parameters; fp32 masters of 16-bit parameters
     states/         whole states from shards and back, and what this rank owns
     offload/        optimizer state in CPU memory or on disk
-    groups          over which ranks state is cut
+    shard_group     the ranks over which state is cut
 """
 
 from .construction.recording import deferred_init

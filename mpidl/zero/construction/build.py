@@ -36,7 +36,6 @@ from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_models_agree, check_settings_agree
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.shards import GradientShards, ParameterShard
-from ..groups import ShardGroup
 from ..hooks import Hook, refuse_copies
 from ..offload import Offload, OffloadedOptimizer
 from ..parameters.guard import WeightGuard
@@ -46,6 +45,7 @@ from ..parameters.sharded import ShardedParameters
 from ..parameters.strategy import ParameterStrategy
 from ..parameters.units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_rest
 from ..parameters.whole import WholeParameters
+from ..shard_group import ShardGroup
 from ..states.own_storages import with_own_storages
 from ..states.whole_states import StateNames
 from ..stepping.backward_steps import BackwardSteps

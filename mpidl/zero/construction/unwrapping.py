@@ -15,9 +15,9 @@ from ...job.agreement import refuse_everywhere
 from ..gradients import reduced_gradients
 from ..gradients.clearing import clears_alone
 from ..gradients.shards import ParameterShard
-from ..groups import ShardGroup
 from ..hooks import allow_copies
 from ..parameters.touch import unwatch
+from ..shard_group import ShardGroup
 from ..states.optimizer_states import flush
 from ..stepping.slices import Slice
 from .build import Parts

@@ -42,7 +42,7 @@ from ...gradients.bucket_queue import BucketQueue
 from ...gradients.buckets import GradientBucket, Layout, by_rank
 from ...gradients.foreign_steps import ForeignSteps
 from ...gradients.partial_steps import NOT_REDUCED
-from ..groups import ShardGroup
+from ..shard_group import ShardGroup
 from .gradient_buffers import GradientBuffers
 from .sharded_gradient import ShardedGradient
 

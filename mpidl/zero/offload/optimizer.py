@@ -26,7 +26,7 @@ from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ...replicas.consistency import check_settings_agree
 from ..gradients.shards import ParameterShard
-from ..groups import ShardGroup
+from ..shard_group import ShardGroup
 from ..stepping.inner import InnerOptimizer
 from ..stepping.optimizer_class import frozen
 from .disk_space import Groups, Make, foresee, needed, open_file

@@ -17,10 +17,10 @@ import torch
 
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.shards import GradientShards, ParameterShard
-from ..groups import ShardGroup
 from ..offload import OffloadedOptimizer, OffloadedSlice
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
+from ..shard_group import ShardGroup
 from ..stepping.slices import Slice
 
 

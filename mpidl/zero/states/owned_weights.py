@@ -20,9 +20,9 @@ from collectives import Communicator
 from ...errors import TrainingError
 from ...job.agreement import refuse_everywhere
 from ...job.objects import all_gather_object, broadcast_object
-from ..groups import ShardGroup
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
+from ..shard_group import ShardGroup
 from ..stepping.slices import Slice
 from .owned import OwnedState
 

@@ -19,8 +19,8 @@ from ...errors import ConfigurationError
 from ...job.agreement import on_rank_0
 from ...optim.elementwise import alike, elementwise, is_slice
 from ...replicas.broadcast import broadcast_states
-from ..groups import ShardGroup
 from ..parameters.strategy import ParameterStrategy
+from ..shard_group import ShardGroup
 from ..stepping.inner import InnerOptimizer
 from ..stepping.slices import ShardedStateSpec, Slice
 

@@ -27,7 +27,7 @@ from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...optim.elementwise import alike, is_slice
 from ..construction.value_targets import placeholder
-from ..groups import ShardGroup
+from ..shard_group import ShardGroup
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
 from .slices import ShardedStateSpec, Slice

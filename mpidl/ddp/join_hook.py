@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..job.joining import JoinHook, JoinRounds
+from ..job.join import JoinHook, JoinRounds
 from .reducer import Reducer
 
 
