@@ -90,7 +90,7 @@ def test_training_goes_on(comm, way: str, how: str) -> None:
     """Before the first step, in between and after the last. The other ranks do not wait for the evaluation."""
     called, model, optimizer = trains(comm, way)
     single = Single(comm.size)
-    gathers = way == "3-gathered" or (way == "3-node" and comm.nodes > 1)
+    gathers = way == "stage 3 gathered" or (way == "stage 3" and comm.nodes > 1)
     with called.join() if way == "join" else contextlib.nullcontext():
         for step in range(4):
             expected = single.step(step, how)
@@ -114,7 +114,7 @@ def test_what_is_gathered_by_all(comm, how: str, waits: bool) -> None:
 
     So it is between nodes, where a rank's watchdog is asked for its position.
     """
-    model, optimizer = zero.engine(comm, zero.Several, "3-gathered")
+    model, optimizer = zero.engine(comm, zero.Several, "stage 3 gathered")
     if comm.rank == 0 and comm.size > 1 and waits:
         with pytest.raises(mpidl.TrainingError, match=r"rank 1 is in barrier .*optimizer.gathered\(writable=False\)"):
             evaluate(model, how)

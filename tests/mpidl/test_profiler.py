@@ -42,7 +42,7 @@ def test_a_step_of_zero(comm, way: str) -> None:
     seen = Counter(event.name for event in profiled.events())
     assert seen["mpidl::bucket"] > 1
     assert seen["mpidl::finish_backward"] == seen["Optimizer.step#ZeroOptimizer.step"] == 1
-    gathers = (way == "3-gathered" and comm.size > 1) or (way == "3-node" and comm.nodes > 1)
+    gathers = (way == "stage 3 gathered" and comm.size > 1) or (way == "stage 3" and comm.nodes > 1)
     assert (seen["mpidl::gather"] > 3) == gathers
 
 
@@ -53,6 +53,6 @@ def test_nothing_is_recorded_without_a_profiler(comm, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
     wrapped = mpidl.DistributedDataParallel(zero.made(zero.Several), process_group=comm)
     wrapped(zero.data(comm.rank)).square().sum().backward()
-    model, _ = zero.engine(comm, zero.Several, "3-gathered")
+    model, _ = zero.engine(comm, zero.Several, "stage 3 gathered")
     zero.plainly(model, comm.rank, 0).backward()
     comm.barrier()

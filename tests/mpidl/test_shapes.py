@@ -22,13 +22,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp, a bucket for each": {"bucket_cap_mb": 1e-6},
     "ddp, small buckets": {"bucket_cap_mb": 0.001},
     "ddp, copies": {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": False},
-    "1": {"stage": 1},
-    "1, small buckets": {"stage": 1, "bucket_cap_mb": 0.001},
-    "2": {"stage": 2},
-    "2, small buckets": {"stage": 2, "bucket_cap_mb": 0.003},
-    "3-node": {"stage": 3},
-    "3-gathered": {"stage": 3, "share_in_node": False},
-    "3-gathered, one unit": {"stage": 3, "share_in_node": False, "units": lambda module: False},
+    "stage 1": {"stage": 1},
+    "stage 1, small buckets": {"stage": 1, "bucket_cap_mb": 0.001},
+    "stage 2": {"stage": 2},
+    "stage 2, small buckets": {"stage": 2, "bucket_cap_mb": 0.003},
+    "stage 3": {"stage": 3},
+    "stage 3 gathered": {"stage": 3, "share_in_node": False},
+    "stage 3 gathered, one unit": {"stage": 3, "share_in_node": False, "units": lambda module: False},
 }
 every_stage = pytest.mark.parametrize("way", [name for name, way in WAYS.items() if "stage" in way])
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -11,6 +11,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator, PartitionedAllReduce
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -84,9 +85,7 @@ def engine(comm, way: str, model: nn.Module) -> tuple[Any, Any, Any]:
         call = mpidl.DistributedDataParallel(model, process_group=comm)
         trained = [p for p in model.parameters() if p.requires_grad]
         return call, torch.optim.SGD(trained, lr=0.1), call
-    optimizer = mpidl.ZeroOptimizer(
-        model, torch.optim.SGD, int(way[0]), process_group=comm, lr=0.1, share_in_node=not way.endswith("gathered")
-    )
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, lr=0.1, **WAYS[way])
     return model, optimizer, optimizer
 
 
@@ -103,10 +102,10 @@ def one_step(call: Any, optimizer: Any, quiet: Any, micro: int, sync_each: bool)
 # In stage 3 the last block and the model's own stay from forward to backward.
 FORMULAS = {
     ("ddp", False): lambda k: 2.0,
-    ("1", False): lambda k: 2.0,
-    ("2", True): lambda k: k + 1.0,
-    ("3-gathered", True): lambda k: 3.0 * k - k * (BLOCK + OWN) / PSI,
-    ("3-node", True): lambda k: 1.0 * k,
+    ("stage 1", False): lambda k: 2.0,
+    ("stage 2", True): lambda k: k + 1.0,
+    ("stage 3 gathered", True): lambda k: 3.0 * k - k * (BLOCK + OWN) / PSI,
+    ("stage 3", True): lambda k: 1.0 * k,
 }
 
 
@@ -125,11 +124,11 @@ def test_bytes_a_step_follow_the_formulas(comm, monkeypatch, way: str, sync_each
     for _ in range(2):
         counter.clear()
         one_step(call, optimizer, quiet, micro, sync_each)
-    if comm.size == 1 and way == "3-gathered":
+    if comm.size == 1 and way == "stage 3 gathered":
         return  # nothing is gathered there
     expected = FORMULAS[way, sync_each](micro)
-    if comm.nodes > 1 and way == "3-node":
-        expected = FORMULAS["3-gathered", sync_each](micro)
+    if comm.nodes > 1 and way == "stage 3":
+        expected = FORMULAS["stage 3 gathered", sync_each](micro)
     if comm.size == 1 and way == "ddp":
         expected = 0.0
     assert counter.share == pytest.approx(expected * PSI, rel=1e-6)
@@ -141,7 +140,7 @@ def test_collectives_a_step_of_stage_3(comm, monkeypatch) -> None:
         return
     counter = Counter(monkeypatch)
     model = Stack()
-    call, optimizer, quiet = engine(comm, "3-gathered", model)
+    call, optimizer, quiet = engine(comm, "stage 3 gathered", model)
     forward: list[int] = []
     model.register_forward_hook(lambda *_: forward.append(counter.calls["all_gather"]))
     for _ in range(3):
@@ -154,7 +153,7 @@ def test_collectives_a_step_of_stage_3(comm, monkeypatch) -> None:
     assert traffic.sent_bytes(comm.size) == pytest.approx(3 * counter.share * 4 * (comm.size - 1) / comm.size)
 
 
-@pytest.mark.parametrize("way", ["ddp", "1", "2", "3-node", "3-gathered"])
+@pytest.mark.parametrize("way", ["ddp", "stage 1", "stage 2", "stage 3", "stage 3 gathered"])
 def test_of_adapters_only_what_trains_is_reduced(comm, monkeypatch, way: str) -> None:
     """Frozen parameters are gathered in stage 3, and never sent otherwise."""
     counter = Counter(monkeypatch)
@@ -165,9 +164,9 @@ def test_of_adapters_only_what_trains_is_reduced(comm, monkeypatch, way: str) ->
     reduced = counter.share
     if comm.size == 1 and way == "ddp":
         assert reduced == 0
-    elif way == "ddp" or way in "12":
+    elif way == "ddp" or way in ("stage 1", "stage 2"):
         assert reduced == pytest.approx(2 * trained)
-    elif way == "3-node" and comm.nodes == 1:
+    elif way == "stage 3" and comm.nodes == 1:
         assert reduced == pytest.approx(trained)
     elif comm.size > 1:
         assert optimizer.traffic().reduced_bytes == 4 * trained

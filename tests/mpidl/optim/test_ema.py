@@ -191,7 +191,7 @@ def test_no_step_inside(comm, way: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in training.weights().items())
 
 
-@pytest.mark.parametrize("way", ["1", pytest.param("3-node", marks=pytest.mark.one_node)])
+@pytest.mark.parametrize("way", ["stage 1", pytest.param("stage 3", marks=pytest.mark.one_node)])
 def test_weights_changed_inside_on_one_rank(comm, way: str) -> None:
     training = Training(comm, way, precision=HALF)
     ema = EMA(training.model, DECAY)
@@ -266,8 +266,8 @@ def test_parameters_unfrozen_later(comm, way: str) -> None:
         torch.testing.assert_close(training.weights()["frozen"], values[0].lerp(values[1], 1 - DECAY))
 
 
-@pytest.mark.parametrize("of", ["plain", "1", "3-gathered"])
-@pytest.mark.parametrize("into", ["ddp", "2", "3-node", "3-gathered"])
+@pytest.mark.parametrize("of", ["plain", "stage 1", "stage 3 gathered"])
+@pytest.mark.parametrize("into", ["ddp", "stage 2", "stage 3", "stage 3 gathered"])
 def test_states_go_into_any_engine(comm, of: str, into: str) -> None:
     first = Training(comm, of, Model)
     ema = EMA(first.called, DECAY, use_buffers=True)
@@ -334,14 +334,14 @@ def test_wrong_arguments(comm) -> None:
 
 
 def test_delayed_updates_are_refused(comm) -> None:
-    training = Training(comm, "3-node", offload=mpidl.Offload("cpu", delayed_update=True))
+    training = Training(comm, "stage 3", offload=mpidl.Offload("cpu", delayed_update=True))
     with pytest.raises(mpidl.ConfigurationError, match="delayed_update"):
         EMA(training.model)
 
 
 def test_masters_on_the_disk(comm) -> None:
-    training = Training(comm, "3-node", offload="disk", precision=HALF)
-    other = Training(comm, "3-node", precision=HALF)
+    training = Training(comm, "stage 3", offload="disk", precision=HALF)
+    other = Training(comm, "stage 3", precision=HALF)
     averages = [EMA(each.model, DECAY) for each in (training, other)]
     for step in range(3):
         for each, ema in zip((training, other), averages, strict=True):

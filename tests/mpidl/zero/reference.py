@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 import mpidl
+from tests.mpidl.zero import ways
 
-WAYS: dict[str, dict[str, Any]] = {
-    "1": {"stage": 1, "bucket_cap_mb": 1e-5},
-    "2": {"stage": 2, "bucket_cap_mb": 1e-5},
-    "3-node": {"stage": 3},
-    "3-gathered": {"stage": 3, "share_in_node": False},
-}
+# The small models here have several buckets.
+WAYS = {way: given if given["stage"] == 3 else {**given, "bucket_cap_mb": 1e-5} for way, given in ways.WAYS.items()}
 SGD = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}
 
 Loss = Callable[[Any, int, int], torch.Tensor]
@@ -110,7 +107,7 @@ def plainly(m: Any, rank: int, step: int) -> torch.Tensor:
 every_way = pytest.mark.parametrize("way", WAYS)
 # Each way to keep parameters (whole, in shared memory, in shards) and each to keep gradients (whole, in shards).
 # Stage 2 alone brings nothing new: it has the parameters of stage 1 and the gradients of stage 3.
-every_part = pytest.mark.parametrize("way", ["1", "3-node", "3-gathered"])
+every_part = pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3 gathered"])
 
 
 def after_failure(

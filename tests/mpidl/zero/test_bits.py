@@ -22,12 +22,12 @@ pytestmark = pytest.mark.mpi
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp, small buckets": ("ddp", {"bucket_cap_mb": 0.003}),
-    "1": ("zero1", {}),
-    "1, small buckets": ("zero1", {"bucket_cap_mb": 0.001}),
-    "2": ("zero2", {}),
-    "2, small buckets": ("zero2", {"bucket_cap_mb": 0.003}),
-    "3-node": ("zero3", {}),
-    "3-gathered": ("zero3", {"share_in_node": False}),
+    "stage 1": ("zero1", {}),
+    "stage 1, small buckets": ("zero1", {"bucket_cap_mb": 0.001}),
+    "stage 2": ("zero2", {}),
+    "stage 2, small buckets": ("zero2", {"bucket_cap_mb": 0.003}),
+    "stage 3": ("zero3", {}),
+    "stage 3 gathered": ("zero3", {"share_in_node": False}),
 }
 ADAMW: dict[str, Any] = {"settings": {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}}
 SGD: dict[str, Any] = {
@@ -83,7 +83,7 @@ def test_stages_agree_when_each_of_several_passes_is_reduced(comm) -> None:
     training = {**ADAMW, "micro": 3}
     expected = run(comm, "zero1", "gpt2", training)
     found = {}
-    for name in ("2, small buckets", "3-node", "3-gathered"):
+    for name in ("stage 2, small buckets", "stage 3", "stage 3 gathered"):
         engine, settings = ENGINES[name]
         found[name] = differences(expected, run(comm, engine, "gpt2", training, **settings))
     assert found == {name: [] for name in found}

@@ -15,16 +15,11 @@ from mpidl.zero import Safetensors
 from tests.mpidl.small_models import Mixture, sequences, small_gpt2
 from tests.mpidl.zero.construction.test_construction import BF16, assert_same, seeded
 from tests.mpidl.zero.offload.test_offload import PRECISIONS, differences, everything, zero
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 SMALL = Offload("disk", buffer_mb=0.02)
 LATE = {to: Offload(to, delayed_update=True, delay_from=1) for to in ("cpu", "disk")}
-HYBRID: dict[str, dict[str, Any]] = {
-    "1": {"stage": 1},
-    "2": {"stage": 2},
-    "3": {"stage": 3},
-    "3 gathered": {"stage": 3, "share_in_node": False},
-}
 
 
 def group_of(comm):
@@ -33,7 +28,14 @@ def group_of(comm):
 
 
 @pytest.mark.parametrize(
-    ("way", "precision"), [("1", "bf16"), ("2", "bf16 reduced"), ("3", "bf16"), ("3 gathered", "bf16"), ("2", "fp32")]
+    ("way", "precision"),
+    [
+        ("stage 1", "bf16"),
+        ("stage 2", "bf16 reduced"),
+        ("stage 3", "bf16"),
+        ("stage 3 gathered", "bf16"),
+        ("stage 2", "fp32"),
+    ],
 )
 def test_offload_keeps_the_bits_of_hybrid_sharding(comm, way: str, precision: str) -> None:
     settings = {"shard_group": group_of(comm), "precision": PRECISIONS[precision]}
@@ -47,11 +49,11 @@ def test_offload_keeps_the_bits_of_hybrid_sharding(comm, way: str, precision: st
     assert differences(delayed[0][1], delayed[1][1]) == []
 
 
-@pytest.mark.parametrize("way", HYBRID)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("make", "offload"), [(small_gpt2, None), (Mixture, None), (small_gpt2, SMALL)])
 def test_models_without_values(comm, way: str, make: Any, offload: Any) -> None:
     def built(model: torch.nn.Module, **more: Any) -> Any:
-        settings = {"precision": BF16, "offload": offload, "shard_group": group_of(comm), **HYBRID[way], **more}
+        settings = {"precision": BF16, "offload": offload, "shard_group": group_of(comm), **WAYS[way], **more}
         return mpidl.ZeroOptimizer(model, torch.optim.AdamW, process_group=comm, lr=0.1, **settings)
 
     ordinary = seeded(7, make)
@@ -77,7 +79,7 @@ def assert_the_same_everywhere(comm, optimizer: Any) -> None:
     assert torch.equal(low, high)
 
 
-@pytest.mark.parametrize("way", HYBRID)
+@pytest.mark.parametrize("way", WAYS)
 def test_weights_from_files(comm, tmp_path: Path, way: str) -> None:
     """At construction and later, with masters on a disk and an update under way, which they replace."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -93,7 +95,7 @@ def test_weights_from_files(comm, tmp_path: Path, way: str) -> None:
         process_group=comm,
         weights=Safetensors(path),
         **settings,
-        **HYBRID[way],
+        **WAYS[way],
     )
     expected = optimizer.model_state_dict()
     rounded = optimizer.model_state_dict(masters=False)

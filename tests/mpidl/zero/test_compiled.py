@@ -15,7 +15,7 @@ from tests.mpidl.zero.reference import SGD, WAYS, Plain, Several, check, engine,
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
 
-@pytest.mark.parametrize("way", ["2", "3-gathered"])
+@pytest.mark.parametrize("way", ["stage 2", "stage 3 gathered"])
 def test_compiled_units(comm, way: str) -> None:
     def compiled() -> nn.Module:
         model = Several()
@@ -29,7 +29,7 @@ def test_compiled_units(comm, way: str) -> None:
         follow(comm, way, compiled, plainly, steps=2)
 
 
-@pytest.mark.parametrize("way", ["3-node", "3-gathered"])
+@pytest.mark.parametrize("way", ["stage 3", "stage 3 gathered"])
 def test_a_compiled_model(comm, way: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,7 +45,7 @@ def test_a_compiled_model(comm, way: str) -> None:
             check(model, optimizer, plain.model)
 
 
-@pytest.mark.parametrize("way", ["1", "3-gathered"])
+@pytest.mark.parametrize("way", ["stage 1", "stage 3 gathered"])
 def test_a_model_that_was_compiled_before(comm, way: str) -> None:
     """States have the plain model's names, not the compiler's."""
     with warnings.catch_warnings():
@@ -87,7 +87,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("way", ["2", "3-node", "3-gathered"])
+@pytest.mark.parametrize("way", ["stage 2", "stage 3", "stage 3 gathered"])
 def test_no_hook_cuts_a_compiled_unit_into_pieces(comm, way: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

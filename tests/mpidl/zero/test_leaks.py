@@ -21,11 +21,15 @@ pytestmark = pytest.mark.mpi
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "2": {"stage": 2, "bucket_cap_mb": 0.5},
-    "2-bfloat16": {"stage": 2, "bucket_cap_mb": 0.5, "precision": mpidl.Precision(torch.bfloat16)},
-    "2-offloaded": {"stage": 2, "bucket_cap_mb": 0.5, "offload": Offload("cpu", delayed_update=True, delay_from=2)},
-    "3-node": {"stage": 3},
-    "3-gathered": {"stage": 3, "share_in_node": False},
+    "stage 2": {"stage": 2, "bucket_cap_mb": 0.5},
+    "stage 2, bfloat16": {"stage": 2, "bucket_cap_mb": 0.5, "precision": mpidl.Precision(torch.bfloat16)},
+    "stage 2, offloaded": {
+        "stage": 2,
+        "bucket_cap_mb": 0.5,
+        "offload": Offload("cpu", delayed_update=True, delay_from=2),
+    },
+    "stage 3": {"stage": 3},
+    "stage 3 gathered": {"stage": 3, "share_in_node": False},
 }
 STEPS = 50
 HOOKS = (

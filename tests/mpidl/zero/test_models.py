@@ -29,10 +29,10 @@ from tests.mpidl.small_models import (
 pytestmark = pytest.mark.mpi
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "1": ("zero1", {"bucket_cap_mb": 0.002}),
-    "2": ("zero2", {"bucket_cap_mb": 0.002}),
-    "3-node": ("zero3", {}),
-    "3-gathered": ("zero3", {"share_in_node": False}),
+    "stage 1": ("zero1", {"bucket_cap_mb": 0.002}),
+    "stage 2": ("zero2", {"bucket_cap_mb": 0.002}),
+    "stage 3": ("zero3", {}),
+    "stage 3 gathered": ("zero3", {"share_in_node": False}),
 }
 
 
@@ -117,13 +117,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]
     "gpt2": (small_gpt2, ADAMW, EVERY),
     # Odd sizes, one element, modules of no parameters.
     "mixture": (Mixture, ADAMW, EVERY),
-    "gpt2, accumulated": (small_gpt2, {**SGD, "micro": 2}, ("2", "3-gathered")),
+    "gpt2, accumulated": (small_gpt2, {**SGD, "micro": 2}, ("stage 2", "stage 3 gathered")),
     "lstm": (Recurrent, SGD, EVERY),
-    "resnet": (Images, SGD, ("2", "3-node")),
+    "resnet": (Images, SGD, ("stage 2", "stage 3")),
     "bert": (Gaps, SGD, EVERY),
     # Which experts run is another choice on every rank; gathered so in parameters/test_order.py, as it takes long.
-    "experts": (Experts, SGD, ("1", "2", "3-node")),
-    "smooth-images": (SmoothImages, SGD, ("1", "3-gathered")),
+    "experts": (Experts, SGD, ("stage 1", "stage 2", "stage 3")),
+    "smooth-images": (SmoothImages, SGD, ("stage 1", "stage 3 gathered")),
     "transformers-gpt2": (hf_gpt2, ADAMW, EVERY),
     "adapters": (adapted_gpt2, ADAMW, EVERY),
     "transformers-bert": (hf_bert, SGD, EVERY),

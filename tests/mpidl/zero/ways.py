@@ -12,7 +12,7 @@ import mpidl
 from collectives import Communicator
 
 ADAM = {"lr": 1e-2, "eps": 1e-6}
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.mpi
 
 BF16 = {"precision": mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "1": ("zero1", {}),
-    "2": ("zero2", {}),
-    "3": ("zero3", {}),
-    "3 gathered": ("zero3", {"share_in_node": False}),
-    "3 by nodes": ("zero3", {"shard_group": "node"}),
-    "1 bf16": ("zero1", BF16),
-    "3 bf16": ("zero3", BF16),
-    "2 disk": ("zero2", {"offload": "disk"}),
-    "3 disk bf16": ("zero3", {"offload": "disk", **BF16}),
+    "stage 1": ("zero1", {}),
+    "stage 2": ("zero2", {}),
+    "stage 3": ("zero3", {}),
+    "stage 3 gathered": ("zero3", {"share_in_node": False}),
+    "stage 3 by nodes": ("zero3", {"shard_group": "node"}),
+    "stage 1 bf16": ("zero1", BF16),
+    "stage 3 bf16": ("zero3", BF16),
+    "stage 2 disk": ("zero2", {"offload": "disk"}),
+    "stage 3 disk bf16": ("zero3", {"offload": "disk", **BF16}),
 }
 
 

@@ -18,6 +18,7 @@ import mpidl
 from collectives import Communicator, MismatchError
 from mpidl.memory import measure
 from tests.mpidl.zero.reference import Plain, Several, check, data, engine, every_part, every_way, made, plainly
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -85,7 +86,7 @@ def test_clipping_is_torchs_of_one_process(comm, way: str, clip: str) -> None:
 
 @pytest.mark.ranks(4, exactly=True)
 def test_clipping_where_groups_of_ranks_hold_the_same_shards(comm) -> None:
-    follow_clipped(comm, "2", CLIPS["norm"], shard_group=comm.split(comm.rank // 2))
+    follow_clipped(comm, "stage 2", CLIPS["norm"], shard_group=comm.split(comm.rank // 2))
 
 
 @every_part
@@ -120,7 +121,7 @@ def test_clipping_before_a_step_on_whole_parameters(comm, way: str) -> None:
     def muon(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Muon(parameters, lr=0.1, weight_decay=0.0, momentum=0.5)
 
-    settings = {"1": {"stage": 1}, "3-node": {"stage": 3}, "3-gathered": {"stage": 3, "share_in_node": False}}[way]
+    settings = WAYS[way]
     model, plain = made(Matrices), made(Matrices)
     optimizer = mpidl.ZeroOptimizer(
         model, torch.optim.Muon, process_group=comm, lr=0.1, weight_decay=0.0, momentum=0.5, **settings
@@ -219,7 +220,7 @@ def test_one_operation_for_all_norms_in_any_order(comm, way: str, monkeypatch: p
 
 def test_it_needs_no_memory(comm) -> None:
     def gradients(read: bool) -> int:
-        model, optimizer = engine(comm, Several, "3-node")
+        model, optimizer = engine(comm, Several, "stage 3")
         plainly(model, comm.rank, 0).backward()
         if read:
             clip_grad_norm_(model.parameters(), 1.0)
@@ -303,7 +304,7 @@ def test_what_is_computed_of_it_may_become_it(comm, way: str) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("change", ["scaled", "none"])
 def test_what_the_ranks_do_not_do_alike_is_refused_at_the_step(comm, change: str) -> None:
-    model, optimizer = engine(comm, Several, "2")
+    model, optimizer = engine(comm, Several, "stage 2")
     plainly(model, comm.rank, 0).backward()
     if change == "scaled":
         model.head.weight.grad.mul_(1.0 + comm.rank)
@@ -315,7 +316,7 @@ def test_what_the_ranks_do_not_do_alike_is_refused_at_the_step(comm, change: str
 
 @pytest.mark.ranks(2, 3)
 def test_different_questions_are_an_error_on_every_rank(comm) -> None:
-    model, _ = engine(comm, Several, "3-node")
+    model, _ = engine(comm, Several, "stage 3")
     plainly(model, comm.rank, 0).backward()
     for ask in (
         lambda p: p[comm.rank].grad.abs().max(),
@@ -332,7 +333,7 @@ def test_different_questions_are_an_error_on_every_rank(comm) -> None:
 def test_a_norm_on_one_rank_is_named_with_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDL_DEBUG", "1")
     comm = Communicator()
-    model, optimizer = engine(comm, Several, "2")
+    model, optimizer = engine(comm, Several, "stage 2")
     plainly(model, comm.rank, 0).backward()
     gradient = model.head.weight.grad
     if comm.rank == 0:  # what needs no other rank
@@ -374,7 +375,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def test_other_operators_are_refused_by_name(comm) -> None:
-    model, optimizer = engine(comm, Several, "3-node")
+    model, optimizer = engine(comm, Several, "stage 3")
     plainly(model, comm.rank, 0).backward()
     gradient = model.head.weight.grad
     for name, operator in REFUSED.items():
@@ -459,7 +460,7 @@ def test_the_scaler_of_torch_decides_alike_on_all_ranks(comm, way: str) -> None:
 @pytest.mark.ranks(2)
 def test_compiling_while_there_are_gradients(comm) -> None:
     torch._dynamo.reset()
-    model, optimizer = engine(comm, Several, "3-node")
+    model, optimizer = engine(comm, Several, "stage 3")
     plain = Plain(Several, comm.size)
     plain.step(lambda m, rank: [plainly(m, rank, step).backward() for step in (0, 1)])
     plainly(model, comm.rank, 0).backward()

@@ -85,7 +85,7 @@ def test_without_its_optimizer_a_model_has_a_zero_grad_of_its_own(comm, way: str
 
 @pytest.mark.parametrize("widened", [False, True])
 def test_gradients_of_sixteen_bits(comm, widened: bool) -> None:
-    model, optimizer = engine(comm, Several, "2", precision=mpidl.Precision(torch.bfloat16))
+    model, optimizer = engine(comm, Several, "stage 2", precision=mpidl.Precision(torch.bfloat16))
     plainly(model, comm.rank, 0).float().backward()
     if widened:
         optimizer.unscale_(1.0)
@@ -122,11 +122,11 @@ def test_the_memory_of_gradients_stays_unless_state_is_offloaded(comm) -> None:
     """Between steps, as `buckets`; stage 1 has its buckets, and sums of 16-bit gradients are in others."""
     kept: dict[str, int] = {}
     for name, way, settings in (
-        ("1", "1", {}),
-        ("2", "2", {}),
-        ("3", "3-node", {}),
-        ("16 bits", "2", {"precision": mpidl.Precision(torch.bfloat16)}),
-        ("offloaded", "2", {"offload": "disk"}),
+        ("stage 1", "stage 1", {}),
+        ("stage 2", "stage 2", {}),
+        ("stage 3", "stage 3", {}),
+        ("16 bits", "stage 2", {"precision": mpidl.Precision(torch.bfloat16)}),
+        ("offloaded", "stage 2", {"offload": "disk"}),
     ):
         model, optimizer = engine(comm, Several, way, **settings)
         before = sum(t.nbytes for t in optimizer.held_tensors()["buckets"])
@@ -137,10 +137,10 @@ def test_the_memory_of_gradients_stays_unless_state_is_offloaded(comm) -> None:
             optimizer.zero_grad()
             held = optimizer.held_tensors()["buckets"]
             kept[name] = sum(t.nbytes for t in held) - before
-            if name in ("2", "3"):
+            if name in ("stage 2", "stage 3"):
                 assert during <= {t.data_ptr() for t in held}
     shard = sum(-(-p.numel() * 4 // comm.size) for p in Several().parameters())
     padding = 64 * len(list(Several().parameters()))  # each shard is of whole cache lines
-    assert shard <= kept["2"] <= shard + padding
-    assert shard <= kept["3"] <= shard + padding
-    assert kept["1"] == kept["16 bits"] == kept["offloaded"] == 0
+    assert shard <= kept["stage 2"] <= shard + padding
+    assert shard <= kept["stage 3"] <= shard + padding
+    assert kept["stage 1"] == kept["16 bits"] == kept["offloaded"] == 0

@@ -47,7 +47,7 @@ def by_hand(steps: int, delay_from: int, micro: int = 1) -> list[dict[str, torch
     return [*seen, {name: q.detach() for (name, _), q in zip(model.named_parameters(), newest, strict=True)}]
 
 
-@pytest.mark.parametrize(("way", "delay_from"), [*((way, 0) for way in WAYS), ("3", 2), ("1", 9)])
+@pytest.mark.parametrize(("way", "delay_from"), [*((way, 0) for way in WAYS), ("stage 3", 2), ("stage 1", 9)])
 def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, delay_from: int) -> None:
     expected = by_hand(5, delay_from)
     states = []
@@ -63,7 +63,7 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
             schedule.step()
             optimizer.zero_grad()
             # Where stage 3 gathers, nobody sees weights but those that compute.
-            if way != "3 gathered" and (way[0] != "3" or comm.nodes == 1):
+            if way != "stage 3 gathered" and (not way.startswith("stage 3") or comm.nodes == 1):
                 for name, p in model.named_parameters():
                     torch.testing.assert_close(p.detach(), expected[step][name], rtol=0, atol=2e-5)
         optimizer.flush()
@@ -75,7 +75,9 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
     assert differences(*states) == []
 
 
-@pytest.mark.parametrize(("way", "precision"), [("1", "fp32"), ("2", "bf16"), ("3", "bf16 reduced"), ("3", "fp32")])
+@pytest.mark.parametrize(
+    ("way", "precision"), [("stage 1", "fp32"), ("stage 2", "bf16"), ("stage 3", "bf16 reduced"), ("stage 3", "fp32")]
+)
 def test_memory_and_disk_delay_alike_whatever_happens(comm, way: str, precision: str) -> None:
     """With skipped steps, clipping, groups, schedules and late parameters, as in undelayed training."""
     settings = {"precision": PRECISIONS[precision]}
@@ -90,7 +92,7 @@ def test_memory_and_disk_delay_alike_whatever_happens(comm, way: str, precision:
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_an_update_runs_beside_the_next_passes_and_writes_no_weight(comm, monkeypatch, to: str, precision: str) -> None:
     model = fresh(MODELS["gpt2"], comm.rank)
-    optimizer = zero(comm, model, "3", offload=late(to), precision=PRECISIONS[precision])
+    optimizer = zero(comm, model, "stage 3", offload=late(to), precision=PRECISIONS[precision])
     go_on(comm, model, optimizer, range(2))
     optimizer.flush()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -120,7 +122,7 @@ def test_whole_states_bring_a_pending_update_in(comm, use: str) -> None:
     weights = []
     for flush in (True, False):
         model = fresh(MODELS["gpt2"], comm.rank)
-        optimizer = zero(comm, model, "2", offload=late("disk"), precision=PRECISIONS["bf16"])
+        optimizer = zero(comm, model, "stage 2", offload=late("disk"), precision=PRECISIONS["bf16"])
         go_on(comm, model, optimizer, range(3))
         if flush:
             optimizer.flush()
@@ -139,7 +141,7 @@ def test_whole_states_bring_a_pending_update_in(comm, use: str) -> None:
 
 def test_an_update_that_is_shown_after_its_state_was_saved_waits_for_ranks_that_still_compute(comm) -> None:
     model = fresh(MODELS["gpt2"], comm.rank)
-    optimizer = zero(comm, model, "3", offload=late("cpu"))
+    optimizer = zero(comm, model, "stage 3", offload=late("cpu"))
     go_on(comm, model, optimizer, range(3))
     x, y = sequences(0, 0)
     with torch.no_grad():
@@ -159,7 +161,7 @@ def test_an_update_that_is_shown_after_its_state_was_saved_waits_for_ranks_that_
 
 def test_a_delayed_update_that_fails_ends_the_next_step_on_every_rank(comm, monkeypatch) -> None:
     model = fresh(MODELS["gpt2"], comm.rank)
-    optimizer = zero(comm, model, "3", offload=late("disk"))
+    optimizer = zero(comm, model, "stage 3", offload=late("disk"))
     go_on(comm, model, optimizer, range(2))
     optimizer.flush()
 
@@ -177,7 +179,7 @@ def test_a_delayed_update_that_fails_ends_the_next_step_on_every_rank(comm, monk
 def test_memory_of_a_delayed_update_is_counted(comm) -> None:
     """fp32: a second copy of the weights, which are masters, and of the gradients while an update is under way."""
     model = fresh(MODELS["gpt2"], comm.rank)
-    optimizer = zero(comm, model, "2", offload=late("cpu"))
+    optimizer = zero(comm, model, "stage 2", offload=late("cpu"))
     go_on(comm, model, optimizer, range(2))
     shard = 4 * sum(p.numel() for p in model.parameters()) / comm.size
     pending = measure(model, optimizer)
@@ -189,4 +191,4 @@ def test_memory_of_a_delayed_update_is_counted(comm) -> None:
 @pytest.mark.parametrize("optimizer", [mpidl.optim.LARS, mpidl.optim.LAMB])
 def test_norms_over_the_ranks_cannot_be_delayed(comm, optimizer: Any) -> None:
     with pytest.raises(mpidl.ConfigurationError, match="must not communicate"):
-        zero(comm, fresh(MODELS["gpt2"]), "2", optimizer=optimizer, offload=late("cpu"))
+        zero(comm, fresh(MODELS["gpt2"]), "stage 2", optimizer=optimizer, offload=late("cpu"))

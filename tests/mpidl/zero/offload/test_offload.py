@@ -28,10 +28,10 @@ from tests.mpidl.small_models import MODELS, Branching, fresh, sequences
 
 pytestmark = pytest.mark.mpi
 WAYS: dict[str, dict[str, Any]] = {
-    "1": {"stage": 1},
-    "2": {"stage": 2, "bucket_cap_mb": 0.003},
-    "3": {"stage": 3},
-    "3 gathered": {"stage": 3, "share_in_node": False},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2, "bucket_cap_mb": 0.003},
+    "stage 3": {"stage": 3},
+    "stage 3 gathered": {"stage": 3, "share_in_node": False},
 }
 PRECISIONS = {
     "fp32": None,
@@ -51,7 +51,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def zero(comm, model: nn.Module, way: str = "1", optimizer: Any = torch.optim.AdamW, **settings: Any) -> Any:
+def zero(comm, model: nn.Module, way: str = "stage 1", optimizer: Any = torch.optim.AdamW, **settings: Any) -> Any:
     settings = {**({"lr": 1e-2} if "lr" not in settings else {}), **settings}
     params = settings.pop("params", groups_of(model))
     return mpidl.ZeroOptimizer(model, optimizer, params=params, process_group=comm, **WAYS[way], **settings)
@@ -105,7 +105,7 @@ def everything(comm, way: str, **settings: Any) -> tuple[list[float], tuple[Any,
 
 
 @pytest.mark.parametrize(
-    ("way", "precision"), [*((way, dtype) for way in WAYS for dtype in ("fp32", "bf16")), ("3", "bf16 reduced")]
+    ("way", "precision"), [*((way, dtype) for way in WAYS for dtype in ("fp32", "bf16")), ("stage 3", "bf16 reduced")]
 )
 def test_training_gives_the_same_bits(comm, way: str, precision: str) -> None:
     settings = {"precision": PRECISIONS[precision]}
@@ -149,8 +149,8 @@ def test_any_optimizer_is_offloaded(comm, case: str) -> None:
     optimizer, settings = OPTIMIZERS[case]
     for precision in ("bf16", "fp32") if optimizer is torch.optim.SGD else ("bf16",):
         settings = {**settings, "optimizer": optimizer, "precision": PRECISIONS[precision]}
-        expected = whole(trained(comm, "3", **settings)[1])
-        _, small = trained(comm, "3", **settings, offload=SMALL)
+        expected = whole(trained(comm, "stage 3", **settings)[1])
+        _, small = trained(comm, "stage 3", **settings, offload=SMALL)
         assert len(small._parts.offloaded._groups) > (precision == "bf16")
         assert differences(expected, whole(small)) == []
 
@@ -160,9 +160,9 @@ def test_any_optimizer_is_offloaded(comm, case: str) -> None:
 def test_parameters_on_another_device_give_the_same_bits(comm, monkeypatch, to: str, delayed: bool) -> None:
     """The copies to and from it are made, though here to the CPU; fp32 parameters have masters then."""
     offload = Offload(to, buffer_mb=0.02, delayed_update=delayed, delay_from=2)
-    _, expected, _ = everything(comm, "2", offload=offload if delayed else None)
+    _, expected, _ = everything(comm, "stage 2", offload=offload if delayed else None)
     monkeypatch.setattr(offloaded_slice, "is_elsewhere", lambda _: True)
-    _, found, optimizer = everything(comm, "2", offload=offload)
+    _, found, optimizer = everything(comm, "stage 2", offload=offload)
     assert differences(expected, found) == []
     slices_of_rank = optimizer._parts.slices.values()
     assert all(part.is_master and part.in_file == (to == "disk") for part in slices_of_rank)
@@ -188,8 +188,8 @@ class Lazy(torch.optim.SGD):
 @pytest.mark.parametrize("offload", ["disk", SMALL], ids=["one group", "small groups"])
 def test_state_that_was_not_foreseen_is_offloaded_too(comm, offload: Any) -> None:
     settings = {"optimizer": Lazy, "precision": PRECISIONS["bf16"], "steps": 5}
-    expected = whole(trained(comm, "3", **settings)[1])
-    _, optimizer = trained(comm, "3", **settings, offload=offload)
+    expected = whole(trained(comm, "stage 3", **settings)[1])
+    _, optimizer = trained(comm, "stage 3", **settings, offload=offload)
     found = whole(optimizer)
     assert differences(expected, found) == []
     if comm.rank == 0:
@@ -198,7 +198,9 @@ def test_state_that_was_not_foreseen_is_offloaded_too(comm, offload: Any) -> Non
     assert all(not torch.is_tensor(value) for entry in inner for value in entry.values())
 
 
-@pytest.mark.parametrize(("way", "precision"), [("1", "bf16"), ("2", "fp32"), ("3", "bf16"), ("3 gathered", "bf16")])
+@pytest.mark.parametrize(
+    ("way", "precision"), [("stage 1", "bf16"), ("stage 2", "fp32"), ("stage 3", "bf16"), ("stage 3 gathered", "bf16")]
+)
 def test_states_pass_between_runs_with_and_without_offload(comm, way: str, precision: str) -> None:
     half = PRECISIONS[precision]
     model, optimizer = trained(comm, way, precision=half)
@@ -216,7 +218,7 @@ def test_states_pass_between_runs_with_and_without_offload(comm, way: str, preci
         assert differences(expected, whole(after)) == []
 
 
-@pytest.mark.parametrize("way", ["2", "3", "3 gathered"])
+@pytest.mark.parametrize("way", ["stage 2", "stage 3", "stage 3 gathered"])
 def test_changed_weights_reach_masters_on_the_disk(comm, way: str) -> None:
     runs = []
     for offload in (None, SMALL):
@@ -255,7 +257,7 @@ def test_the_file_has_no_name_and_is_gone_with_the_optimizer(comm, tmp_path: Pat
         links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
         return [str(link.readlink()) for link in links if link.is_symlink()]
 
-    model, optimizer = trained(comm, "3", offload=Offload("disk", path=tmp_path), precision=PRECISIONS["bf16"])
+    model, optimizer = trained(comm, "stage 3", offload=Offload("disk", path=tmp_path), precision=PRECISIONS["bf16"])
     assert os.listdir(tmp_path) == []
     assert any(str(tmp_path) in name for name in files())
     optimizer.model_state_dict()
@@ -286,10 +288,10 @@ def test_wrong_settings_are_refused_and_leave_the_model_alone(comm, tmp_path: Pa
     model = fresh(MODELS["gpt2"], comm.rank)
     storages = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(mpidl.ConfigurationError, match=message):
-        zero(comm, model, "3", offload=given(tmp_path) if callable(given) else given)
+        zero(comm, model, "stage 3", offload=given(tmp_path) if callable(given) else given)
     assert [p.data_ptr() for p in model.parameters()] == storages
     if case == "no space":
-        go_on(comm, model, zero(comm, model, "3"), range(1))
+        go_on(comm, model, zero(comm, model, "stage 3"), range(1))
 
 
 @pytest.mark.parametrize("what", ["full", "forbidden"])
@@ -301,7 +303,7 @@ def test_a_file_that_one_rank_cannot_make_is_refused_on_every_rank(comm, monkeyp
         where = (os, "posix_fallocate") if what == "full" else ("tempfile.TemporaryFile",)
         monkeypatch.setattr(*where, fail)
     with pytest.raises(mpidl.ConfigurationError, match="No space left" if what == "full" else "denied"):
-        zero(comm, fresh(MODELS["gpt2"]), "2", offload="disk")
+        zero(comm, fresh(MODELS["gpt2"]), "stage 2", offload="disk")
 
 
 @pytest.mark.one_node
@@ -311,16 +313,16 @@ def test_ranks_of_a_node_need_room_together(comm, monkeypatch, tmp_path: Path) -
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 100))
     with pytest.raises(mpidl.ConfigurationError, match=r"the ranks of this node need 0\.000 GB"):
-        zero(comm, model, "2", offload="disk")
+        zero(comm, model, "stage 2", offload="disk")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need + 2**20))
-    zero(comm, model, "2", offload="disk")
+    zero(comm, model, "stage 2", offload="disk")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_disk_that_is_full_when_parameters_are_added_is_told_on_every_rank(comm, monkeypatch, precision: str) -> None:
     model = fresh(Branching, comm.rank)
     model.branches[2].requires_grad_(False)
-    optimizer = zero(comm, model, "2", offload="disk", precision=PRECISIONS[precision])
+    optimizer = zero(comm, model, "stage 2", offload="disk", precision=PRECISIONS[precision])
 
     def fail(_: int) -> None:
         raise OSError(errno.ENOSPC, "deliberate")
@@ -335,7 +337,7 @@ def test_a_disk_that_is_full_when_parameters_are_added_is_told_on_every_rank(com
 @pytest.mark.parametrize("name", ["read", "write"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mpidl.optim.LAMB])
 def test_a_disk_that_fails_ends_the_step_on_every_rank(comm, monkeypatch, optimizer: Any, name: str) -> None:
-    model, zeroed = trained(comm, "3", 1, optimizer=optimizer, offload=SMALL)
+    model, zeroed = trained(comm, "stage 3", 1, optimizer=optimizer, offload=SMALL)
     calls = []
 
     def fail(*_: Any) -> None:
@@ -363,7 +365,7 @@ def test_ranks_that_offload_differently_are_told(comm) -> None:
         zero(comm, fresh(MODELS["gpt2"]), offload="disk" if comm.rank else None)
     with pytest.raises(mpidl.ModelMismatch, match="to='cpu'"):
         zero(comm, fresh(MODELS["gpt2"]), offload="disk" if comm.rank else "cpu")
-    assert np.isfinite(trained(comm, "1", 1, offload="disk")[1].clip_grad_norm_(1.0))
+    assert np.isfinite(trained(comm, "stage 1", 1, offload="disk")[1].clip_grad_norm_(1.0))
 
 
 def test_neighbours_in_the_file_are_read_as_one_with_nothing_but_padding_between() -> None:

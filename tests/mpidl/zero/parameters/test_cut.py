@@ -64,7 +64,7 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, befor
     count = 0
     for _ in range(3):
         gc.collect()
-        model, optimizer = engine(comm, Several, "3-gathered")
+        model, optimizer = engine(comm, Several, "stage 3 gathered")
         if before == "later":
             after_failure(comm, model, optimizer, Several)
         cut_pass(model, optimizer, comm.rank)
@@ -76,7 +76,7 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, befor
         del model, optimizer
         gc.collect()
         assert parameters() is None
-        model, optimizer = engine(comm, Several, "3-gathered")
+        model, optimizer = engine(comm, Several, "stage 3 gathered")
         assert left.is_over()
         assert len(communicator_pool._pooled.get(comm, [])) == count
         after_failure(comm, model, optimizer, Several)
@@ -87,7 +87,7 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, befor
 def test_training_goes_on_after_it(comm) -> None:
     if comm.size == 1:
         return
-    model, optimizer = engine(comm, Several, "3-gathered")
+    model, optimizer = engine(comm, Several, "stage 3 gathered")
     cut_pass(model, optimizer, comm.rank)
     left = left_open(optimizer)
     optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_a_communicator_can_be_closed_after_it(comm) -> None:
     if comm.size == 1:
         return
     own = comm.duplicate()
-    model, optimizer = engine(own, Several, "3-gathered")
+    model, optimizer = engine(own, Several, "stage 3 gathered")
     cut_pass(model, optimizer, comm.rank)
     left = left_open(optimizer)
     own.close()
@@ -113,7 +113,7 @@ import torch, mpidl
 from tests.mpidl.zero.parameters.test_cut import cut_pass, left_open
 from tests.mpidl.zero.reference import Several, engine, plainly
 comm = mpidl.init()
-model, optimizer = engine(comm, Several, "3-gathered")
+model, optimizer = engine(comm, Several, "stage 3 gathered")
 {}
 """
 _CUT = """cut_pass(model, optimizer, comm.rank)

@@ -18,7 +18,7 @@ from tests.mpidl.zero.reference import Plain, Several, engine, plainly
 
 pytestmark = pytest.mark.mpi
 
-STAGES = pytest.mark.parametrize("way", ["1", "2"])
+STAGES = pytest.mark.parametrize("way", ["stage 1", "stage 2"])
 
 
 class Late:

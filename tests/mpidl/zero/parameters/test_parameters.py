@@ -92,7 +92,7 @@ def test_a_block_under_several_names_is_a_unit(comm) -> None:
 
     units = cut(made(repeated))
     assert [(unit.name, len(unit.parameters)) for unit in units] == [("blocks.0", 2), ("blocks.1", 2), ("", 2)]
-    for way in ("2", "3-node", "3-gathered"):
+    for way in ("stage 2", "stage 3", "stage 3 gathered"):
         follow(comm, way, repeated, plainly)
 
 

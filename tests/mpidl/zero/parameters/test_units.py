@@ -90,7 +90,7 @@ def test_blocks_are_units_whatever_else_is_in_their_list(comm, name: str) -> Non
         model = made(make)
         assert len(cut(model)) == number + 1
         assert set(cut(model)[-1].parameters) == set(model.head.parameters())
-        follow(comm, "3-gathered", make, plainly, steps=2)
+        follow(comm, "stage 3 gathered", make, plainly, steps=2)
 
 
 class Apart(nn.Module):
@@ -108,7 +108,7 @@ def test_what_is_no_stack_of_blocks_belongs_to_the_model(comm) -> None:
     assert [unit.name for unit in cut(Apart())] == ["parts.blocks.0", "parts.blocks.1", ""]
 
 
-@pytest.mark.parametrize("way", ["1", "3-gathered"])
+@pytest.mark.parametrize("way", ["stage 1", "stage 3 gathered"])
 @pytest.mark.parametrize("units", [nn.LSTM, [nn.LSTM, nn.GRU], [], "Block"], ids=str)
 def test_units_that_no_module_is_are_refused_in_every_stage(comm, way: str, units: object) -> None:
     with pytest.raises(mpidl.ConfigurationError, match=r"units: got .*; needs .*classes"):
@@ -116,7 +116,7 @@ def test_units_that_no_module_is_are_refused_in_every_stage(comm, way: str, unit
 
 
 def test_units_may_be_classes_of_which_some_match_also_from_an_iterator(comm) -> None:
-    _, optimizer = engine(comm, Several, "3-gathered", units=iter([nn.LSTM, Block]))
+    _, optimizer = engine(comm, Several, "stage 3 gathered", units=iter([nn.LSTM, Block]))
     if comm.size > 1:
         assert len(optimizer._parts.parameters._units) == 4  # type: ignore[union-attr]
 
@@ -143,7 +143,7 @@ class Heap(nn.Module):
 def test_a_large_model_of_one_unit_warns_once(comm, make: Callable, settings: dict, expected: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mpidl.ZeroOptimizer(make(), torch.optim.SGD, process_group=comm, **WAYS["3-gathered"], **SGD, **settings)
+        mpidl.ZeroOptimizer(make(), torch.optim.SGD, process_group=comm, **WAYS["stage 3 gathered"], **SGD, **settings)
     said = [str(each.message) for each in caught if "units" in str(each.message)]
     assert len(said) == (expected and comm.rank == 0 and comm.size > 1)
     assert all("100% of the 4,003,000 parameters of Heap" in each for each in said)

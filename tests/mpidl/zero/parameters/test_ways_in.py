@@ -16,9 +16,9 @@ pytestmark = pytest.mark.mpi
 WIDTH = 6
 WAYS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
-    "shared": {"stage": 3},
-    "gathered": {"stage": 3, "share_in_node": False},
-    "kept": {"stage": 3, "share_in_node": False, "reshard_after_forward": False},
+    "stage 3": {"stage": 3},
+    "stage 3 gathered": {"stage": 3, "share_in_node": False},
+    "stage 3 gathered, kept": {"stage": 3, "share_in_node": False, "reshard_after_forward": False},
 }
 
 
@@ -147,7 +147,7 @@ class Functional(Net):
 
 
 def test_a_gradient_that_nobody_could_foresee_is_refused_by_name(comm) -> None:
-    settings = WAYS["gathered"]
+    settings = WAYS["stage 3 gathered"]
     model = Functional()
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **settings)
     if comm.size == 1:

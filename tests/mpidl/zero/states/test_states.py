@@ -91,7 +91,7 @@ WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
 @pytest.mark.parametrize("what", WRONG)
 def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(comm, what: str) -> None:
     given, message = WRONG[what]
-    _, optimizer = engine(comm, Several, "3-gathered")
+    _, optimizer = engine(comm, Several, "stage 3 gathered")
     before = optimizer.param_groups[0]["lr"]
     with pytest.raises(mpidl.ConfigurationError, match=f"load_state_dict: {message}"):
         optimizer.load_state_dict(given if comm.rank == 0 else {})  # what the others give is ignored

@@ -204,7 +204,7 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "replacing slices": (Mixture, ReplacesSlices, {"lr": 0.1}),
     "counting": (Mixture, CountsWhatItSees, {"lr": 0.01}),
 }
-BRIEF = [("3-gathered", "Muon"), ("1", "Adafactor"), *(("3-node", method) for method in [*METHODS][3:])]
+BRIEF = [("stage 3 gathered", "Muon"), ("stage 1", "Adafactor"), *(("stage 3", method) for method in [*METHODS][3:])]
 ON_SLICES = ("replacing slices",)
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -278,7 +278,7 @@ def test_the_same_bits_as_whole_parameters_on_every_rank(comm, method: str, way:
 def test_a_checkpoint_goes_on_in_another_engine(comm, method: str, tmp_path: Path) -> None:
     """From shards to whole parameters and back, to the bit."""
     shared = Path(broadcast_object(comm, str(tmp_path)))
-    model, optimizer = zero(comm, method, "3-gathered")
+    model, optimizer = zero(comm, method, "stage 3 gathered")
     go_on(model, optimizer, comm.rank, range(STEPS))
     mpidl.checkpoint.save(shared / "a", model, optimizer)
     go_on(model, optimizer, comm.rank, range(STEPS, 2 * STEPS))
@@ -290,7 +290,7 @@ def test_a_checkpoint_goes_on_in_another_engine(comm, method: str, tmp_path: Pat
     check_states(comm, optimizer.state_dict(), reference.state_dict())
     mpidl.checkpoint.save(shared / "b", judge, reference)
 
-    other, again = zero(comm, method, "2")
+    other, again = zero(comm, method, "stage 2")
     mpidl.checkpoint.load(shared / "b", other, again)
     for m, o in ((judge, reference), (other, again)):
         go_on(m, o, comm.rank, range(2 * STEPS, 3 * STEPS))
