@@ -2,10 +2,7 @@
 
     job           one run of the command: its processes, its signals, what it leaves behind
     streams       passes on what it says
-    roll          which process is which rank
-    deaths        which of them ended first
-    last_seen     what it was in
-    causes        why it ended, from its status and what it said
+    report        why it ended: which rank did first, what it was in, what was said
     command       the number of ranks in a command line
     supervise     runs it again, or gives up
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import pty
 import secrets
 import shutil
@@ -25,9 +24,7 @@ from collectives.diagnostics import JOB, Witness, directories, mapped
 
 from ..job.control_group import killed_for_memory
 from .command import is_launcher
-from .deaths import Deaths
-from .last_seen import Group, last_seen
-from .roll import rank_of
+from .report import Report
 from .streams import Stream
 
 _RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -41,16 +38,13 @@ class Job:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.token = secrets.token_hex(8)
-        self._ranks: dict[int, int] = {}  # by process id, those that were seen on this machine
         self._seen: set[int] = set()
         self._unmapped: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
         self._segments: set[str] = set()  # files that ranks have mapped, and so the job's own
         self._killed_before = killed_for_memory()
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
-        self._witness = Witness(self.token)
-        self._deaths = Deaths()
-        self._groups: Sequence[Group] = []
+        self.report = Report(Witness(self.token))
         # MPICH tells on standard output which process was killed.
         self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]
         try:
@@ -64,8 +58,7 @@ class Job:
                 preexec_fn=_end_with_parent,
             )
         except OSError:
-            self._witness.close()
-            self._deaths.close()
+            self.report.close()
             for stream in self._streams:
                 stream.close()
             raise
@@ -77,26 +70,13 @@ class Job:
         """The last ones of standard error, and of standard output."""
         return [line for stream in self._streams for line in stream.lines]
 
-    def rank(self, process: int, node: str) -> int | None:
-        """Of a process of which the launcher says that it was the one to end; None: not known.
-
-        MPICH's may name one that it has ended itself for the sake of the other.
-        """
-        told = rank_of(process, node, self._witness.processes)
-        processes = self._witness.processes.items()
-        here = {number: rank for rank, (name, number) in processes if name == platform.node()} or self._ranks
-        if told is None or here.get(process) == told:
-            return here.get(self._deaths.before(process, here))
-        return told
-
-    def last_seen(self, rank: int) -> str:
-        """Where a rank was, and who waited for it, once the job has ended; empty: not known."""
-        return last_seen(rank, self._groups)
+    def cause(self, status: int) -> str:
+        """Why it ended with this status, in words; once `end` has returned."""
+        return self.report.cause(status, self.lines, killed_for_memory() > self._killed_before)
 
     def poll(self) -> int | None:
         """What the command has returned; None while it runs. Takes note of its ranks."""
-        self._witness.look()
-        self._deaths.look()
+        self.report.look()
         for pid in _processes():
             if pid not in self._seen:
                 self._seen.add(pid)
@@ -104,8 +84,8 @@ class Job:
                 if self._is_mine(variables):
                     rank = next((variables[name] for name in _RANK if name in variables), "")
                     if rank.isdigit():
-                        self._ranks[pid] = int(rank)
-                        self._deaths.watch(pid)
+                        self.report.ranks[pid] = int(rank)
+                        self.report.watch(pid)
                         self._unmapped.add(pid)
                     else:
                         self._seen.discard(pid)  # it may be about to become one
@@ -139,11 +119,6 @@ class Job:
                 found[pid] = int(after_name[1])
         return found
 
-    @property
-    def killed_for_memory(self) -> bool:
-        """Whether the kernel has killed a process of this control group since the start, as memory ran out."""
-        return killed_for_memory() > self._killed_before
-
     def end(self) -> list[str]:
         """Ends what there still is of it on this machine; what was found, in words. Returns once all is gone."""
         found: list[str] = []
@@ -163,11 +138,7 @@ class Job:
         deadline = time.monotonic() + _POLITE
         while self._processes() and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._witness.look()
-        self._groups = self._witness.groups()
-        self._witness.close()
-        self._deaths.look()
-        self._deaths.close()
+        self.report.close()
         for directory in directories():
             self._segments.update(map(str, Path(directory).glob(f"mpidl-{self.token}-*")))
         for path in sorted(self._segments):

@@ -23,9 +23,9 @@ from ..checkpoint import newest
 from ..checkpoint.folder import clean
 from ..errors import CheckpointError, UsageError
 from ..job.signals import STOPPED
-from .causes import cause, status_of
 from .command import ranks_of, with_ranks
 from .job import Job
+from .report import status_of
 
 _LOOK = 0.05  # seconds
 _AFTER_INTERRUPT = 5.0  # seconds until what an interrupt has not ended is ended
@@ -133,7 +133,7 @@ class Supervisor:
         run.seconds = time.monotonic() - begin
         run.came_to = self._newest()
         if run.status:
-            run.cause = cause(run.status, job.lines, job.rank, job.last_seen, job.killed_for_memory)
+            run.cause = job.cause(run.status)
         if run.left_behind:
             self._say(f"ended and removed what the job had left: {', '.join(run.left_behind)}")
         self.runs.append(run)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpidl.launch import deaths
-from mpidl.launch.deaths import Deaths
+from mpidl.launch import report
 from mpidl.launch.job import Job
+from mpidl.launch.report import Report
 
 from .test_terminal import runs
 
@@ -38,7 +38,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_their_order_is_known_though_nobody_looked_meanwhile(processes: list[subprocess.Popen[bytes]]) -> None:
-    watched = Deaths()
+    watched = Report()
     for process in processes:
         watched.watch(process.pid)
     watched.look()
@@ -47,29 +47,29 @@ def test_their_order_is_known_though_nobody_looked_meanwhile(processes: list[sub
     watched.look()
     watched.close()
     ids = [process.pid for process in processes]
-    assert [watched.before(pid, ids) for pid in ids] == [ids[1]] * 3
-    assert watched.before(ids[2], {ids[0], ids[2]}) == ids[0]  # the other one is no rank
+    assert [watched.first(pid, ids) for pid in ids] == [ids[1]] * 3
+    assert watched.first(ids[2], {ids[0], ids[2]}) == ids[0]  # the other one is no rank
 
 
 def test_one_that_ended_long_before_has_nothing_to_do_with_it(
     processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deaths, "_TOGETHER", 0.0)
-    watched = Deaths()
+    monkeypatch.setattr(report, "_TOGETHER", 0.0)
+    watched = Report()
     for process in processes:
         watched.watch(process.pid)
     for number in (2, 1):
         kill(processes[number])
         watched.look()
     ids = [process.pid for process in processes]
-    assert watched.before(ids[1], ids) == ids[1]
-    assert watched.before(ids[0], ids) == ids[0]  # it runs
+    assert watched.first(ids[1], ids) == ids[1]
+    assert watched.first(ids[0], ids) == ids[0]  # it runs
     watched.close()
 
 
 def test_it_keeps_no_descriptors(processes: list[subprocess.Popen[bytes]]) -> None:
     before = os.listdir("/proc/self/fd")
-    watched = Deaths()
+    watched = Report()
     for process in processes:
         watched.watch(process.pid)
     watched.watch(processes[0].pid)
@@ -84,7 +84,7 @@ def test_the_rank_that_ended_first_is_the_one_where_the_launcher_names_another()
     """Processes with the variables that MPICH's gives to ranks; they end without anybody looking."""
     job = Job(["sh", "-c", "for rank in 0 1 2; do PMI_RANK=$rank sleep 60 & done; wait"])
     try:
-        while len(ranks := {rank: pid for pid, rank in job._ranks.items()}) < 3:
+        while len(ranks := {rank: pid for pid, rank in job.report.ranks.items()}) < 3:
             assert job.poll() is None
             time.sleep(0.01)
         for rank in (1, 0, 2):
@@ -93,4 +93,4 @@ def test_the_rank_that_ended_first_is_the_one_where_the_launcher_names_another()
                 time.sleep(0.001)
     finally:
         job.end()
-    assert [job.rank(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]
+    assert [job.report.rank(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]

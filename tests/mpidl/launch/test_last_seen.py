@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from collectives.positions import Position
-from mpidl.launch.last_seen import last_seen
+from mpidl.launch.report import Report
 
 IN_REDUCE = Position(4, "all_reduce", inside=True)
 AFTER_REDUCE = Position(4, "all_reduce", inside=False)
 AFTER_GATHER = Position(3, "all_gather", inside=False)
 NOTHING = Position(0, "nothing", inside=False)
 FROM_1 = Position(4, "all_reduce", inside=False, waits=1, message="recv", peer=1)
+
+
+def last_seen(rank: int, groups: list[dict[int, Position]]) -> str:
+    report = Report()
+    report.groups = groups
+    return report.last_seen(rank)
 
 
 @pytest.mark.parametrize(

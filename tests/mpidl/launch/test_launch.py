@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from collectives.diagnostics import Position
 from mpidl.errors import UsageError
 from mpidl.launch import supervise
 from mpidl.launch.__main__ import main, parse
-from mpidl.launch.causes import cause
 from mpidl.launch.command import ranks_of, with_ranks
+from mpidl.launch.report import Report
 from mpidl.launch.supervise import Plan, Supervisor
 from tests.harness import launch
 
@@ -364,18 +365,22 @@ LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this comm
     ],
 )
 def test_causes(status: int, said: str, expected: str) -> None:
-    known = {(3478, "vm"): 1}
-    assert cause(status, said.splitlines(), lambda *process: known.get(process), lambda rank: "") == expected
+    report = Report()
+    report.processes = {1: ("vm", 3478)}
+    assert report.cause(status, said.splitlines()) == expected
 
 
 @pytest.mark.parametrize("said", [HYDRA, OPEN_MPI, SRUN.format("task 1: Killed")], ids=["hydra", "open mpi", "srun"])
 def test_what_a_rank_that_was_ended_was_in_is_told(said: str) -> None:
-    told = cause(9, said.splitlines(), lambda *process: 1, lambda rank: f"it was {rank}")
-    assert told.endswith("ended by SIGKILL: it was 1")
+    report = Report()
+    report.processes = {1: ("vm", 3478)}
+    report.groups = [{1: Position(4, "all_reduce", inside=True)}]
+    told = report.cause(9, said.splitlines())
+    assert told.endswith("ended by SIGKILL: it was in all_reduce (operation 4)")
 
 
 def test_memory_that_ran_out_is_named() -> None:
-    told = cause(9, [], lambda *process: None, lambda rank: "", killed_for_memory=True)
+    told = Report().cause(9, [], killed_for_memory=True)
     assert told.endswith("because memory ran out")
 
 

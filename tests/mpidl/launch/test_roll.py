@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from mpidl.launch.roll import rank_of
+from mpidl.launch.report import Report
 
 RANKS = dict(enumerate([("node7.cluster", 10), ("node7.cluster", 11), ("node8.cluster", 11), ("node8.cluster", 12)]))
+
+
+def rank_of(process: int, node: str, processes: dict[int, tuple[str, int]]) -> int | None:
+    report = Report()
+    report.processes = processes
+    return report.rank(process, node)
 
 
 def test_ranks_are_found_by_process_and_node() -> None:

@@ -1,0 +1,226 @@
+"""Why a job ended, in one line: from its status, what it wrote, the ends of its processes and the ranks' positions.
+
+    while it runs   `look`: which process is which rank, and which processes have ended, in their order
+    once it ended   `close`: where the ranks were, from the pages of their positions (`collectives.diagnostics`)
+    then            `cause`: the first that fits of what a rank, the watchdog, the launcher and the status say
+
+When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of
+processes in their order, also to one who asks later (epoll on descriptors of processes):
+
+    rank 1 is killed -> mpirun kills ranks 0 and 2 -> `look`: 1, 0, 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import re
+import select
+import signal
+import time
+from collections.abc import Container, Mapping, Sequence
+
+from collectives.diagnostics import Position, Witness, listing
+
+from ..job.signals import STOPPED
+
+Group = Mapping[int, Position]
+
+_TOGETHER = 1.0  # seconds: a process that ends longer before another has nothing to do with it
+_FAILED = re.compile(r"mpidl: rank (\d+) of \d+(, in [^\n]*?)? ends the job: (.*)")
+_WAITED = re.compile(r"mpidl: rank \d+ of \d+ has waited \d+ s in (.*)")
+_REASONS = {  # of the watchdog, the plainest first, and how each is told
+    re.compile(r"\s*not arrived: (.*)"): r"\1",
+    re.compile(r"\s*(silent for \d+ s, as if stopped or gone): (.*)"): r"\2, \1",
+    re.compile(r"\s*the ranks are in different operations: (.*); MPIDL_DEBUG.*"): r"ranks in other operations: \1",
+}
+_HYDRA_PID = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)")  # Intel MPI's names the rank
+_HYDRA_END = re.compile(r"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)")
+_OPEN_MPI = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on")
+_OPEN_MPI_END = re.compile(r"\bsignal (\d+)\b")
+_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)")
+_SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+_FRAME = re.compile(r"\s|Traceback |During handling|The above exception|$")
+
+
+class Report:
+    """Gathers what is known of a job's ranks. Of the order of their ends nothing is known without Linux.
+
+    ranks: by process id, those on this machine, as the launcher's variables number them. processes: node and process id
+    of each rank, as the ranks tell. groups: where the ranks of this node were, by their numbers in the world.
+    """
+
+    def __init__(self, witness: Witness | None = None) -> None:
+        self.ranks: dict[int, int] = {}
+        self.processes: Mapping[int, tuple[str, int]] = {}
+        self.groups: Sequence[Group] = []
+        self._witness = witness
+        self._open = getattr(os, "pidfd_open", None)
+        self._ready = select.epoll() if self._open and hasattr(select, "epoll") else None
+        self._watched: dict[int, int] = {}  # process ids by descriptors
+        self._ended: dict[int, float] = {}  # in their order, with the time by which they had ended
+
+    def watch(self, process: int) -> None:
+        """Waits for the end of a process from now on."""
+        with contextlib.suppress(OSError):  # it has ended before, or the system has no such descriptors
+            if self._ready is not None and self._open is not None:
+                number = self._open(process)
+                self._watched[number] = process
+                self._ready.register(number, select.EPOLLIN)
+
+    def look(self) -> None:
+        """Takes note of new ranks, and of processes that have ended."""
+        if self._witness is not None:
+            self._witness.look()
+            self.processes = self._witness.processes
+        for number, _ in self._ready.poll(0) if self._watched and self._ready is not None else ():
+            self._ended[self._watched.pop(number)] = time.monotonic()
+            os.close(number)
+
+    def close(self) -> None:
+        """Looks a last time and gives the descriptors back; what is known stays."""
+        self.look()
+        if self._witness is not None:
+            self.groups = self._witness.groups()
+            self._witness.close()
+            self._witness = None
+        for number in self._watched:
+            os.close(number)
+        self._watched = {}
+        if self._ready is not None:
+            self._ready.close()
+            self._ready = None
+
+    # ---- the rank that ended first, and where it was ------------------------------------------------------------
+
+    def first(self, process: int, among: Container[int]) -> int:
+        """Of some processes, the one that ended first of those that did together with this one: maybe itself."""
+        since = self._ended.get(process, math.inf) - _TOGETHER
+        return next((pid for pid, ended in self._ended.items() if ended > since and pid in among), process)
+
+    def rank(self, process: int, node: str) -> int | None:
+        """The rank that ended first, where the launcher names this process; None: not known.
+
+        The launcher may call the node by another name than the rank does. MPICH's may name a process that it has ended
+        itself because of the first.
+        """
+        found = {rank: name for rank, (name, number) in self.processes.items() if number == process}
+        there = [rank for rank, name in found.items() if name.split(".")[0] == node.split(".")[0]]
+        named = next(iter(there or (found if len(found) == 1 else ())), None)
+        own = platform.node()
+        here = {number: rank for rank, (name, number) in self.processes.items() if name == own} or self.ranks
+        return here.get(self.first(process, here)) if named is None or here.get(process) == named else named
+
+    def last_seen(self, rank: int) -> str:
+        """What a rank was in, and who waited for it, in words that follow "rank 1"; empty if nothing is known.
+
+        Of several groups that the rank is in the one tells in which most others waited, and where none did the one of
+        most operations; of a rank on another node, any.
+        """
+        known = [group for group in self.groups if rank in group] or self.groups
+        known = [group for group in known if any(there.number or there.message for there in group.values())]
+        if not known:
+            return ""
+        group = max(known, key=lambda group: (len(_waiting(rank, group)), max(p.number for p in group.values())))
+        together: dict[str, list[int]] = {}
+        for other, there in sorted(_waiting(rank, group).items()):
+            together.setdefault(there.place, []).append(other)
+        told = [f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {place}" for place, ranks in together.items()]
+        return ", ".join(([f"it was {group[rank].place}"] if rank in group else []) + told)
+
+    # ---- why it ended -------------------------------------------------------------------------------------------
+
+    def cause(self, status: int, lines: Sequence[str], killed_for_memory: bool = False) -> str:
+        """In words, on one line. lines: the last ones that were written.
+
+        killed_for_memory: whether the kernel has killed a process of this control group meanwhile, as memory ran out.
+        """
+        said = _said_by_a_rank(lines) or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
+        said = said or ": ".join(filter(None, [_meaning(status), _said_by_all(status, lines)]))
+        if killed_for_memory:
+            said += "; the kernel has killed a process because memory ran out"
+        return f"status {status}: {said}" if said else f"status {status}"
+
+    def _said_by_the_launcher(self, lines: Sequence[str]) -> str:
+        for place, line in enumerate(lines):
+            rank: int | None = None
+            if srun := _SRUN.match(line):
+                node, ranks, ended = srun.groups()
+                if ended.startswith("Exited"):  # the others, which srun kills then, are not the cause
+                    return ""
+                number = _SIGNALS.get(ended.removesuffix(" (core dumped)"))
+                rank = int(ranks) if ranks.isdigit() else None
+                who = f"ranks {ranks}" if rank is None else f"rank {ranks}"
+                what = f"{who} on {node}: {f'ended by {_name(number)}' if number else ended}"
+            else:
+                if open_mpi := _OPEN_MPI.search(line):
+                    rank, node, end = int(open_mpi[1]), open_mpi[2], _OPEN_MPI_END
+                    who = f"rank {rank}"
+                elif hydra := _HYDRA_PID.match(line):
+                    node, end = hydra[3], _HYDRA_END
+                    rank = int(hydra[1]) if hydra[1] else self.rank(int(hydra[2]), node)
+                    who = f"process {hydra[2]}" if rank is None else f"rank {rank}"
+                else:
+                    continue
+                if not (signalled := end.search("\n".join(lines[place:]))):
+                    continue
+                what = f"{who} on {node} was ended by {_name(int(signalled[1]))}"
+            return ": ".join(filter(None, [what, "" if rank is None else self.last_seen(rank)]))
+        return ""
+
+
+def status_of(returned: int) -> int:
+    """An exit status as a shell gives it: 128 and the signal's number for what a signal ended."""
+    return returned if returned >= 0 else 128 - returned
+
+
+def _waiting(rank: int, group: Group) -> dict[int, Position]:
+    """The others that are in an operation which the rank has not come out of, or in a message with it."""
+    own = group.get(rank)
+
+    def waits(there: Position) -> bool:
+        if there.message:
+            return there.peer == rank
+        return there.inside and (own is None or own.number <= there.number)
+
+    return {other: there for other, there in group.items() if other != rank and waits(there)}
+
+
+def _said_by_a_rank(lines: Sequence[str]) -> str:
+    for place, line in enumerate(lines):
+        if found := _FAILED.match(line):
+            rank, where, what = found.groups()
+            if what.startswith("Traceback"):  # its last line names the error
+                what = next((text for text in lines[place + 1 :] if not _FRAME.match(text)), what)
+            return f"rank {rank}{where or ''}: {what.strip()}"
+    return ""
+
+
+def _said_by_the_watchdog(lines: Sequence[str]) -> str:
+    operation = next((found[1] for found in map(_WAITED.match, lines) if found), "")
+    told = ([found.expand(how) for found in map(reason.match, lines) if found] for reason, how in _REASONS.items())
+    why = next(filter(None, told), ["what hangs in it"])
+    return f"waited in vain in {operation} for {'; '.join(dict.fromkeys(why))}" if operation else ""
+
+
+def _said_by_all(status: int, lines: Sequence[str]) -> str:
+    """The one line of `agree_or_exit`."""
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors and status in (1, 2) else ""
+
+
+def _meaning(status: int) -> str:
+    if status == STOPPED:
+        return "was asked to stop, and can go on"
+    if status == 2:
+        return "the command was used wrongly"
+    return f"ended by {_name(status - 128)}" if 128 < status < 128 + signal.NSIG else ""
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
