@@ -12,8 +12,8 @@ them in. docs/checkpoint.md describes the format.
 from .exporting import export_checkpoint, export_safetensors, import_safetensors
 from .folder import find, named, newest
 from .loading import Loaded, load
+from .reading import verify
 from .saving import claim, save, wait
-from .verifying import verify
 from .writing import Saving
 
 __all__ = [

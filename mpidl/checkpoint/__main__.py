@@ -24,7 +24,7 @@ from ..job.ending import INTERRUPTED
 from . import folder, index, parts
 from .exporting import byte_count, export_checkpoint
 from .index import Index
-from .verifying import verify
+from .reading import verify
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -251,7 +251,7 @@ def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], published: Mappi
                 return False
             ordered = [(name, opened.places[name].dtype, shapes[name]) for name in shapes if name in opened.places]
             first, _ = header_of(ordered, {"format": "pt"})
-            return f"{checksum(first):08x}" == opened.header
+            return checksum(first) == opened.header
     if file.name == HF_INDEX:
         return bool(json.loads(read_regular(file, LONGEST_INDEX))["weight_map"].keys() <= shapes.keys())
     if file.name == CONFIG and CONFIG in published:

@@ -179,4 +179,4 @@ def number_of(path: Path) -> int:
 
 def _sum(content: Mapping[str, Any]) -> str:
     """The checksum of the content without its own: of its JSON with sorted keys and no blanks, in ASCII."""
-    return f"{checksum(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
+    return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -96,7 +96,7 @@ def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dic
     model = {"class": about["model"]["class"], "parameters": [], "buffers": [], "tied": {}}
     kept = {name: about[name] for name in ("step", "micro_step", "engine")}
     kept |= {"ranks": ranks, "own": [{}] * ranks, "extra": None, "model": model, "mesh": part.sizes}
-    return Index(path, {**kept, "parts": {name: _sum(text) for name, text in texts.items()}}, {}, {})
+    return Index(path, {**kept, "parts": {name: checksum(text.encode()) for name, text in texts.items()}}, {}, {})
 
 
 def contents(content: Index) -> dict[str, Index]:
@@ -141,13 +141,9 @@ def _in_words(sizes: dict[str, int]) -> str:
 
 def _part_in(content: Index, name: str, text: str) -> Index:
     path = content.path / name
-    if _sum(text) != content.about["parts"].get(name):
+    if checksum(text.encode()) != content.about["parts"].get(name):
         raise CheckpointError(f"{path / index.NAME}: is damaged, or of another checkpoint than {content.file}")
     found = index.parse(path, text)
     if "parts" in found.about:
         raise CheckpointError(f"{found.file}: is not as the format has it: a part has parts")
     return found
-
-
-def _sum(text: str) -> str:
-    return f"{checksum(text.encode()):08x}"

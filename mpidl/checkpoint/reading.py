@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from . import folder, index, parts
 from .index import Index, Slice
 from .matching import Request
 from .schema import BLOCK
@@ -145,3 +147,17 @@ class Reader:
 
     def __exit__(self, *of: Any) -> None:
         self._stack.__exit__(*of)
+
+
+def verify(path: str | Path) -> Index:
+    """Reads all bytes of a checkpoint's directory; needs one process. Returns its index.
+
+    Raises CheckpointError for the first file that is missing, cut short or damaged.
+    """
+    content = index.read(folder.path_of(path))
+    folder.check_files(content)
+    for each in parts.contents(content).values():
+        with Reader(each) as reader:
+            for name, entry in each.tensors.items():
+                reader.check(name, 0, entry.count)
+    return content

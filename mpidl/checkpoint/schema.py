@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from ..mesh.layout import MODEL_AXES
 from ..models.published import FILES
 from . import tree
-from .tree import Malformed, shown, within
+from .tree import Malformed, check_at, shown, within
 
 BLOCK = 4 << 20  # bytes that have a checksum of their own
 LONGEST_INDEX = 256 << 20  # bytes
@@ -27,8 +27,6 @@ _LARGEST = (1 << 63) - 1
 _LONGEST_NAME = 10_000
 _LONGEST_DOCUMENT = 16 << 20
 _MOST_DIMENSIONS = 64  # torch's own limit
-_FILE = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
-_PART = re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII)
 _OF_RANK = re.compile(r"rank(\d{5,})/((?:model|optimizer)/.*)", re.DOTALL)
 _STATE = re.compile(r"(?:rank\d{5,}/)?optimizer/([^/]*)/(.*)", re.DOTALL)
 SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
@@ -104,10 +102,7 @@ def items(inner: Check) -> Check:
         if type(value) is not list:
             raise Malformed(f"is {shown(value)}; needs a list")
         for number, item in enumerate(value):
-            try:
-                inner(item)
-            except Malformed as error:
-                raise within(number, error) from None
+            check_at(number, inner, item)
 
     return check
 
@@ -119,38 +114,26 @@ def mapping(inner: Check, key: Check = text) -> Check:
         if type(value) is not dict:
             raise Malformed(f"is {shown(value)}; needs an object")
         for name, item in value.items():
-            try:
-                key(name)
-                inner(item)
-            except Malformed as error:
-                raise within(name, error) from None
+            check_at(name, key, name)
+            check_at(name, inner, item)
 
     return check
 
 
 def record(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None, exact: bool = False) -> Check:
     """An object with these fields. exact: and with no others."""
-    optional = optional or {}
-    known = {*needed, *optional}
+    known = {**needed, **(optional or {})}
 
     def check(value: Any) -> None:
         if type(value) is not dict:
             raise Malformed(f"is {shown(value)}; needs an object")
-        for name, inner in needed.items():
-            if name not in value:
-                raise Malformed(f"lacks {name}")
-            try:
-                inner(value[name])
-            except Malformed as error:
-                raise within(name, error) from None
-        for name, inner in optional.items():
+        for name, inner in known.items():
             if name in value:
-                try:
-                    inner(value[name])
-                except Malformed as error:
-                    raise within(name, error) from None
-        if exact and not value.keys() <= known:
-            raise Malformed(f"has {shown(min(value.keys() - known))}, which is unknown")
+                check_at(name, inner, value[name])
+            elif name in needed:
+                raise Malformed(f"lacks {name}")
+        if exact and not value.keys() <= known.keys():
+            raise Malformed(f"has {shown(min(value.keys() - known.keys()))}, which is unknown")
 
     return check
 
@@ -161,21 +144,28 @@ def dtype_code(value: Any) -> None:
         raise Malformed(f"is {shown(value)}; needs the name of a dtype, such as F32")
 
 
-def file_name(value: Any) -> None:
-    """Of a file in the checkpoint's own directory."""
-    if type(value) is not str or not _FILE.fullmatch(value):
-        raise Malformed(f"is {shown(value)}; needs the name of a file, such as rank00000-000.safetensors")
+def named(pattern: re.Pattern[str], what: str) -> Check:
+    """A text of this form. what: it names, with an example."""
+
+    def check(value: Any) -> None:
+        if type(value) is not str or not pattern.fullmatch(value):
+            raise Malformed(f"is {shown(value)}; needs the name of {what}")
+
+    return check
 
 
-def part_name(value: Any) -> None:
-    """A folder of the checkpoint's own directory."""
-    if type(value) is not str or not _PART.fullmatch(value):
-        raise Malformed(f"is {shown(value)}; needs the name of a part, such as part-pp0-tp1")
+def one_of(choices: Sequence[str]) -> Check:
+    """One of these texts."""
+
+    def check(value: Any) -> None:
+        if value not in choices:
+            raise Malformed(f"is none of {', '.join(choices)}")
+
+    return check
 
 
-def _axis(value: Any) -> None:
-    if value not in MODEL_AXES:
-        raise Malformed(f"is none of {', '.join(MODEL_AXES)}")
+file_name = named(re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII), "a file, such as rank00000-000.safetensors")
+_part_name = named(re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII), "a part, such as part-pp0-tp1")
 
 
 def _one_sum(value: Any) -> None:
@@ -207,11 +197,6 @@ def _document(value: Any) -> None:
         raise Malformed(f"is {shown(value)}; needs a text of at most {_LONGEST_DOCUMENT} characters")
 
 
-def _settings_file(value: Any) -> None:
-    if value not in FILES:
-        raise Malformed(f"is none of {', '.join(FILES)}")
-
-
 # ---- the index ---------------------------------------------------------------------------------------------
 
 _SLICE = record({"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}, exact=True)
@@ -235,7 +220,7 @@ def check_index(content: Any) -> None:
     group = record({"params": items(text), "settings": settings})
     model = record(
         {"class": text, "parameters": items(text), "buffers": items(text), "tied": mapping(text)},
-        {"extra_state": each, "published": mapping(_document, _settings_file)},
+        {"extra_state": each, "published": mapping(_document, one_of(FILES))},
     )
     optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
     record(
@@ -252,8 +237,8 @@ def check_index(content: Any) -> None:
         },
         {
             "number": integer(),
-            "mesh": mapping(integer(2), _axis),
-            "parts": mapping(_one_sum, part_name),
+            "mesh": mapping(integer(2), one_of(MODEL_AXES)),
+            "parts": mapping(_one_sum, _part_name),
             "optimizer": optimizer,
             "scheduler_class": text,
             **dict.fromkeys(("scheduler", "scaler", "sampler", "averager"), encoded),

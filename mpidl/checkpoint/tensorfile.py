@@ -49,9 +49,9 @@ class Written:
     blocks: dict[str, list[str]] = field(default_factory=dict)
 
 
-def checksum(data: Any, before: int = 0) -> int:
-    """CRC-32."""
-    return zlib.crc32(data, before)
+def checksum(data: Any) -> str:
+    """CRC-32 of bytes, in 8 digits."""
+    return f"{zlib.crc32(data):08x}"
 
 
 def code_of(dtype: torch.dtype, name: str) -> str:
@@ -112,11 +112,11 @@ def write_file(
         for name in places:
             sums[name] = []
             for block in blocks_of(by_name[name]()):
-                sums[name].append(f"{checksum(block):08x}")
+                sums[name].append(checksum(block))
                 write_all(file.fileno(), block)
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
-    return Written(size, f"{checksum(first):08x}", sums)
+    return Written(size, checksum(first), sums)
 
 
 def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
@@ -176,7 +176,7 @@ class TensorFile:
         if not 2 <= length <= min(_LONGEST_HEADER, self.bytes - 8):
             raise CheckpointError(f"{self.path}: is no safetensors file: its header is cut short or missing")
         text = os.pread(descriptor, length, 8)
-        self.header = f"{checksum(first + text):08x}"
+        self.header = checksum(first + text)
         try:
             entries = json.loads(text)
             check_header(entries)
@@ -209,7 +209,7 @@ class TensorFile:
             begin = place.begin + number * BLOCK
             block = buffer[: min(BLOCK, place.end - begin)]
             self.read_into(block, begin)
-            if f"{checksum(block):08x}" != sums[number]:
+            if checksum(block) != sums[number]:
                 raise CheckpointError(
                     f"{self.path}: is damaged: bytes {begin} to {begin + len(block)}, of {name}, are not what was "
                     "written (CRC-32)"

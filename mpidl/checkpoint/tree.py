@@ -22,8 +22,6 @@ from ..errors import CheckpointError, ConfigurationError
 
 _SCALARS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
 _SCALAR_NAMES = [str(dtype).removeprefix("torch.") for dtype in _SCALARS]
-
-
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DEPTH = 64  # values within each other
 _LARGEST = 1 << 63
@@ -46,6 +44,14 @@ class Malformed(ValueError):
 def within(key: Any, error: Malformed) -> Malformed:
     """The same error, of what holds the value under this key."""
     return Malformed(error.what, (key, *error.place))
+
+
+def check_at(key: Any, check: Callable[..., None], *values: Any) -> None:
+    """Calls a check of what lies under this key, which what it raises names."""
+    try:
+        check(*values)
+    except Malformed as error:
+        raise within(key, error) from None
 
 
 def shown(value: Any) -> str:
@@ -88,10 +94,7 @@ def check(value: Any, names: dict[str, bool], depth: int = 0) -> None:
     tag = tag_of(value)
     inner = value if tag is None else _content(tag, value[tag], names)  # type: ignore[call-overload]
     for key, item in inner.items() if isinstance(inner, dict) else enumerate(inner):
-        try:
-            check(item, names, depth + 1)
-        except Malformed as error:
-            raise within(key if tag is None else tag, error) from None
+        check_at(key if tag is None else tag, check, item, names, depth + 1)
 
 
 def tag_of(value: Any) -> str | None:
@@ -206,10 +209,7 @@ def check_kinds(saved: Any, here: Any, lists_grow: bool = True) -> None:
             return
         raise Malformed(f"has {len(one)} values; needs {len(other)}")
     for key in one.keys() & other.keys():
-        try:
-            check_kinds(one[key], other[key], lists_grow)
-        except Malformed as error:
-            raise within(key, error) from None
+        check_at(key, check_kinds, one[key], other[key], lists_grow)
 
 
 _KINDS = {"$tuple": "sequence", "$dict": "mapping", "$float": "number", "$scalar": "number", "$bytes": "text"}
