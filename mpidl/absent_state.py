@@ -18,7 +18,7 @@ def absent_state(rank: int) -> dict[str, Any]:
 
 
 def refusal(given: Any) -> str | None:
-    """Why a state cannot be loaded if it is such a mark; None if it is not."""
+    """The reason why a state that is such a mark cannot be loaded; None for any other state."""
     if not (isinstance(given, Mapping) and _KEY in given):
         return None
     return (

@@ -29,7 +29,7 @@ from .mesh.groups import data_group
 
 
 class Handle(Protocol):
-    """What a hook returns."""
+    """The handle that a hook returns."""
 
     def wait(self) -> Any:
         """Blocks until the communication is complete; the reduced gradient, or None if it lies in the bucket."""
@@ -37,14 +37,14 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """How ZeRO cuts a bucket. shard: this rank's elements. reduce_scatter(whole): starts the mean of that part."""
+    """ZeRO's cut of a bucket. shard: this rank's elements. reduce_scatter(whole): starts the mean of that part."""
 
     shard: slice
     reduce_scatter: Callable[[torch.Tensor], Handle]
 
 
 class GradBucket:
-    """What a hook sees of a bucket: the gradients of some parameters of one dtype, side by side."""
+    """A bucket as a hook sees it: the gradients of some parameters of one dtype, side by side."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ def completed(values: torch.Tensor | None = None) -> Handle:
 
 
 def allreduce(process_group: Communicator | None, bucket: GradBucket) -> Handle:
-    """What happens without a hook: the mean over all ranks; in ZeRO of this rank's shard.
+    """Reduces as without a hook: the mean over all ranks; in ZeRO of this rank's shard.
 
     process_group: the hook's state: the Communicator; None is the world.
     """

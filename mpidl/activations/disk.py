@@ -83,7 +83,7 @@ class ActivationFile:
             raise self.error(self._failure)
 
     def error(self, failure: OSError) -> TrainingError:
-        """What to say of a failure to write or to read."""
+        """The error for a failure to write or to read."""
         return TrainingError(f"checkpoints of activations in {self.folder}: {failure.strerror or failure}")
 
     @property

@@ -87,7 +87,7 @@ def checkpoint_modules(
 
 
 class _Checkpointed:
-    """What a module's `forward` is while it is checkpointed; a copy of the module has a copy that is its own."""
+    """The `forward` of a module while it is checkpointed; a copy of the module has a copy that is its own."""
 
     def __init__(self, module: torch.nn.Module, store: CheckpointStore | None, options: dict[str, Any]) -> None:
         self._module = weakref.ref(module)  # which has this object

@@ -14,7 +14,7 @@ _ALIGNMENT = 64  # a cache line, and more than any dtype needs
 
 
 def aligned(nbytes: int) -> int:
-    """What is taken for so many bytes: whole cache lines, at least one."""
+    """Rounds bytes up to whole cache lines, at least one."""
     return max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
 
 

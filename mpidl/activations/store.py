@@ -1,4 +1,4 @@
-"""Where checkpoints of activations lie from forward to backward, other than where they are.
+"""Storage of activation checkpoints from forward to backward: memory, disk, or slices over the ranks.
 
     forward     x, replicated     [ 0 | 1 | 2 | 3 ]      rank 2 keeps     [ 2 ] -> arena, host memory or disk
     backward    [ 2 ] -> all_gather -> x -> the block runs again
@@ -205,7 +205,7 @@ class _Call:
 
 
 class _Record:
-    """What autograd holds in place of a tensor."""
+    """The record that autograd holds in place of a tensor."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is wrong on a machine, and what to do about it: rules that work on the facts alone."""
+"""Advice on what is wrong on a machine: rules that work on the facts alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the collectives should be on this machine, judged by what was measured beside them.
+"""The expected speed of the collectives on this machine, judged by measurements made with them.
 
 No figure here is of a particular machine: the measure is a copy of memory that all ranks make at once, and between
 nodes the link that was measured.
@@ -59,7 +59,7 @@ def over_nodes(speed: dict[str, Any]) -> Speed | None:
 
 
 def links(speed: dict[str, Any], first: str) -> dict[str, Speed]:
-    """By host, that from the first node."""
+    """The link from the first node, by host."""
     rates = {host: link["bytes_per_second"] for host, link in speed["links"].items()}
     best = max(rates.values(), default=0.0)
     least, why = max((speed["copy"] * _LINK, "1/50 of a copy"), (best * _UNLIKE, "1/3 of the best link"))

@@ -1,4 +1,4 @@
-"""What each rank sees: versions, cores, threads, shared memory, GPUs, and what its launcher said."""
+"""Facts that each rank sees: versions, cores, threads, shared memory, GPUs, and what its launcher said."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def facts_of_rank(comm: Communicator) -> dict[str, Any]:
 
 
 def started(environment: Any) -> int:
-    """How many processes the launcher has started for this job, at least; 1 if it does not say."""
+    """The number of processes that the launcher started for this job, at least; 1 if it does not say."""
     return max((int(environment[name]) for name in _SIZES if environment.get(name, "").isdigit()), default=1)
 
 
 def memory_bytes() -> int:
-    """Of the machine, or of the control group if that may use less; 0 if it is not known."""
+    """Memory of the machine, or of the control group if that may use less; 0 if it is not known."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):

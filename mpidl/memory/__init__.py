@@ -1,4 +1,4 @@
-"""How much memory a rank needs, and how much it holds: predicted by formula, and counted tensor by tensor.
+"""Memory that a rank needs, and memory that it holds: predicted by formula, and counted tensor by tensor.
 
     python -m mpidl.memory --params 7.5e9 --ranks 64 --dtype bf16
 

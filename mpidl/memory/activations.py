@@ -73,7 +73,7 @@ def activation_bytes(
 
 
 class SavedActivations:
-    """What `measure_activations` has seen. nbytes: held now. peak: the most that was held at a time. Bytes."""
+    """The findings of `measure_activations`. nbytes: held now. peak: the most that was held at a time. Bytes."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model = model

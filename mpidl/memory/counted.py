@@ -1,4 +1,4 @@
-"""What this rank holds now, counted tensor by tensor: parameters, gradients, optimizer state, buckets, activations.
+"""Memory that a rank holds, counted by tensor: parameters, gradients, optimizer state, buckets, activations.
 
 A storage counts once, in the first category of that order that has a view of it, so that the categories add up to
 what the process has grown by. DDP's buckets are where its gradients lie: gradients as long as there are any.
@@ -52,7 +52,7 @@ class Measurement:
 def measure(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, activations: SavedActivations | None = None
 ) -> Measurement:
-    """What this rank holds now, by category. Not collective.
+    """The bytes that this rank holds now, by category. Not collective.
 
     model: plain, or in DistributedDataParallel. optimizer: of torch, or a ZeroOptimizer.
     activations: from `measure_activations`, in which the forward pass ran; without it they count as none.

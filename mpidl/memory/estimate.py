@@ -72,7 +72,7 @@ class Estimate:
 
     @property
     def node_total(self) -> int:
-        """Of a node's ranks together."""
+        """The total of a node's ranks."""
         return self.total * (self.ranks // self.nodes)
 
 
@@ -313,5 +313,5 @@ def _of_ddp(buckets: Sequence[Sequence[torch.Tensor]]) -> int:
 
 
 def _bytes(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> int:
-    """In their own dtypes, or in this one."""
+    """The bytes of tensors in their own dtypes, or in this one."""
     return sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors)

@@ -1,4 +1,4 @@
-"""What the system says of this process: its resident set, and its share of memory that several processes hold."""
+"""The system's figures of this process: its resident set, and its share of memory that several processes hold."""
 
 from __future__ import annotations
 

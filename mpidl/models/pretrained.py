@@ -80,7 +80,7 @@ def settings_of(config: GPT2Config) -> dict[str, Any]:
 
 
 def published_names(model: torch.nn.Module) -> Callable[[str], str | None]:
-    """From a published tensor's name to the model's; None for tensors that it has no use for."""
+    """Maps a published tensor's name to the model's; None for tensors that it has no use for."""
     if isinstance(model, GPT2):
         return lambda name: None if _is_mask(name) else our_name(name)
     return lambda name: name

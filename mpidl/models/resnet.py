@@ -70,7 +70,7 @@ class BasicBlock(Block):
 
     @property
     def last_norm(self) -> nn.Module:
-        """Of the second convolution."""
+        """The norm of the second convolution."""
         return self.bn2
 
 
@@ -94,7 +94,7 @@ class Bottleneck(Block):
 
     @property
     def last_norm(self) -> nn.Module:
-        """Of the third convolution."""
+        """The norm of the third convolution."""
         return self.bn3
 
 
@@ -166,7 +166,7 @@ class ResNet(nn.Module):
 
     @property
     def segments(self) -> int:
-        """How many checkpointed segments the blocks run in while training; 0: none."""
+        """The number of checkpointed segments in which the blocks run while training; 0: none."""
         return self._segments
 
     @segments.setter

@@ -126,7 +126,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _by_running_statistics(self, input: torch.Tensor) -> torch.Tensor:
-        """In evaluation. torch's kernels want weights of the statistics' dtype; the input's may be a smaller one."""
+        """Normalises in evaluation. torch's kernels want weights of the statistics' dtype, not of a smaller input's."""
         mean, variance = self.running_mean, self.running_var
         assert mean is not None
         weight, bias = self.weight.to(mean.dtype), self.bias.to(mean.dtype)
@@ -224,7 +224,7 @@ def _check(headers: torch.Tensor, channels: int) -> None:
 
 
 def _kind(x: torch.Tensor) -> torch.dtype:
-    """In what is computed."""
+    """The dtype in which it is computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
