@@ -36,7 +36,7 @@ import gpu_limits
 import mpidl
 from collectives import Communicator
 from collectives.algorithms import ALGORITHMS
-from collectives.backends.cuda.ways import WAYS
+from collectives.backends.cuda.transports import TRANSPORTS
 from collectives.backends.mpi import datatype
 from collectives.buffers import describe
 from collectives.timing import Clock, measure, repetitions
@@ -308,7 +308,7 @@ def parse(comm: Communicator) -> argparse.Namespace:
             raise UsageError(f"--device cuda: {gpu_limits.missing()}")
         defaults = DEFAULTS[options.device]
         try:
-            chosen = names((*WAYS, *GPU_PEERS) if on_gpu else NAMES)(
+            chosen = names((*TRANSPORTS, *GPU_PEERS) if on_gpu else NAMES)(
                 defaults["algorithms"] if options.algorithms is None else options.algorithms
             )
         except argparse.ArgumentTypeError as error:

@@ -20,7 +20,7 @@ import torch
 import mpidl
 from collectives import ArgumentError, Communicator
 from collectives.backends.cuda import driver
-from collectives.backends.cuda.ways import WAY, WAYS
+from collectives.backends.cuda.transports import TRANSPORTS, VARIABLE
 from collectives.timing import Clock
 
 _COPY_BYTES = 256 << 20
@@ -107,21 +107,21 @@ class Gpu:
 @contextmanager
 def by_way(way: str) -> Iterator[None]:
     """Groups whose first operation on GPU memory is inside take this way."""
-    before = os.environ.get(WAY)
-    os.environ[WAY] = way
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = way
     try:
         yield
     finally:
-        os.environ.pop(WAY)
+        os.environ.pop(VARIABLE)
         if before is not None:
-            os.environ[WAY] = before
+            os.environ[VARIABLE] = before
 
 
 def groups(comm: Communicator, ways: Sequence[str], device: str) -> dict[str, Communicator]:
     """Of all ranks, one for each of the ways that works between all of them. Collective."""
     made = {}
     for way in ways:
-        if way in WAYS:
+        if way in TRANSPORTS:
             group = comm.duplicate()
             try:
                 with by_way(way):
@@ -140,7 +140,7 @@ def told(rows: Sequence[Any]) -> list[str]:
     gloo = next((row.time_us for row in rows if row.algorithm == "gloo"), None)
     lines = []
     for row in rows:
-        if row.algorithm not in WAYS:
+        if row.algorithm not in TRANSPORTS:
             continue
         bounds = BOUNDS.get((row.algorithm, row.buffer), (None, None)) if row.op == "all_reduce" else (None, None)
         parts = []
