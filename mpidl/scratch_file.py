@@ -22,6 +22,10 @@ class ScratchFile:
         weakref.finalize(self, file.close)
         self._number = file.fileno()
 
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._number
+
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
