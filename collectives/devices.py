@@ -109,7 +109,7 @@ class GpuPlace(Place):
                 stream.wait(current.record())
 
     def settle(self) -> None:
-        """Implements `Place.settle`."""
+        """Implements `Place.settle`: waits for the work in the current stream."""
         with self._gpu.current():
             self._gpu.torch_stream().record().wait()
 

@@ -76,9 +76,11 @@ def size_of(contents: Iterable[Index]) -> int:
     return sum(int(file["bytes"]) for content in contents for file in content.files.values())
 
 
-def summary(content: Index) -> dict[str, Any]:
-    """What a checkpoint holds, in figures: sums over the parts of a model, each with a copy of what is not cut."""
-    contents = [*parts.contents(content).values()]
+def summary(content: Index, contents: Sequence[Index]) -> dict[str, Any]:
+    """Counts of what a checkpoint holds, summed over `contents`, which are its own index or those of its parts.
+
+    What is not cut is counted in each part.
+    """
     parameters = [each.tensors.get(f"model/{name}") for each in contents for name in each.about["model"]["parameters"]]
     about, ranks = contents[0].about, content.about["ranks"]
     optimizer = about.get("optimizer")
@@ -107,7 +109,8 @@ def _inspect(options: argparse.Namespace) -> None:
         _list(options)
         return
     content = index.read(found_there)
-    found = summary(content)
+    by_part = parts.contents(content)
+    found = summary(content, [*by_part.values()])
     if options.tensors:
         found["listed"] = {
             f"{part}{'/' * bool(part)}{name}": {
@@ -115,7 +118,7 @@ def _inspect(options: argparse.Namespace) -> None:
                 "shape": list(entry.shape),
                 "slices": [f"{piece.start}:{piece.stop} in {piece.file}" for piece in entry.slices],
             }
-            for part, each in parts.contents(content).items()
+            for part, each in by_part.items()
             for name, entry in each.tensors.items()
         }
     if options.json:

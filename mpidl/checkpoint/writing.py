@@ -220,7 +220,7 @@ class Saving:
 def finisher(
     temporary: Path, of: parts.ModelPart, about: dict[str, Any], keep_last: int | None
 ) -> Callable[[list[Part]], Path]:
-    """What rank 0 does with what all ranks have written, which `labelled` has labelled."""
+    """Returns what makes, on rank 0, a checkpoint of the files of all ranks, which `labelled` has labelled."""
 
     def finish(written: list[Part]) -> Path:
         if not of.sizes:
@@ -237,7 +237,7 @@ def finisher(
 
 
 def labelled(written: Part, of: parts.ModelPart, about: dict[str, Any]) -> Part:
-    """What a rank has written, with what rank 0 needs to know where several parts are written."""
+    """Adds to a rank's files, where a model lies in parts, the part's name, the rank in it and its index."""
     if not of.sizes:
         return written
     return {**written, "part": of.name, "rank": of.comm.rank, "about": about if of.comm.rank == 0 else None}

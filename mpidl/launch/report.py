@@ -96,7 +96,7 @@ class Report:
     # ---- the rank that ended first, and where it was ------------------------------------------------------------
 
     def first(self, process: int, among: Container[int]) -> int:
-        """Of some processes, the one that ended first of those that did together with this one: maybe itself."""
+        """Returns the first to end of `among`, of those that ended together with this process; else this one."""
         since = self._ended.get(process, math.inf) - _TOGETHER
         return next((pid for pid, ended in self._ended.items() if ended > since and pid in among), process)
 
@@ -114,7 +114,7 @@ class Report:
         return here.get(self.first(process, here)) if named is None or here.get(process) == named else named
 
     def last_seen(self, rank: int) -> str:
-        """What a rank was in, and who waited for it, in words that follow "rank 1"; empty if nothing is known.
+        """Tells which operation a rank was in and which ranks waited for it, after "rank 1"; empty if nothing is known.
 
         Of several groups that the rank is in the one tells in which most others waited, and where none did the one of
         most operations; of a rank on another node, any.

@@ -28,7 +28,7 @@ class DevicePages:
         return False
 
     def claim(self) -> bool:
-        """Implements `Pages.claim`: nobody else has it."""
+        """Implements `Pages.claim`; memory of a GPU is this rank's own."""
         return True
 
     def place(self, start: int) -> int:

@@ -70,7 +70,7 @@ def train(engine: str, mesh: Mesh) -> torch.nn.Module:
 
 
 def train_alone(expert: int, data_ranks: int) -> torch.nn.Module:
-    """The same by one process, with the mean of all ranks' losses."""
+    """Trains the experts in one process, with the mean of all ranks' losses."""
     module = experts_of(expert)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
