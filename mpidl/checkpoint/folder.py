@@ -54,18 +54,23 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def temporary_of(path: Path) -> Path:
+    """The file that `write_text` writes before it gets its name."""
+    return path.with_name(f"{path.name}.tmp")
+
+
 def write_text(path: Path, text: str) -> None:
-    """Writes a file beside and renames it: readers see the former text or the new one. An error leaves the former."""
-    beside = path.with_name(f"{path.name}.tmp")
+    """Writes a temporary file and renames it: readers see the former text or the new one, after an error the former."""
+    temporary = temporary_of(path)
     try:
-        with naming(beside), beside.open("wb") as file:
+        with naming(temporary), temporary.open("wb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
 
 

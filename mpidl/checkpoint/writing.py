@@ -83,6 +83,7 @@ class Saving:
     ) -> None:
         self.path = temporary.with_name(temporary.stem)
         self._comm, self._temporary, self._into, self._finish = comm, temporary, into, finish
+        self._unfinished = {temporary, folder.temporary_of(temporary.with_name(folder.LATEST))}
         self._write: Callable[[], Part] | None = write
         self._thread: threading.Thread | None = None
         self._failures: tuple[Failure | None, Failure | None] = (None, None)  # to write, to finish
@@ -91,12 +92,12 @@ class Saving:
 
     def run(self) -> None:
         """Writes now. Raises CheckpointError on every rank, after the directory is removed. Collective."""
-        UNFINISHED.add(self._temporary)
+        UNFINISHED.update(self._unfinished)
         try:
             part, failure, cause = attempt(self._write_once)
         except BaseException:  # of this rank alone, such as an interrupt
             shutil.rmtree(self._temporary, ignore_errors=True)
-            UNFINISHED.discard(self._temporary)
+            UNFINISHED.difference_update(self._unfinished)
             raise
         error = error_of(all_gather_object(self._comm, failure))
         if error is None:
@@ -108,13 +109,13 @@ class Saving:
         self._agreed = True
         if error is not None:
             self._remove()
-        UNFINISHED.discard(self._temporary)
+        UNFINISHED.difference_update(self._unfinished)
         if error is not None:
             raise self._explained(str(error)) from cause
 
     def start(self) -> None:
         """Writes in a thread, beside what the program does next."""
-        UNFINISHED.add(self._temporary)
+        UNFINISHED.update(self._unfinished)
         with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
             self._mark("writing").touch()
         self._comm.barrier()
@@ -141,7 +142,7 @@ class Saving:
             if error is not None:
                 self._remove()
                 self._error = str(error)
-            UNFINISHED.discard(self._temporary)
+            UNFINISHED.difference_update(self._unfinished)
         if self._error is not None:
             raise self._explained(self._error)
         return self.path

@@ -1,6 +1,6 @@
 """Notices that something else than an engine steps during a backward pass, as a hook of the user's may.
 
-    pass begins     how often has each parameter been written to? From here on torch tells of every optimizer's step
+    pass begins     how often has each parameter been written to? Steps of any optimizer are listened to from here on
     hook of p       optimizer_of[p].step(); p.grad = None              with the gradient of this rank alone
     pass ends       p was written to, or has lost its gradient: an error on every rank, as the ranks agree on it
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,23 @@ from collectives import Communicator
 from ..errors import TrainingError
 from .backward import inside_backward
 
+_passes: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()  # those between `begin` and `end`
+
+
+@cache
+def _listen() -> None:
+    """Has torch tell of every optimizer's step, once and for all of the process.
+
+    A hook a pass would change torch's list of hooks while another thread, as of a delayed update, goes through it.
+    """
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if inside_backward():
+            for each in list(_passes):
+                each.heard(optimizer)
+
+    register_optimizer_step_pre_hook(hook)
+
 
 class ForeignSteps:
     """Compares parameters before and after a backward pass. names: of all parameters."""
@@ -32,29 +50,24 @@ class ForeignSteps:
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._versions: dict[torch.nn.Parameter, int] = {}
         self._stepped: set[torch.Tensor] = set()
-        self._handle: torch.utils.hooks.RemovableHandle | None = None
+        _listen()
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """A pass begins that gives gradients to these."""
         self.end()
         self._parameters = parameters
         self._versions = dict(zip(parameters, _versions(parameters), strict=True))
-        where = weakref.ref(self)
+        _passes.add(self)
 
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            alive = where()
-            if alive is not None and inside_backward():
-                given = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-                alive._stepped.update(p for p in given if p in alive._names)
-
-        self._handle = register_optimizer_step_pre_hook(hook)
+    def heard(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps during this thread's backward pass."""
+        given = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        self._stepped.update(p for p in given if p in self._names)
 
     def end(self) -> None:
         """The pass is over, or will come to no end."""
         self._parameters, self._versions, self._stepped = (), {}, set()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        _passes.discard(self)
 
     @contextmanager
     def own(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpidl
 from tests.mpidl.zero import reference as zero
@@ -159,3 +160,18 @@ def test_hooks_that_read_and_changes_between_passes_are_fine(comm, way: str) -> 
         optimizer.step()
     called(zero.data(comm.rank)).sum().backward()
     assert len(norms) == 16
+
+
+@pytest.mark.parametrize("way", ["ddp", "stage 1"])
+def test_a_pass_inside_the_step_of_another_optimizer_leaves_torch_s_hooks_as_they_are(comm, way: str) -> None:
+    """As it may be in another thread, too: torch goes through a list of hooks as an optimizer steps."""
+    call, _ = engine(comm, way, nothing, nothing)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    x = torch.ones(2, 3)
+    hooks = [lambda *_: call(x).sum().backward(), lambda *_: None]
+    handles = [register_optimizer_step_pre_hook(hook) for hook in hooks]
+    try:
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()

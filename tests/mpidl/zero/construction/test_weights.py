@@ -175,7 +175,8 @@ def test_a_rank_reads_no_more_rows_than_hold_its_slices(comm, save, monkeypatch)
 
     monkeypatch.setattr(weights, "_library", lambda: (Opened, error))
     optimizer = zero(on_meta(lambda: nn.Linear(10, 60)), comm, "stage 3", weights=folder)
-    assert 660 // comm.size <= sum(read) <= 660 / comm.size + 20
+    line = 16  # elements, with which parameters and shards begin; and at both ends a row of which it has a part
+    assert 660 / comm.size - 2 * line <= sum(read) <= 660 / comm.size + 2 * line + 20
     found = optimizer.model_state_dict()
     assert comm.rank or torch.equal(found["weight"], torch.arange(600.0).view(60, 10))
 
