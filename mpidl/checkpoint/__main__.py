@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options. Raises UsageError."""
+    """Reads the options. Raises UsageError."""
     parser = _Parser(prog="python -m mpidl.checkpoint", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, or which there are")
@@ -59,9 +59,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint itself, or the newest complete one in a directory, and why others were passed over for it.
+    """Returns the checkpoint itself, or the newest complete one in a directory, and why newer ones were passed over.
 
-    What is still being written is not counted. Raises CheckpointError if there is none.
+    Checkpoints that are still being written are not named. Raises CheckpointError if there is none.
     """
     found, passed = folder.find(path)
     if found is None:
@@ -72,14 +72,14 @@ def chosen(path: Path) -> tuple[Path, list[str]]:
 
 
 def size_of(contents: Iterable[Index]) -> int:
-    """Bytes of all files."""
+    """Adds up the bytes of all files."""
     return sum(int(file["bytes"]) for content in contents for file in content.files.values())
 
 
 def summary(content: Index, contents: Sequence[Index]) -> dict[str, Any]:
-    """Counts of what a checkpoint holds, summed over `contents`, which are its own index or those of its parts.
+    """Counts what a checkpoint holds. contents: its own index, or those of its parts, over which counts are summed.
 
-    What is not cut is counted in each part.
+    A tensor that all parts hold is counted in each.
     """
     parameters = [each.tensors.get(f"model/{name}") for each in contents for name in each.about["model"]["parameters"]]
     about, ranks = contents[0].about, content.about["ranks"]
@@ -137,7 +137,7 @@ _COUNTS = ("parameters", "tensors", "bytes")
 
 
 def _list(options: argparse.Namespace) -> None:
-    """All checkpoints of a directory, the newest first."""
+    """Prints all checkpoints of a directory, the newest first."""
     newest, passed = folder.find(options.dir)
     rows: list[dict[str, Any]] = []
     if newest is not None:
@@ -165,9 +165,9 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints; the exit status: 2 for wrong use, 1 for a checkpoint that is missing, torn or damaged.
+    """Runs the command and returns the exit status: 2 for wrong use, 1 for a checkpoint that is missing or damaged.
 
-    Also for one that was to be verified and had to be passed over for an older one; 130 if interrupted.
+    1 also if `verify` had to pass over a newer checkpoint that is not complete; 130 if interrupted.
     """
     try:
         options = parse(arguments)

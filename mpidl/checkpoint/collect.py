@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: the tensors that this rank writes, and the rest as JSON.
+"""Content of a checkpoint: the tensors that this rank writes, and the rest as JSON.
 
 model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
-optimizer/exp_avg/transformer.wte...  what the optimizer keeps of a parameter's shape
+optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
 seen/transformer.wte.weight           while a delayed update waits for the next step: what passes compute with
 gradient/transformer.wte.weight       of micro-steps that no step has used yet
 extra/0, scheduler/0, ...             tensors inside other states; those of a module's extra state under model/NAME/
@@ -34,7 +34,7 @@ ONE_CLASS = ("scheduler",)  # parts whose states another class may take without 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank writes of a tensor: elements start..stop of it, `values()`, of `dtype`."""
+    """Elements start..stop of a tensor, which this rank writes. values: returns them."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,31 +45,32 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """In the file."""
+        """Bytes that the elements take in the file."""
         return (self.stop - self.start) * self.dtype.itemsize
 
     def copy(self) -> Piece:
-        """The same with the values as they are now, on the CPU."""
+        """Returns a piece that holds the present values, copied to the CPU."""
         values = self.values().detach().to("cpu", copy=True)
         return replace(self, values=lambda: values)
 
     @property
     def key(self) -> str:
-        """Its name in the file: a part says which."""
+        """Name in the file; that of a part ends with its range, such as "[0:1024]"."""
         whole = self.stop - self.start == math.prod(self.shape)
         return self.name if whole else f"{self.name}[{self.start}:{self.stop}]"
 
 
 def rank_name(rank: int) -> str:
-    """Before the names of what one rank alone has."""
+    """Prefix of the names of tensors that belong to one rank."""
     return f"rank{rank:05d}"
 
 
 @dataclass(eq=False)
 class Collected:
-    """pieces: what this rank writes. about: JSON, alike on every rank. own: JSON of this rank.
+    """Content of a checkpoint, not yet written.
 
-    shared: what all ranks hold and each writes a part of.
+    pieces: what this rank writes. about: JSON, equal on every rank. own: JSON of this rank. shared: tensors that every
+    rank holds and of which each writes a part.
     """
 
     pieces: list[Piece]
@@ -87,7 +88,10 @@ def collect(
     extra: Any,
     random: bool,
 ) -> Collected:
-    """Everything, uncopied. parts: scheduler, scaler and sampler, or None. gradients: of the engine, by name."""
+    """Collects the content without a copy.
+
+    parts: scheduler, scaler and sampler, or None. gradients: the engine's, by name of the parameter.
+    """
     pieces: list[Piece] = []
     shared: dict[str, torch.Tensor] = {}
     own_prefix = rank_name(engine.comm.rank)
@@ -98,12 +102,12 @@ def collect(
             name, low, high = f"{own_prefix}/{name}", 0, values.numel()
         elif place.shared:
             shared[name] = values
-        # One without elements has to be known too.
+        # A tensor without elements is written too, so that its shape is known.
         if high > low or (place.count == 0 and (apart or engine.comm.rank == 0)):
             pieces.append(Piece(name, place.shape, values.dtype, low, high, lambda: part(place, values, low, high)))
 
     def part(place: Place, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
-        engine.forget()  # of the one before
+        engine.forget()  # the tensor before this one
         return _part(place, values, low, high)
 
     places = [*engine.parameters, *engine.buffers]
@@ -122,7 +126,7 @@ def collect(
             "published": published_files(engine.model),
         },
     }
-    whole: dict[str, torch.Tensor] = {}  # alike on every rank, and written by rank 0
+    whole: dict[str, torch.Tensor] = {}  # equal on every rank, and written by rank 0
     about["model"]["extra_state"] = {
         name: tree.encode(module.get_extra_state(), f"model/{name}", whole)
         for name, module in engine.extra_states.items()
@@ -172,7 +176,7 @@ def _whole(name: str, values: torch.Tensor) -> Piece:
 
 
 def state_of(name: str, part: Any) -> Any:
-    """A part's state_dict."""
+    """Returns a part's state_dict. Raises ConfigurationError for a part without one."""
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
         raise ConfigurationError(f"{name}: got a {type(part).__name__}; needs state_dict() and load_state_dict()")
     return part.state_dict()
@@ -181,7 +185,7 @@ def state_of(name: str, part: Any) -> Any:
 def _optimizer(
     engine: Engine, add: Callable[[str, Place, torch.Tensor, bool], None], whole: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The groups with the parameters' names, and what is kept of each parameter: of its shape, and other."""
+    """Describes the optimizer: groups with the parameters' names, and the states of each parameter."""
     optimizer = cast("torch.optim.Optimizer", engine.optimizer)
     groups = []
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""One view of plain, DDP and ZeRO training: which elements of each parameter this rank holds, and which it writes.
+"""Common view of plain, DDP and ZeRO training: the elements of each parameter that this rank holds and writes.
 
     plain, DDP     every rank holds all     rank 0 writes [##........] rank 1 [..##......] ... of a large one,
                                             one rank after another the small ones
@@ -37,11 +37,11 @@ _LINE = 1 << 10  # elements to which such cuts are rounded
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """What this rank holds of a tensor of the model.
+    """A tensor of the model, or the slice of it that this rank holds.
 
     values: elements start..stop of the flattened tensor, or the whole tensor in its own shape. writes: the range of
-    elements that this rank writes. key: under which the optimizer keeps its state; None for a buffer. apart: the ranks'
-    values differ, so that each rank writes its own. shared: every rank holds all of it, and writes a part.
+    elements that this rank writes. key: under which the optimizer keeps its state; None for a buffer. per_rank: the
+    ranks' values differ, so that each rank writes its own. shared: every rank holds all of it, and writes a part.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Place:
 
     @property
     def count(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
 class Engine:
-    """What trains the model. model: the plain model; kind: "plain", "ddp", "zero1", "zero2" or "zero3".
+    """The training of a model. model: the plain one inside wrappers; kind: "plain", "ddp", "zero1", "zero2" or "zero3".
 
     Raises ConfigurationError for a model and an optimizer that do not belong together.
     """
@@ -112,18 +112,18 @@ class Engine:
 
     @property
     def whole(self) -> Communicator:
-        """The ranks of all parts of the model: those of `comm`, unless the parts lie over other axes of a mesh."""
+        """Communicator of the ranks of all parts of the model: `comm`, unless parts lie over other axes of a mesh."""
         return self.part.whole
 
     @property
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
-        """The torch.optim class that steps."""
+        """Class of torch.optim that steps."""
         assert self.optimizer is not None
         return self.optimizer.inner_class if isinstance(self.optimizer, ZeroOptimizer) else type(self.optimizer)
 
     @property
     def optimizer_class(self) -> str:
-        """Its name."""
+        """Name of the optimizer's class."""
         return self.optimizer_type.__name__
 
     def _parameters(self) -> Iterator[Place]:
@@ -144,7 +144,10 @@ class Engine:
             yield Place(name, shape, p.detach(), 0, p.numel(), writes, p, p, apart, not apart and self.comm.size > 1)
 
     def _share(self, count: int, number: int) -> tuple[int, int]:
-        """What this rank writes of a tensor that all ranks hold; number: how many small ones came before it."""
+        """Chooses the range that this rank writes of a tensor that all ranks hold.
+
+        count: of its elements. number: of small tensors before this one, which the ranks write in turn.
+        """
         rank, size = self.comm.rank, self.comm.size
         if count < _CUT:
             return (0, count) if number % size == rank else (0, 0)
@@ -152,7 +155,7 @@ class Engine:
         return min(rank * each, count), min((rank + 1) * each, count)
 
     def _buffers(self) -> Iterator[Place]:
-        """Those of the state_dict. Rank 0's count, as it is they that are broadcast, where they are."""
+        """Yields the buffers that a state_dict holds. Rank 0 writes them, as DDP broadcasts its own."""
         kept = _persistent(self.model)
         ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
         for name, b in self.model.named_buffers():
@@ -171,11 +174,11 @@ class Engine:
                 raise ConfigurationError(f"model: {name} is on the meta device, where it has no values")
 
     def check_writable(self) -> None:
-        """Raises ConfigurationError for a tensor of which several elements are one, as `expand` makes them."""
+        """Raises ConfigurationError for a tensor whose elements share memory, as `expand` makes them."""
         for place in (*self.parameters, *self.buffers):
             sizes = zip(place.values.shape, place.values.stride(), strict=True)
             if any(size > 1 and stride == 0 for size, stride in sizes):
-                raise ConfigurationError(f"model: several elements of {place.name} are one in memory; clone() it")
+                raise ConfigurationError(f"model: several elements of {place.name} share memory; clone() it")
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None or self.zero is not None:
@@ -188,9 +191,9 @@ class Engine:
                     )
 
     def check_alike(self, what: str, shared: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError on every rank unless all hold the same. Collective. shared: each writes a part of it.
+        """Raises CheckpointError on every rank unless the ranks hold equal values of `shared`. Collective.
 
-        Buffers are rank 0's, or each rank's own, and so are never put together of several ranks' values.
+        Each rank writes a part of these tensors. Buffers are rank 0's, or each rank's own, and need no comparison.
         """
         if not shared:  # on all ranks or on none
             return
@@ -200,13 +203,16 @@ class Engine:
             raise CheckpointError(f"{what}: the ranks' replicas differ, of which each writes a part: {found}")
 
     def writing(self, unseen: Collection[str] = ()) -> AbstractContextManager[None]:
-        """Around the filling of the places' values. unseen: names of what waits for the next step. Collective."""
+        """Context in which tensors are filled; at its end the engine spreads the new values. Collective.
+
+        unseen: names of parameters whose new values wait for the next step.
+        """
         if self.owned is None:
             return nullcontext()
         return self.owned.written({p for p, name in self.names.items() if name in unseen})  # type: ignore[misc]
 
     def forget(self) -> None:
-        """What was read or written of places on a disk leaves this process's memory."""
+        """Frees the pages of memory that hold values of tensors on a disk."""
         if self.owned is not None:
             self.owned.forget()
 
@@ -214,12 +220,12 @@ class Engine:
 
     @property
     def gradients_apart(self) -> bool:
-        """Whether passes under no_sync left each rank its own gradients."""
+        """True if passes under no_sync left each rank its own gradients."""
         reducer = None if self.ddp is None else self.ddp._reducer
         return reducer is not None and bool(reducer._quietly)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """By the parameters' names, what this rank holds of them: as the places' values. Collective.
+        """Returns this rank's gradients by name of the parameter, each of the range of its values. Collective.
 
         Raises TrainingError for ZeRO's passes under no_sync, which have reduced nothing.
         """
@@ -234,7 +240,7 @@ class Engine:
         return found
 
     def new_gradients(self, dtypes: dict[str, torch.dtype], apart: bool) -> dict[str, torch.Tensor]:
-        """Memory for gradients of these dtypes, to be filled, in place of those there are. apart: see above."""
+        """Replaces the gradients by new memory of these dtypes, to be filled. per_rank: see `gradients_per_rank`."""
         if self.owned is not None:
             by_parameter = {p: dtypes[name] for p, name in self.names.items() if name in dtypes}
             made = self.owned.new_gradients(cast("dict[torch.nn.Parameter, torch.dtype]", by_parameter))
@@ -249,7 +255,7 @@ class Engine:
         return found
 
     def hook_state(self) -> Any:
-        """The state of DDP's communication hook, or the hook itself, if it can be saved."""
+        """Returns the state of DDP's communication hook, or the hook itself, if it can be saved; else None."""
         for kept in self._hook():
             if hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):
                 return kept
@@ -257,13 +263,13 @@ class Engine:
 
     @property
     def hook_lost(self) -> str:
-        """The type of a hook's state that cannot be saved, in words; empty if there is none."""
+        """Type of a hook's state that cannot be saved, in words; empty if there is none."""
         state, *_ = self._hook()
         kept = state is None or isinstance(state, Communicator) or self.hook_state() is not None
         return "" if kept else f"a {type(state).__name__}"
 
     def _hook(self) -> tuple[Any, Any, Any]:
-        """Its state, the hook, and what it is a method of."""
+        """Returns the hook's state, the hook, and the object of which it is a method."""
         state, hook = (None, None) if self.ddp is None or self.ddp._hook is None else self.ddp._hook
         return state, hook, getattr(hook, "__self__", None)
 
@@ -271,7 +277,7 @@ class Engine:
 def engine_of(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, process_group: Communicator | None, mesh: Any
 ) -> Engine:
-    """The engine, also of a part of a model that lies over a mesh. Collective where a mesh is given."""
+    """Makes the view, also of a part of a model that lies over a mesh. Collective where a mesh is given."""
     mesh = checked("checkpoint", process_group, mesh)
     if mesh is None:
         return Engine(model, optimizer, process_group)
@@ -279,7 +285,7 @@ def engine_of(
 
 
 def unwrap(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, torch.nn.Module]:
-    """The DDP wrapper, if there is one, and the plain model inside it and inside what torch.compile gave."""
+    """Returns the DDP wrapper, or None, and the plain model inside it and inside torch.compile's wrapper."""
     wrapper: DistributedDataParallel | None = None
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -291,7 +297,7 @@ def unwrap(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, torc
 
 
 def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer | None:
-    """The ZeroOptimizer that trains the model."""
+    """Finds the ZeroOptimizer that trains the model; None if there is none."""
     found = trainer_of_model(model)
     trains = None if found is None else found.optimizer
     if found is not None and trains is None:
@@ -303,7 +309,7 @@ def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def _tied(model: torch.nn.Module) -> dict[str, str]:
-    """Further names of parameters and buffers that have several, and the first name of each."""
+    """Maps further names of shared parameters and buffers to the first name of each."""
     tied: dict[str, str] = {}
     for named in (model.named_parameters, model.named_buffers):
         first = {id(t): name for name, t in named()}
@@ -312,7 +318,7 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that have more states than tensors, by the names that these have in a state_dict."""
+    """Finds the modules with an extra state, by its name in a state_dict."""
     return {
         f"{name}._extra_state".lstrip("."): module
         for name, module in model.named_modules()
@@ -321,7 +327,7 @@ def _extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _persistent(model: torch.nn.Module) -> set[str]:
-    """The names of buffers that a state_dict holds, without making one."""
+    """Lists the names of persistent buffers, without making a state_dict."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules(remove_duplicate=False)

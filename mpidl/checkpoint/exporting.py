@@ -1,4 +1,4 @@
-"""Plain weights out of a model or a checkpoint, and into a model, whatever its engine.
+"""Export of a model's or a checkpoint's weights to safetensors files, and their import into a model of any engine.
 
     files      model-00001-of-00002.safetensors [ header | wte ......... | wpe .. ]     laid out beforehand by rank 0
     rank 0     writes                                      ####              ##         at their places, so that no
@@ -59,7 +59,7 @@ class _File:
 
 
 def byte_count(size: int | str) -> int:
-    """A number of bytes, or one with a unit: "5GB", "500MB", "2GiB"."""
+    """Converts a number of bytes, or one with a unit: "5GB", "500MB", "2GiB". Raises ConfigurationError."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", str(size), re.IGNORECASE)
@@ -165,7 +165,7 @@ def _settings_in(path: Path) -> dict[str, str]:
 
 
 def _checked(published: Mapping[str, str], path: Path) -> Mapping[str, str]:
-    """The texts of settings, which are JSON objects. path: where they are from."""
+    """Returns the texts. Raises CheckpointError unless each is a JSON object. path: where they are from."""
     for name, text in published.items():
         try:
             mapping(lambda value: None)(json.loads(text))
@@ -186,9 +186,10 @@ def _export(
     limit: int,
     published: Mapping[str, str],
 ) -> None:
-    """own: gives what this process writes: a tensor's name, the first element, elements.
+    """Writes the files, each process its own elements. Collective, unless comm is None.
 
-    published: the texts of files beside the weights.
+    own: yields this process's elements: a tensor's name, the first element's number, values. limit: bytes of a file.
+    published: the texts of the settings that lie next to the weights.
     """
     files = _lay_out(tensors, limit)
     shapes = {name: shape for name, _, shape in tensors}
@@ -221,9 +222,9 @@ def _alone(action: Callable[[], Any]) -> Any:
 
 
 def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], published: Mapping[str, str]) -> list[str]:
-    """The names of the weights of an earlier export there: of these tensors, in whatever dtypes and number of files.
+    """Lists the weight files of an earlier export of these tensors, of any dtypes and number of files.
 
-    Raises CheckpointError for another's, which would be overwritten, or taken for a part of the new ones.
+    Raises CheckpointError for files of another model, which would be overwritten or mistaken for new ones.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for there in sorted(path.iterdir()):
@@ -241,9 +242,10 @@ def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], published: Mappin
 
 
 def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], published: Mapping[str, str]) -> bool:
-    """Whether an export of tensors of these shapes may replace the file, or has nothing to do with it.
+    """Returns True for a file that this export may replace, or does not touch.
 
-    Weights have the header that it would write for them, in the model's order, which other programs sort.
+    Weights are of an earlier export if their header is the one that an export writes, in the model's order; other
+    programs sort theirs.
     """
     if _WEIGHTS.fullmatch(file.name):
         with TensorFile(file) as opened:
@@ -291,8 +293,7 @@ def _create(path: Path, files: Sequence[_File]) -> None:
     needed, free = sum(file.bytes for file in files), shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
-            f"{path}: the disk is too full: the export takes {needed / 1e6:.1f} MB beside what is there and "
-            f"{free / 1e6:.1f} MB are free"
+            f"{path}: the disk is too full: the export takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         )
     for file in files:
         with naming(_beside(path, file)), _beside(path, file).open("wb", buffering=0) as made:
@@ -324,7 +325,7 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, tor
 def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], former: Sequence[str]) -> None:
     """Gives the files their names, writes the index and the settings, and removes what is left of the former export."""
     if len(files) > 1 and {file.name for file in files} & {*former}:
-        # Some files of each, which a kill leaves from here on, nobody takes for a whole without an index.
+        # A kill from here on leaves files of both exports; without an index no reader takes them for one.
         (path / HF_INDEX).unlink(missing_ok=True)
         folder.sync(path)
     for file in files:
@@ -360,8 +361,8 @@ def import_safetensors(
     """Fills a model, of any engine, with the weights in a directory; each rank reads what it holds. Collective.
 
     rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
-    GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, alike on
-    every rank, for what is missing or does not fit, and then has changed nothing.
+    GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, on
+    every rank, for weights that are missing or do not fit, and then has changed nothing.
     """
     engine = Engine(model, optimizer, process_group, needed=_WHOLE)
     engine.optimizer = None  # weights alone
@@ -375,7 +376,7 @@ def import_safetensors(
 
 
 def _files_of(file: Path) -> list[str]:
-    """The names of the files that an index of Hugging Face's names."""
+    """Lists the files that an index in Hugging Face's format names."""
     try:
         content = json.loads(read_regular(file, LONGEST_INDEX))
         record({"weight_map": mapping(file_name)})(content)
@@ -387,7 +388,7 @@ def _files_of(file: Path) -> list[str]:
 
 
 def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -> Index:
-    """A directory of weights as if it were a checkpoint of the model alone."""
+    """Describes a directory of weights as the index of a checkpoint that holds the model alone."""
     files = [SINGLE]
     if not (path / SINGLE).exists() and (path / HF_INDEX).exists():
         files = _files_of(path / HF_INDEX)
@@ -407,7 +408,7 @@ def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -
         for name in sorted(twice):
             if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{engine.tied[name]}")):
                 raise CheckpointError(f"{path}: {name} differs from {engine.tied[name]}; here they are one tensor")
-    # A name that is the model's own further name of what is there under the first one.
+    # Further names of shared tensors that the files hold under another of the model's names.
     tied = {first: name for name, first in engine.tied.items() if name in found and first not in found}
     about = {"class": f"the weights in {path}", "parameters": sorted(found - twice), "buffers": [], "tied": tied}
     content.about.update(model=about, ranks=1, micro_step=0, own=[{}])

@@ -1,9 +1,9 @@
-"""Directories of checkpoints: which are complete, how one comes about in a single instant, which may go.
+"""Directories of checkpoints: finding complete ones, committing a new one by a rename, and removing old ones.
 
     step-00000020.tmp      being written: whatever it holds is no checkpoint, and the next save removes it
     step-00000020          complete: its files were on the disk, then its index, before it got this name
     step-00000010.old      replaced by another checkpoint of the same step
-    step-00000010.gone     on its way to be removed
+    step-00000010.gone     being removed
     latest                 a text file: the name of the checkpoint written last
 
 A rename is the instant. Before it the former checkpoint is the newest, after it the new one. Where both are of one step
@@ -41,7 +41,7 @@ _LEFT = re.compile(r"step-\d{8,}(\.(tmp|old))?(\.gone)?")
 
 
 def name_of(step: int) -> str:
-    """The directory of a step."""
+    """Name of the directory of a step."""
     return f"step-{step:08d}"
 
 
@@ -55,7 +55,7 @@ def sync(folder: Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """The file that `write_text` writes before it gets its name."""
+    """Path of the file that `write_text` writes and then renames."""
     return path.with_name(f"{path.name}.tmp")
 
 
@@ -85,9 +85,9 @@ def make(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
-    """The directory to write into, new, with empty ones of these names; what earlier saves left behind is removed.
+    """Makes the directory to write into, with empty ones in it, and removes what interrupted saves have left.
 
-    The one above is this process's from now on: see `holding`.
+    The lock of `folder` is this process's from now on: see `holding`. inside: names of the empty directories.
     """
     make(folder)
     with _ONE_AT_A_TIME:
@@ -104,9 +104,9 @@ def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Removes what interrupted saves left; a replaced checkpoint whose successor never came gets its name back.
+    """Removes what interrupted saves have left, unless another process saves there.
 
-    Unless another process is at it.
+    A replaced checkpoint whose successor was not finished gets its name back.
     """
     if holding.is_another_s(folder):
         return
@@ -191,7 +191,7 @@ def _link_all(path: Path, other: Path) -> None:
 
 
 def _out_of_the_way(path: Path) -> Path:
-    """A name that stands for nothing, beside a directory's; free."""
+    """Returns a free name next to a directory, to rename it to before its removal."""
     gone = path.with_name(f"{path.name}.gone")
     if gone.exists():
         shutil.rmtree(gone, ignore_errors=True)
@@ -199,27 +199,27 @@ def _out_of_the_way(path: Path) -> Path:
 
 
 def _latest(folder: Path) -> str:
-    """What `latest` says; nothing if that cannot be read."""
+    """Reads the name in `latest`; empty if that cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return read_regular(folder / LATEST, _LONGEST_NAME).decode().strip()
     return ""
 
 
 def _listed(folder: Path) -> list[tuple[int, str, Path]]:
-    """Step, ending of the name ("", "tmp" or "old") and path of what may be a checkpoint. Raises OSError."""
+    """Lists directories that may be checkpoints: step, ending of the name ("", "tmp", "old"), path. Raises OSError."""
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
 
 
 def named(folder: Path) -> list[Path]:
-    """The directories with the name of a complete checkpoint, whatever is left of it, in the order of their steps."""
+    """Lists the directories with the name of a complete checkpoint, damaged ones too, in the order of their steps."""
     with contextlib.suppress(OSError):
         return [path for _, ending, path in _listed(folder) if not ending]
     return []
 
 
 def by_age(folder: Path) -> list[Path]:
-    """The directories that have an index, the newest first: in the order in which they were written.
+    """Lists the directories that have an index, the one written last first.
 
     By their numbers; by the indexes' times where there are none.
     """
@@ -232,7 +232,7 @@ def by_age(folder: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a directory's index is undamaged, and all files are there, as long as they were."""
+    """Returns True if a directory's index is undamaged and all its files have their lengths."""
     try:
         check_files(index.read(path))
     except CheckpointError:
@@ -241,7 +241,7 @@ def is_complete(path: Path) -> bool:
 
 
 def check_files(content: Index) -> None:
-    """Raises CheckpointError unless all files are there, as long as they were; those of all parts."""
+    """Raises CheckpointError unless all files of all parts are there and have their lengths."""
     files = [
         (each.path / name, about) for each in parts.contents(content).values() for name, about in each.files.items()
     ]
@@ -255,9 +255,9 @@ def check_files(content: Index) -> None:
 
 
 def newest(folder: str | Path, without: Collection[Path] = ()) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint in a directory, and why newer ones were passed over.
+    """Finds the newest complete checkpoint in a directory, and says why newer ones were passed over.
 
-    Complete: the index is undamaged, and all files are there, as long as they were. No directory, no checkpoint.
+    Complete: the index is undamaged, and all files have their lengths. A missing directory has no checkpoint.
     without: checkpoints that are not wanted, such as one that turned out damaged while it was loaded.
     """
     passed: list[str] = []
@@ -283,7 +283,7 @@ def newest(folder: str | Path, without: Collection[Path] = ()) -> tuple[Path | N
 
 
 def find(path: Path, without: Collection[Path] = ()) -> tuple[Path | None, list[str]]:
-    """The checkpoint that a path means: a directory of its own, its index, what a `latest` names, or as `newest`.
+    """Finds the checkpoint of a path: its directory, its index, a file `latest`, or a directory of checkpoints.
 
     Raises CheckpointError for another file.
     """
@@ -303,7 +303,7 @@ def find(path: Path, without: Collection[Path] = ()) -> tuple[Path | None, list[
 
 
 def path_of(given: Any) -> Path:
-    """What a caller gives as a path. Raises ConfigurationError."""
+    """Converts an argument to a path. Raises ConfigurationError."""
     try:
         path = Path(given)
     except TypeError:

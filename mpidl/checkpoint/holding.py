@@ -1,10 +1,10 @@
-"""One job at a time saves to a directory: a lock that lasts as long as the process that took it.
+"""Lock of a directory of checkpoints, which one job at a time holds until its process ends.
 
-    job A    claims DIR    save    save ...                      ends, however it does: the kernel lets go
+    job A    claims DIR    save    save ...                      ends in any way: the kernel releases the lock
     job B         claims DIR: waits for a moment, as A may be ending; then CheckpointError, which names A
 
 Two jobs in one directory would remove each other's older checkpoints, and what the other is writing. The lock is one of
-`flock` on DIR/.lock, whose text says who holds it. The job takes the file away when it ends; one that was killed leaves
+`flock` on DIR/.lock, whose text names its holder. The job removes the file when it ends; one that was killed leaves
 it behind unlocked. Reading needs no lock.
 """
 
@@ -43,13 +43,13 @@ def hold(folder: Path) -> None:
             descriptor = _HELD[path]
             if descriptor is None or _stands(path, descriptor):
                 return
-            del _HELD[path]  # somebody has removed the file, or the whole directory
+            del _HELD[path]  # the file, or the whole directory, was removed
             os.close(descriptor)
         _HELD[path] = _taken(path)
 
 
 def release(folder: Path | None = None) -> None:
-    """Lets other processes have the directory, or all that this one holds."""
+    """Releases the lock of a directory, or all that this process holds."""
     with _ONE_AT_A_TIME:
         for path in [*_HELD] if folder is None else [folder.resolve() / NAME]:
             descriptor = _HELD.pop(path, None)
@@ -61,7 +61,7 @@ def release(folder: Path | None = None) -> None:
 
 
 def is_another_s(folder: Path) -> bool:
-    """Whether another process holds the directory. What one that was killed has left there is removed."""
+    """Returns True if another process holds the directory. Removes the lock file of one that was killed."""
     path = folder.resolve() / NAME
     if path in _HELD:
         return False
@@ -81,7 +81,7 @@ def is_another_s(folder: Path) -> bool:
 
 
 def _taken(path: Path) -> int | None:
-    """The descriptor of the locked file."""
+    """Locks the file and returns its descriptor; None where there are no locks. Raises CheckpointError."""
     deadline = time.monotonic() + PATIENCE
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -119,14 +119,14 @@ def _taken(path: Path) -> int | None:
 
 
 def _stands(path: Path, descriptor: int) -> bool:
-    """Whether the file of that name is still this one."""
+    """Returns True while the path is still that of the open file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
 
 
 def _self() -> str:
-    """Who this process is, for the users of others."""
+    """Names this process for an error in another one."""
     job = next((f" of job {os.environ[name]}" for name in _SCHEDULERS if os.environ.get(name)), "")
     return f"process {os.getpid()} on {platform.node()}{job}"
 
@@ -135,7 +135,7 @@ atexit.register(release)
 
 
 def _let_go() -> None:
-    """In a forked child, which would keep its parent's locks after it."""
+    """Closes the descriptors in a forked child, which would keep its parent's locks."""
     for descriptor in _HELD.values():
         if descriptor is not None:
             os.close(descriptor)

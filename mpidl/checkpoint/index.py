@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what `index.json` says, in memory and as text. What it may say is in `schema`.
+"""Index of a checkpoint, the content of `index.json`, in memory and as text; `schema` says what is valid.
 
     tensors    name -> dtype, shape, and slices: elements start..stop of it lie under `key` in `file`, with checksums
     files      name -> bytes, checksum of its header
@@ -53,13 +53,13 @@ class Entry:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass
 class Index:
-    """path: of the checkpoint's directory. about: all but the tensors and files."""
+    """Content of a checkpoint's index. path: the checkpoint's directory. about: all but the tensors and files."""
 
     path: Path
     about: dict[str, Any]
@@ -68,16 +68,16 @@ class Index:
 
     @property
     def file(self) -> Path:
-        """Where it stands."""
+        """Path of the index."""
         return self.path / NAME
 
     @property
     def number(self) -> int:
-        """Of the checkpoints of its directory, in the order in which they were written."""
+        """Number of the checkpoint in its directory, in the order of writing."""
         return int(self.about.get("number", 0))
 
     def text(self) -> str:
-        """What is written. Raises CheckpointError for what could not be read again."""
+        """Returns the text of the file. Raises CheckpointError for content that could not be read again."""
         tensors = {
             name: {
                 "dtype": CODES[entry.dtype],
@@ -100,7 +100,7 @@ class Index:
 
 
 def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Index:
-    """One index from what each rank has written."""
+    """Makes one index of what each rank has written."""
     tensors: dict[str, Entry] = {}
     files: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -114,12 +114,12 @@ def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Ind
 
 
 def read(path: Path) -> Index:
-    """A directory's index. Raises CheckpointError if there is none, or it has been changed."""
+    """Reads a directory's index. Raises CheckpointError if it is missing or damaged."""
     return parse(path, read_text(path))
 
 
 def read_text(path: Path) -> str:
-    """The text of a directory's index. Raises CheckpointError if it cannot be read."""
+    """Reads the text of a directory's index. Raises CheckpointError if that fails."""
     file = path / NAME
     try:
         return read_regular(file, LONGEST_INDEX).decode()
@@ -133,7 +133,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(path: Path, text: str) -> Index:
-    """What the text of an index says. Raises CheckpointError for what is none, or has been changed."""
+    """Parses the text of an index. Raises CheckpointError for a text that is damaged or no index."""
     try:
         return _parse(path, text)
     except ValueError as error:
@@ -171,12 +171,12 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def number_of(path: Path) -> int:
-    """A directory's number by a glance at its index, undamaged or not; 0 if it has none. Raises OSError."""
+    """Reads a checkpoint's number from the start of its index, which may be damaged; 0 if absent. Raises OSError."""
     with open(open_regular(path / NAME), "rb") as file:
         found = re.search(rb'"number": ?(\d{1,15})\b', file.read(_HEAD))
     return int(found[1]) if found else 0
 
 
 def _sum(content: Mapping[str, Any]) -> str:
-    """The checksum of the content without its own: of its JSON with sorted keys and no blanks, in ASCII."""
+    """Checksum of the content without the checksum: of its JSON with sorted keys and no blanks, in ASCII."""
     return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

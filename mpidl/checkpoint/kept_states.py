@@ -1,7 +1,7 @@
-"""Does what was saved as an optimizer's states fit the optimizer? Compared with what it keeps of a small parameter.
+"""Check that saved optimizer states fit the optimizer, by comparison with its states of a small parameter.
 
-torch's optimizers make their states in the first step, so that one that was just built tells nothing of them, and they
-use what they find: a text for a moment would be loaded without a word and fail in a later step.
+torch's optimizers make their states in the first step, so that a new one has none to compare with. They use any value
+that they find: a text in place of a moment would be loaded without an error and fail in a later step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from .schema import SLICES
 
 
 class KeptStates:
-    """What the optimizer keeps of each parameter, as far as that can be known. settings: of its groups, encoded."""
+    """The states that the optimizer keeps of each parameter, as far as that is known.
+
+    settings: the saved ones of its groups, encoded.
+    """
 
     def __init__(self, engine: Engine, index: Index, settings: list[Any]) -> None:
         self._engine, self._index = engine, index
@@ -46,7 +49,7 @@ class KeptStates:
             raise CheckpointError(f"{self._index.file}: optimizer.groups.{number}: {error}") from None
 
     def check(self, place: Place, saved: Mapping[str, Any]) -> None:
-        """Raises CheckpointError unless the saved states of a parameter are such as the optimizer keeps."""
+        """Raises CheckpointError for saved states of a parameter that the optimizer does not keep."""
         wanted = self._of_a_step(place)
         problem = next((f"lacks {key}" for key in wanted if key not in saved), None)
         for key, value in (wanted or self._there(place)).items():
@@ -56,7 +59,7 @@ class KeptStates:
             raise CheckpointError(f"{self._index.file}: optimizer.state of {place.name}: {problem}")
 
     def _of_a_step(self, place: Place) -> dict[str, Any]:
-        """What torch's own classes keep after a step; nothing of other classes, and where the step fails."""
+        """Returns the states that torch's classes keep after a step; none of other classes, or if the step fails."""
         if place.parameter is None or not self._class.__module__.startswith("torch.optim."):
             return {}
         number, settings = self._settings[place.parameter]
@@ -66,7 +69,7 @@ class KeptStates:
         return self._tried[number, dims]
 
     def _there(self, place: Place) -> dict[str, Any]:
-        """What another class keeps now, if it has made a step."""
+        """Returns the states that the optimizer holds of the parameter now."""
         kept: Any = self._engine.optimizer
         return dict(kept.state.get(place.key, {}))
 
@@ -91,12 +94,12 @@ def _kept(optimizer_class: Any, settings: Mapping[str, Any], dims: int) -> dict[
 
 
 def _small(dims: int) -> tuple[int, ...]:
-    """No two sizes are one, so that a state of another shape is told from one of the parameter's."""
+    """Returns a shape whose sizes all differ, so that a transposed state is recognised."""
     return tuple(range(2, 2 + dims))
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """A group's settings, but for those that are tensors in files."""
+    """Decodes a group's settings, except those that are tensors in files."""
     return {key: tree.decode(value, _none) for key, value in settings.items() if not tree.names_in(value)}
 
 

@@ -1,4 +1,4 @@
-"""load(): everything is checked on all ranks, then each rank reads what it holds.
+"""Loading of a checkpoint: all ranks check everything, then each reads what it holds.
 
 index -> names, shapes, files -> checksums, each rank a share -> do all agree? -> read into memory -> small states
          nothing in memory has changed up to here ---------------'
@@ -34,7 +34,7 @@ from .saving import wait
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint said besides. path: its directory; ranks, engine: those that saved it."""
+    """A loaded checkpoint's own facts. path: its directory; ranks, engine: those that saved it."""
 
     path: Path
     step: int
@@ -57,7 +57,7 @@ def load(
     process_group: Communicator | None = None,
     mesh: Mesh | None = None,
 ) -> Loaded:
-    """Goes on from a checkpoint, whatever engine and however many ranks saved it. Collective.
+    """Loads a checkpoint that any engine on any number of ranks has saved. Collective.
 
     path: a checkpoint's directory, or that of a job's checkpoints, of which the newest complete one is taken, or the
         file `latest` there.
@@ -68,7 +68,7 @@ def load(
     mesh: as for `save`; its pp and tp, and for experts ep, are those that it was saved with, dp and cp any.
 
     Gradients of the micro-steps since the last step come back with the optimizer. Dtypes are converted. Raises
-    CheckpointError, alike on every rank and naming the file, for what is missing or damaged, its subclass
+    CheckpointError on every rank, naming the file, for what is missing or damaged, its subclass
     CheckpointMismatch for what is of another model or training, and then has changed nothing; ConfigurationError for
     arguments that do not fit.
     """
@@ -96,7 +96,7 @@ def load(
 
 
 def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
-    """The index of a checkpoint, or of the newest complete one of a directory of them, on every rank. Collective."""
+    """Returns the index of a checkpoint, or of the newest complete one in a directory, on every rank. Collective."""
     read: list[Index] = []  # on rank 0
 
     def choose() -> tuple[Path, str]:
@@ -114,7 +114,7 @@ def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
 
 
 def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> Plan:
-    """Checks everything that can be wrong, and changes nothing."""
+    """Checks everything that can be wrong without a change, and returns the plan."""
     content = reader.index
     engine.check_writable()
     made = plan(engine, content)
@@ -147,7 +147,10 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
 
 
 def _check_kinds(content: Index, name: str, part: Any) -> None:
-    """Classes of torch take any values, and fail in a later step; others look themselves."""
+    """Raises CheckpointError for values that torch's classes would take and fail with in a later step.
+
+    Classes of other packages check their states themselves.
+    """
     if type(part).__module__.partition(".")[0] not in ("torch", "mpidl"):
         return
     saved, here = content.about[name], state_of(name, part)
@@ -163,7 +166,7 @@ def _check_kinds(content: Index, name: str, part: Any) -> None:
 
 
 def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]:
-    """What is given back, and this rank's random states, which are known to be such; nothing changes."""
+    """Reads `extra` and this rank's random states, which are checked; changes nothing."""
     about = reader.index.about
     own = about["own"][engine.comm.rank % about["ranks"]]
     extra = tree.decode(about["extra"], reader.tensor)
@@ -174,14 +177,14 @@ def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]
 
 
 def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> None:
-    """Scheduler, scaler and sampler, and what modules have beside tensors. Collective.
+    """Loads scheduler, scaler, sampler and the modules' extra states. Collective.
 
-    If one refuses, on any rank, all go back to what they had.
+    If one raises an error, on any rank, all get their former states back.
     """
     about = reader.index.about
 
     def there() -> dict[str, tuple[Any, Any, Any]]:
-        """By name: what was saved, what there is, and what takes it."""
+        """Returns, by name, the saved state, the present one, and the function that loads one."""
         states = {name: (about[name], copy.deepcopy(state_of(name, p)), p.load_state_dict) for name, p in all_.items()}
         for name, saved in about["model"].get("extra_state", {}).items():
             module = engine.extra_states[name]
@@ -199,7 +202,7 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
             try:
                 if state or name != "scaler":  # a scaler that was not enabled has nothing to say
                     load_into(state)
-            except Exception as error:  # of the user's own classes: whatever they raise
+            except Exception as error:  # the user's classes may raise anything
                 said = str(error) or type(error).__name__
                 raise CheckpointMismatch(f"{reader.index.file}: the {name}: {said}") from error
 
@@ -208,13 +211,13 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
     except CheckpointError:
         for name, (_, before, load_into) in states.items():
             if before or name not in all_:
-                with contextlib.suppress(Exception):  # of the one that refused; the others are to have theirs
+                with contextlib.suppress(Exception):  # the one that failed may fail again; the others get theirs
                     load_into(before)
         raise
 
 
 def _finish(engine: Engine, reader: Reader, made: Plan, random: Any) -> None:
-    """The gradients of micro-steps, the state of a hook, and random numbers."""
+    """Loads the gradients of micro-steps, the state of a hook, and the random states."""
     about, rank = reader.index.about, engine.comm.rank
     if engine.optimizer is not None:
         engine.optimizer.zero_grad()

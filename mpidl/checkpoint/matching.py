@@ -1,6 +1,6 @@
-"""Does a checkpoint fit this model and optimizer, and which of its elements go where?
+"""Matching of a checkpoint with a model and an optimizer: a plan of what to read into which memory.
 
-The answer is a list of requests; making it changes nothing.
+Making the plan changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(eq=False)
 class Plan:
-    """What to read. small: tensors to be read whole. states: by the optimizer's keys, with what they will hold.
+    """List of what to read. small: tensors to be read whole. states: by the optimizer's keys, to be filled.
 
     unseen: parameters whose new values wait for the next step, under a delayed update.
     """
@@ -55,7 +55,7 @@ class Plan:
     unseen: list[str] = field(default_factory=list)
 
     def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
-        """Gives the optimizer its groups' settings and its state. tensor: reads one by its name."""
+        """Gives the optimizer its groups' settings and its state. tensor: reads a tensor by its name."""
         optimizer = engine.optimizer
         if optimizer is None:
             return
@@ -79,7 +79,7 @@ class Plan:
             engine.owned.steps = self.index.about["optimizer"]["steps"]
 
     def gradient_requests(self, engine: Engine) -> list[Request]:
-        """Makes room for the gradients of the micro-steps, in place of those there are."""
+        """Replaces the gradients by memory for those of the micro-steps, and returns what to read into it."""
         if not self.gradients:
             return []
         dtypes = {name: self.index.tensors[names[0]].dtype for name, names in self.gradients.items()}
@@ -90,14 +90,14 @@ class Plan:
 
 
 def plan(engine: Engine, index: Index) -> Plan:
-    """Raises CheckpointMismatch, naming what does not fit, or CheckpointError for what is damaged."""
+    """Makes the plan. Raises CheckpointMismatch, naming what does not fit, or CheckpointError for damage."""
     made = Plan(index)
     rank, saved = engine.comm.rank, int(index.about["ranks"])
 
     def names_of(name: str, apart: bool) -> tuple[str, ...]:
-        """Under which names a tensor was saved: its own, or one a rank where the ranks' differed.
+        """Returns the names under which a tensor was saved: its own, or one a rank where the ranks' values differed.
 
-        apart: whether they may differ here too, so that as many ranks as saved it take each their own.
+        per_rank: the values may differ here too, so that each rank takes its own if as many ranks saved them.
         """
         if name in index.tensors:
             return (name,)
@@ -108,7 +108,7 @@ def plan(engine: Engine, index: Index) -> Plan:
             return ()
         if any(other not in index.tensors for other in each):
             raise CheckpointError(f"{index.file}: only some ranks have {name}; needs the {saved} ranks that saved it")
-        # Of what is counted, such as batches, a mean is no count.
+        # The mean of counts, such as of batches, is no count.
         return each if index.tensors[each[0]].dtype.is_floating_point else each[:1]
 
     _model(engine, index, made, names_of)
@@ -125,7 +125,7 @@ NamesOf = Callable[[str, bool], tuple[str, ...]]
 
 
 def may_differ(engine: Engine, place: Place) -> bool:
-    """Whether each rank may have its own values of it: some always do, post-local SGD's weights after its warm-up."""
+    """Returns True if the ranks' values may differ: always for some tensors, and under post-local SGD for all."""
     return place.apart or engine.averager is not None
 
 
@@ -214,7 +214,10 @@ def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: 
 
 
 def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, current: Any) -> torch.Tensor:
-    """Where a state of the key's shape goes: to what is there, or to memory like the key's. As torch converts it."""
+    """Returns the memory for a state of the key's shape: the present state's, or new memory like the key's.
+
+    Its dtype is the one to which torch's `load_state_dict` converts the state.
+    """
     dtype = key.dtype if saved.is_floating_point and key.dtype.is_floating_point else saved
     fits = torch.is_tensor(current) and current.shape == key.shape and current.dtype == dtype
     if fits and current.device == key.device:
@@ -225,7 +228,7 @@ def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, curr
 
 
 def _unseen(engine: Engine, index: Index, made: Plan) -> None:
-    """A delayed update goes on; in any other training its new values are seen at once."""
+    """Plans the values that wait for the next step under a delayed update; other training sees them at once."""
     assert engine.owned is not None
     for place in engine.parameters:
         name = f"seen/{place.name}"
@@ -256,7 +259,7 @@ def _gradients(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> N
 
 
 def checked(place: Place, names: tuple[str, ...]) -> tuple[int, int]:
-    """What this rank compares the checksums of: its share, or all of what it alone reads."""
+    """Returns the range whose checksums this rank compares: its share, or all if it alone reads the tensor."""
     alone = place.apart or (len(names) == 1 and re.match(r"rank\d{5,}/", names[0]) is not None)
     return (place.start, place.stop) if alone else place.writes
 

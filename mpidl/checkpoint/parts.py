@@ -1,4 +1,4 @@
-"""Parts of a model that lie over pp, tp or ep of a mesh: each is a checkpoint of its own in a folder of the one.
+"""Parts of a model that lie over pp, tp or ep of a mesh, each saved as a checkpoint in a folder of the whole one.
 
     step-00000100/index.json                   the sizes of these axes, and the checksum of each part's index
     step-00000100/part-pp0-tp1/index.json      a checkpoint, as that of a whole model
@@ -47,12 +47,12 @@ class ModelPart:
 
     @property
     def name(self) -> str:
-        """Its folder in the directory of a checkpoint; empty for a whole model."""
+        """Folder of the part in a checkpoint's directory; empty for a whole model."""
         return _name(self.sizes, self.coordinates)
 
     @property
     def names(self) -> list[str]:
-        """The folders of all parts; none for a whole model."""
+        """Folders of all parts; none for a whole model."""
         return [_name(self.sizes, point) for point in product(*map(range, self.sizes.values()))] if self.sizes else []
 
     def everywhere(self, action: Callable[[], Result]) -> Result:
@@ -64,13 +64,13 @@ class ModelPart:
 
 
 def group_of(mesh: Mesh, model: torch.nn.Module) -> Communicator:
-    """The ranks of a mesh that hold the same parameters of a model without an engine."""
+    """Returns the ranks of a mesh that hold the same parameters of a model without an engine."""
     experts = any("ep" in placement(p).axes for p in model.parameters())
     return mesh.along("edp") if experts else mesh.along(*DATA)
 
 
 def part_of(mesh: Mesh, comm: Communicator) -> ModelPart:
-    """The part whose engine works over `comm`. Raises ConfigurationError for a group that is none of the mesh's."""
+    """Returns the part whose engine works over `comm`. Raises ConfigurationError for a group of another mesh."""
     if comm is mesh.along(*DATA):
         axes = [axis for axis in mesh.layout.model_axes if axis != "ep"]
     elif comm is mesh.along("edp"):
@@ -91,7 +91,7 @@ def _name(sizes: dict[str, int], point: Sequence[int]) -> str:
 
 
 def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dict[str, str]) -> Index:
-    """The index above those of the parts. about: of one of them. texts: the parts' indexes, by their folders."""
+    """Makes the index of the whole from those of the parts. about: of one part. texts: of all indexes, by folder."""
     ranks = part.whole.size
     model = {"class": about["model"]["class"], "parameters": [], "buffers": [], "tied": {}}
     kept = {name: about[name] for name in ("step", "micro_step", "engine")}
@@ -100,7 +100,7 @@ def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dic
 
 
 def contents(content: Index) -> dict[str, Index]:
-    """The indexes that have tensors: those of the parts by their folders, or the index itself, without a name.
+    """Reads the indexes that have tensors: those of the parts by folder, or the index itself under "".
 
     Raises CheckpointError for a part that is missing or not the one that was saved.
     """
@@ -109,7 +109,7 @@ def contents(content: Index) -> dict[str, Index]:
 
 
 def own_content(part: ModelPart, content: Index) -> Index:
-    """The index of this rank's part. Collective over all parts.
+    """Reads the index of this rank's part. Collective over all parts.
 
     Raises CheckpointError on every rank, CheckpointMismatch for a model that lies in other parts here.
     """

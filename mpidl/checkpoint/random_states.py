@@ -1,4 +1,4 @@
-"""The random numbers of python, numpy and torch: a rank's states, and going on from them."""
+"""States of the random generators of python, numpy and torch: their capture, check and restoration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MT19937_WORDS = 624
 
 
 def capture() -> dict[str, Any]:
-    """This process's states, of values that `tree` can encode."""
+    """Returns this process's states, as values that `tree` can encode."""
     kind, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": {"version": kind, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
@@ -29,7 +29,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Goes on from captured states; those of GPUs that are not here are left out."""
+    """Sets the generators to captured states, without those of GPUs that are not here."""
     random.setstate(_of_python(states))
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -59,7 +59,7 @@ def _of_python(states: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def derive(states: dict[str, Any], rank: int) -> None:
-    """States for a rank that the saving run did not have: of its own, and the same each time."""
+    """Seeds the generators of a rank that the saving run did not have, with the same seed at each load."""
     seed = zlib.crc32(states["torch"].numpy().tobytes() + rank.to_bytes(8, "little"))
     random.seed(seed)
     np.random.seed(seed)

@@ -1,9 +1,9 @@
-"""Reading ranges of logical tensors out of a checkpoint's files: only the bytes asked for, to where they belong.
+"""Reader of ranges of logical tensors from a checkpoint's files; reads only the bytes that are asked for.
 
     wanted    [      low .................. high      ]      of the flattened tensor
     slices    [ rank00000 | rank00001   | rank00002   ]      each read from where low..high overlaps it
 
-Nothing stands between a file and memory of the same dtype on the CPU; else one block does.
+Memory of the same dtype on the CPU is read into directly, other memory through a buffer of one block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_OPEN = 64  # files; a process may not open very many
 
 
 class Reader:
-    """Reads a checkpoint's tensors; a context manager, in which some files stay open once they were needed."""
+    """Reads a checkpoint's tensors. A context manager, inside which up to 64 files stay open."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -72,20 +72,20 @@ class Reader:
         flat.copy_(total / len(names))
 
     def fill(self, requests: Iterable[Request], after_each: Callable[[], None] = lambda: None) -> None:
-        """Reads all of what a plan asks for."""
+        """Reads all requests of a plan."""
         for request in requests:
             self.read(request.names, request.low, request.high, request.target)
             after_each()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU."""
+        """Reads a whole tensor, to the CPU."""
         entry = self.index.tensors[name]
         made = torch.empty(entry.shape, dtype=entry.dtype)
         self.read([name], 0, entry.count, made)
         return made
 
     def chunks(self, name: str, step: int) -> Iterator[torch.Tensor]:
-        """A whole tensor, flat, as consecutive pieces of at most so many elements, each checked."""
+        """Yields a whole tensor, flat, in consecutive pieces of at most `step` elements, each checked."""
         entry = self.index.tensors[name]
         for low in range(0, entry.count, step):
             high = min(low + step, entry.count)

@@ -1,4 +1,4 @@
-"""Reading files that others may have put there: regular ones alone, as opening a pipe would wait for its writer."""
+"""Opening of regular files alone: in a directory that others can write to, a pipe would wait for its writer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read from; opening waits for nothing. Raises OSError, also for what is no regular file."""
+    """Opens a file to read, without waiting, and returns its descriptor. Raises OSError, also for a special file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _regular(path, os.fstat(descriptor))
@@ -28,7 +28,7 @@ def open_regular(path: Path) -> int:
 
 
 def size_of(path: Path) -> int:
-    """A file's bytes. Raises OSError, also for what is no regular file."""
+    """Returns a file's size in bytes. Raises OSError, also for a special file."""
     return _regular(path, path.stat()).st_size
 
 
@@ -40,7 +40,7 @@ def _regular(path: Path, about: os.stat_result) -> os.stat_result:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """All bytes of a file. Raises OSError, also for a file of more than `most` bytes."""
+    """Reads all bytes of a file. Raises OSError, also for a file of more than `most` bytes."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

@@ -1,4 +1,4 @@
-"""save(): what all ranks agree on before anything is written, and the writing."""
+"""Saving of a checkpoint: all ranks agree on what is written before any of them writes."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def save(
     mesh: where the model lies in parts over pp, tp or ep of one, whose ranks all call: each part is kept with its own
         states and its first rank's `extra`, and the checkpoint is complete with all of them.
 
-    Raises CheckpointError alike on every rank for replicas that differ, too little space and whatever goes wrong while
-    writing: earlier checkpoints are as they were, and nothing is left of this one. ConfigurationError for arguments
+    Raises CheckpointError on every rank for replicas that differ, too little space and any failure to write: earlier
+    checkpoints are as they were, and nothing is left of this one. ConfigurationError for arguments
     that do not fit.
     """
     engine = engine_of(model, optimizer, process_group, mesh)
@@ -117,10 +117,10 @@ def save(
 
 
 def claim(path: str | Path, process_group: Communicator | None = None) -> None:
-    """Takes a directory for this job's checkpoints, as the first `save` does, which would be late to hear. Collective.
+    """Locks a directory for this job's checkpoints, as the first `save` would do only after its steps. Collective.
 
-    It is made unless it is there, and is the job's until rank 0 ends. Raises CheckpointError alike on every rank, with
-    the process that has it, its node and its job.
+    The directory is made if it is missing, and is the job's until rank 0 ends. Raises CheckpointError on every rank,
+    naming the process that holds it, its node and its job.
     """
 
     def take() -> None:
@@ -142,21 +142,21 @@ def wait(model: torch.nn.Module) -> Path | None:
 
 
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """Those of the micro-steps. Collective; ZeRO's part of it is so by itself, and fails alike on every rank."""
+    """Returns the gradients of the micro-steps. Collective; ZeRO's own method raises its errors on every rank."""
     return engine.gradients() if engine.owned is not None else together(engine.comm, engine.gradients)
 
 
 def _checked(
     path: Any, step: Any, micro_step: Any, keep_last: Any, file_bytes: Any
 ) -> tuple[Path, int, int, int | None, int]:
-    """The same as what they are to be. Raises ConfigurationError."""
+    """Converts the arguments to their types. Raises ConfigurationError."""
     kept = None if keep_last is None else _count("keep_last", keep_last, 1, ", or None to keep all")
     steps = _count("step", step, 0), _count("micro_step", micro_step, 0)
     return folder.path_of(path), *steps, kept, _count("file_bytes", file_bytes, 1)
 
 
 def _count(name: str, value: Any, least: int, otherwise: str = "") -> int:
-    """Also of numpy's integers."""
+    """Converts an integer, also numpy's. Raises ConfigurationError."""
     with contextlib.suppress(TypeError):
         if not isinstance(value, bool) and operator.index(value) >= least:
             return operator.index(value)
@@ -164,7 +164,7 @@ def _count(name: str, value: Any, least: int, otherwise: str = "") -> int:
 
 
 def _begin(part: ModelPart, path: Path, step: int, found: Collected) -> Path:
-    """The empty directory to write into, with those of the parts, once there is known to be space. Collective."""
+    """Makes the directory to write into, with those of the parts, and checks that there is space. Collective."""
     comm = part.whole
     own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
     needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES * (1 + len(part.names))

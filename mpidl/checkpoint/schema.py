@@ -1,9 +1,9 @@
-"""What an index and the header of a file may say: types, ranges, names, depths, and sizes beside each other.
+"""Checks of an index and of a file's header: types, ranges, names, depths, and sizes that must fit each other.
 
-    text --json--> content --check--> as the format has it: what is read from it is bounded by the files, and fits
+    text --json--> content --check--> valid content: all that is read by it lies inside the files
 
-Checks are functions of a value that raise Malformed. A record's are written down as a dictionary, those between fields
-follow it. What is saved is checked likewise, so that nothing is written that cannot be read.
+A check is a function of a value that raises Malformed. The checks of a record are a dictionary; those between fields
+follow it. What is saved is checked too, so that nothing is written that cannot be read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Check = Callable[[Any], None]
 
 
 def integer(least: int = 0) -> Check:
-    """Of at least `least`, in 64 bits; no boolean."""
+    """Returns a check for an integer of at least `least` that fits in 64 bits; no boolean."""
 
     def check(value: Any) -> None:
         if type(value) is not int or not least <= value <= _LARGEST:
@@ -70,7 +70,7 @@ def integer(least: int = 0) -> Check:
 
 
 def text(value: Any) -> None:
-    """A name: without null characters, and such that it can be encoded."""
+    """Checks a name: a text without null characters that UTF-8 can encode."""
     if type(value) is not str or len(value) > _LONGEST_NAME:
         raise Malformed(f"is {shown(value)}; needs a text of at most {_LONGEST_NAME} characters")
     if "\0" in value or not (value.isascii() or _is_unicode(value)):
@@ -86,7 +86,7 @@ def _is_unicode(value: str) -> bool:
 
 
 def nullable(inner: Check) -> Check:
-    """None, or what `inner` takes."""
+    """Returns a check for None or a value that `inner` takes."""
 
     def check(value: Any) -> None:
         if value is not None:
@@ -96,7 +96,7 @@ def nullable(inner: Check) -> Check:
 
 
 def items(inner: Check) -> Check:
-    """A list, of what `inner` takes."""
+    """Returns a check for a list of values that `inner` takes."""
 
     def check(value: Any) -> None:
         if type(value) is not list:
@@ -108,7 +108,7 @@ def items(inner: Check) -> Check:
 
 
 def mapping(inner: Check, key: Check = text) -> Check:
-    """An object with names that `key` takes and values that `inner` takes."""
+    """Returns a check for an object with names that `key` takes and values that `inner` takes."""
 
     def check(value: Any) -> None:
         if type(value) is not dict:
@@ -121,7 +121,7 @@ def mapping(inner: Check, key: Check = text) -> Check:
 
 
 def record(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None, exact: bool = False) -> Check:
-    """An object with these fields. exact: and with no others."""
+    """Returns a check for an object with these fields. exact: and with no others."""
     known = {**needed, **(optional or {})}
 
     def check(value: Any) -> None:
@@ -139,13 +139,13 @@ def record(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = N
 
 
 def dtype_code(value: Any) -> None:
-    """As safetensors writes a dtype."""
+    """Checks the code of a dtype in safetensors' format."""
     if type(value) is not str or value not in DTYPES:
         raise Malformed(f"is {shown(value)}; needs the name of a dtype, such as F32")
 
 
 def named(pattern: re.Pattern[str], what: str) -> Check:
-    """A text of this form. what: it names, with an example."""
+    """Returns a check for a text of this form. what: the text's name and an example, for the error."""
 
     def check(value: Any) -> None:
         if type(value) is not str or not pattern.fullmatch(value):
@@ -155,7 +155,7 @@ def named(pattern: re.Pattern[str], what: str) -> Check:
 
 
 def one_of(choices: Sequence[str]) -> Check:
-    """One of these texts."""
+    """Returns a check for one of these texts."""
 
     def check(value: Any) -> None:
         if value not in choices:
@@ -173,13 +173,13 @@ def _one_sum(value: Any) -> None:
 
 
 def sums(value: Any) -> None:
-    """CRC-32 of blocks, as 8 digits each."""
+    """Checks a list of CRC-32 sums of blocks, of 8 digits each."""
     if type(value) is not list or not all(type(one) is str and len(one) == 8 for one in value):
         raise Malformed(f"is {shown(value)}; needs checksums of 8 digits")
 
 
 def bytes_of(code: str, shape: Iterable[int]) -> int:
-    """Of a tensor. Raises Malformed for a shape that is none."""
+    """Computes the bytes of a tensor. Raises Malformed for an invalid shape."""
     sizes = list(shape)
     if len(sizes) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in sizes):
         raise Malformed(f"has the shape {shown(sizes)}; needs at most {_MOST_DIMENSIONS} sizes of at least 0")
@@ -205,7 +205,7 @@ _FILES = mapping(record({"bytes": integer()}, {"header": nullable(text)}), file_
 
 
 def check_index(content: Any) -> None:
-    """Raises Malformed unless the content of an index is as the format has it."""
+    """Raises Malformed unless the content of an index is valid."""
     names: dict[str, bool] = {}  # of tensors in other values; whether they must be such as numpy has
 
     def encoded(value: Any) -> None:
@@ -251,7 +251,7 @@ def check_index(content: Any) -> None:
 
 
 def _check_slices(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Slices cover their tensor, each is another piece of a file, and the pieces of a file find room in it."""
+    """Checks that slices cover their tensor, that no two are one piece of a file, and that pieces fit in their file."""
     filled = dict.fromkeys(files, 0)
     taken: set[tuple[str, str]] = set()
     for name, entry in tensors.items():
@@ -278,7 +278,7 @@ def _check_slices(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
 
 
 def _check_names(content: Mapping[str, Any], names: Mapping[str, bool]) -> None:
-    """What is named is there, and what several ranks have of one thing is of one kind."""
+    """Checks that named tensors exist, and that the ranks' own values of a tensor have one shape and dtype."""
     tensors, model, ranks = content["tensors"], content["model"], content["ranks"]
     if len(content["own"]) != ranks:
         raise Malformed(f"own: has {len(content['own'])} entries; needs one of each of {ranks} ranks")
@@ -342,7 +342,7 @@ _METADATA = mapping(lambda value: None)
 
 
 def check_header(content: Any) -> None:
-    """Raises Malformed unless a header is one, and no tensor lies in another."""
+    """Raises Malformed unless a header is valid and its tensors do not overlap."""
     if type(content) is not dict:
         raise Malformed(f"is {shown(content)}; needs an object")
     _METADATA(content.get("__metadata__", {}))

@@ -1,4 +1,4 @@
-"""Safetensors files, written and read in blocks: no tensor is copied whole on its way, and every block is checksummed.
+"""Safetensors files, written and read in blocks: no tensor is copied whole, and every block has a checksum.
 
     8 bytes   length of the header
     header    JSON: name -> dtype, shape, where its bytes begin and end; padded with blanks to a multiple of 8
@@ -32,7 +32,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor's bytes lie in a file."""
+    """Bytes begin..end of a file that hold a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class Written:
 
 
 def checksum(data: Any) -> str:
-    """CRC-32 of bytes, in 8 digits."""
+    """Computes the CRC-32 of bytes, as 8 digits."""
     return f"{zlib.crc32(data):08x}"
 
 
 def code_of(dtype: torch.dtype, name: str) -> str:
-    """The format's name of a dtype. CheckpointError for one that it has not, with the tensor's name."""
+    """Returns the format's name of a dtype. Raises CheckpointError, naming the tensor, for a dtype it lacks."""
     if dtype not in CODES:
         raise CheckpointError(f"{name}: a tensor of {dtype} cannot be kept in a safetensors file")
     return CODES[dtype]
@@ -64,7 +64,7 @@ def code_of(dtype: torch.dtype, name: str) -> str:
 def header_of(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Place]]:
-    """A file's first bytes, and where in the file each of these tensors (name, dtype, shape) will lie."""
+    """Makes a file's header, and lays out these tensors (name, dtype, shape) behind it."""
     ordered = sorted(tensors, key=lambda t: -t[1].itemsize)  # so that every tensor is aligned to its elements
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -83,7 +83,7 @@ def header_of(
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
     raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -91,7 +91,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def blocks_of(tensor: torch.Tensor) -> Iterable[memoryview]:
-    """A tensor's bytes, in the order of its elements, block by block; those of a device come over one at a time."""
+    """Yields a tensor's bytes block by block, in the order of its elements; copies one block at a time from a GPU."""
     flat = tensor.detach().reshape(-1)
     step = BLOCK // flat.dtype.itemsize
     for start in range(0, flat.numel(), step):
@@ -103,7 +103,7 @@ def write_file(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int], Callable[[], torch.Tensor]]],
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Writes tensors (name, dtype, shape, and what gives the values) into a new file, and waits for the disk."""
+    """Writes tensors (name, dtype, shape, function that returns the values) into a new file, and waits for the disk."""
     first, places = header_of([(name, dtype, shape) for name, dtype, shape, _ in tensors], metadata)
     by_name = {name: values for name, _, _, values in tensors}
     sums: dict[str, list[str]] = {}
@@ -132,13 +132,13 @@ def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
 
 
 class naming:
-    """Inside, an error of the system that names no file gets this one's path."""
+    """Context manager that adds a file's path to an OSError that names no file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, OSError) and not error.filename:
@@ -216,7 +216,7 @@ class TensorFile:
                 )
 
     def close(self) -> None:
-        """Gives the file back."""
+        """Closes the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

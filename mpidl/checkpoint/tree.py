@@ -29,25 +29,25 @@ _SHOWN = 60  # characters of a value in a message
 
 
 class Malformed(ValueError):
-    """Something that cannot be as it is. what: is wrong; place: keys and numbers, from the outside to the inside."""
+    """Error in a nested value. what: is wrong with it; place: keys and numbers, from the outside to the inside."""
 
     def __init__(self, what: str, place: tuple[Any, ...] = ()) -> None:
         super().__init__(what, place)
         self.what, self.place = what, place
 
     def __str__(self) -> str:
-        """Both in one line."""
+        """Returns place and problem in one line."""
         where = ".".join(_cut(str(key)) for key in self.place)
         return f"{where}: {self.what}" if where else self.what
 
 
 def within(key: Any, error: Malformed) -> Malformed:
-    """The same error, of what holds the value under this key."""
+    """Returns the error with a key put before its place."""
     return Malformed(error.what, (key, *error.place))
 
 
 def check_at(key: Any, check: Callable[..., None], *values: Any) -> None:
-    """Calls a check of what lies under this key, which what it raises names."""
+    """Calls a check, and adds the key to the place of the error that it raises."""
     try:
         check(*values)
     except Malformed as error:
@@ -55,7 +55,7 @@ def check_at(key: Any, check: Callable[..., None], *values: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, and in one line."""
+    """Formats a value for a message: short, and in one line."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return _cut(repr(value))
@@ -67,7 +67,7 @@ def _cut(text: str) -> str:
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """What JSON can hold of `value`; its tensors are added to `tensors` under names that begin with `where`.
+    """Encodes a value for JSON; adds its tensors to `tensors` under names that begin with `where`.
 
     Raises ConfigurationError, with the place, for anything that is no number, string, bytes, None, tensor, numpy
     array, dictionary, list or tuple.
@@ -83,9 +83,9 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def check(value: Any, names: dict[str, bool], depth: int = 0) -> None:
-    """Raises Malformed unless `decode` can work. names: grows by the tensors that it will ask for, each once.
+    """Raises Malformed unless `decode` can work. names: gets the tensors that `decode` will ask for, each once.
 
-    In `names` stands True for those that become arrays.
+    Their values in `names` are True for those that become arrays.
     """
     if not isinstance(value, dict | list):
         return
@@ -98,7 +98,7 @@ def check(value: Any, names: dict[str, bool], depth: int = 0) -> None:
 
 
 def tag_of(value: Any) -> str | None:
-    """The only key of an object that stands for something else."""
+    """Returns the only key of an object that encodes another type; else None."""
     if isinstance(value, dict) and len(value) == 1:
         key = next(iter(value))
         return str(key) if key.startswith("$") else None
@@ -106,7 +106,7 @@ def tag_of(value: Any) -> str | None:
 
 
 def _content(tag: str, content: Any, names: dict[str, bool]) -> list[Any]:
-    """The values within a tagged one, which is checked itself."""
+    """Checks a tagged value, and returns the values inside it."""
     if tag == "$tuple" and isinstance(content, list):
         return content
     if tag == "$dict" and isinstance(content, list) and all(isinstance(p, list) and len(p) == 2 for p in content):
@@ -131,7 +131,7 @@ def _content(tag: str, content: Any, names: dict[str, bool]) -> list[Any]:
 
 
 def _is_scalar(content: Any) -> bool:
-    """Whether a tensor without dimensions can be made of it: its dtype, and its value in that."""
+    """Returns True for [dtype, value] that make a tensor without dimensions."""
     if not isinstance(content, list) or len(content) != 2 or content[0] not in _SCALAR_NAMES:
         return False
     dtype, value = getattr(torch, content[0]), content[1]
@@ -151,7 +151,7 @@ _MEANS: dict[str, Callable[[Any], bool]] = {
 
 
 def _hashable(key: Any) -> bool:
-    """Whether what stands for a key of a dictionary becomes one."""
+    """Returns True if the decoded key can be one of a dictionary."""
     tag = tag_of(key)
     if tag == "$tuple":
         return isinstance(key[tag], list) and all(map(_hashable, key[tag]))
@@ -217,7 +217,7 @@ _KINDS |= {"$tensor": "tensor", "$array": "tensor", "$dtype": "dtype"}
 
 
 def _inner(encoded: Any) -> dict[Any, Any]:
-    """What an encoded value holds, by keys or numbers."""
+    """Returns the values inside an encoded one, by keys or numbers."""
     tag = tag_of(encoded)
     if tag == "$dict":
         return {key: value for key, value in encoded[tag] if not isinstance(key, list | dict)}
@@ -233,7 +233,7 @@ def _kind(encoded: Any) -> str:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """What `encode` was given. tensor: gives a tensor by its name."""
+    """Decodes what `encode` returned. tensor: reads a tensor by its name."""
     if isinstance(value, list):
         return [decode(v, tensor) for v in value]
     if not isinstance(value, dict):
@@ -261,7 +261,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def names_in(value: Any) -> list[str]:
-    """The tensors that `decode` will ask for."""
+    """Lists the tensors that `decode` will ask for."""
     names: dict[str, bool] = {}
     check(value, names)
     return [*names]

@@ -1,13 +1,14 @@
-"""One rank's part of a checkpoint on its way to the disk, and the parts put together.
+"""Writing of each rank's part of a checkpoint, and the commit of all parts on rank 0.
 
-Together, or behind the next steps: in a thread of its own, which talks to nobody. There each rank leaves what it has
-written in a file beside its tensors, and rank 0's thread waits for all of them and gives the directory its name:
+In the foreground, `save` writes and the ranks agree by collectives. In the background, a thread on each rank writes
+during the next steps. These threads use no MPI: each leaves a description of its files next to them, and rank 0's
+thread polls for all of them and renames the directory:
 
-    rank00001.writing      not through yet            gone, with no .json: it failed
-    rank00001.json         all is on the disk, and this is what
+    rank00001.writing      still writing              missing, with no .json: it failed
+    rank00001.json         all is on the disk; lists the files
     rank00001.failed       why it failed, if that could be written
 
-A failure is heard of by `wait`. If the program ends without, rank 0 ends the job with it (`ending.UNHEARD`).
+`wait` raises a failure. If the program ends without a `wait`, rank 0 ends the job with it (`ending.UNHEARD`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Part = dict[str, Any]
 
 
 def write_part(path: Path, rank: int, pieces: Sequence[Piece], own: dict[str, Any], file_bytes: int) -> Part:
-    """Writes this rank's files, none much larger than `file_bytes`, and says what is in them. Raises OSError.
+    """Writes this rank's files, none much larger than `file_bytes`, and describes them. Raises OSError.
 
     own: JSON of this rank, for the index.
     """
@@ -68,9 +69,9 @@ def _groups(pieces: Sequence[Piece], file_bytes: int) -> list[list[Piece]]:
 
 
 class Saving:
-    """A checkpoint that is being saved. path: the directory that it will be.
+    """A checkpoint that is being saved. path: its final directory.
 
-    write: writes what this rank owns into a directory. finish: rank 0's: makes a checkpoint of what all have written.
+    write: writes what this rank owns. finish: on rank 0, commits what all ranks have written.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Saving:
             raise self._explained(str(error)) from cause
 
     def start(self) -> None:
-        """Writes in a thread, beside what the program does next."""
+        """Writes in a thread, while the program goes on. Collective."""
         UNFINISHED.update(self._unfinished)
         with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
             self._mark("writing").touch()
@@ -123,7 +124,7 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether this rank is through; on rank 0: whether the checkpoint is complete, or failed. Not collective."""
+        """True once this rank has written; on rank 0, once the checkpoint is complete or failed. Not collective."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -157,7 +158,7 @@ class Saving:
         self._failures = (failed, failed_to_finish)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has nothing under way."""
+        """Returns None: a copy of the model has no checkpoint in flight."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -184,7 +185,7 @@ class Saving:
         return write()
 
     def _all_parts(self, own: Part | None, failed: Failure | None) -> list[Part]:
-        """All ranks' parts, once all are through. Raises what `wait` will, if some could not write theirs."""
+        """Waits for all ranks' threads and returns their parts. Raises the error that `wait` will, if a rank failed."""
         parts, failures = [own or {}], [failed]
         for rank in range(1, self._comm.size):
             while self._mark("writing", rank).exists():
@@ -221,7 +222,7 @@ class Saving:
 def finisher(
     temporary: Path, of: parts.ModelPart, about: dict[str, Any], keep_last: int | None
 ) -> Callable[[list[Part]], Path]:
-    """Returns what makes, on rank 0, a checkpoint of the files of all ranks, which `labelled` has labelled."""
+    """Returns the function that commits on rank 0. It takes the ranks' parts, which `labelled` has labelled."""
 
     def finish(written: list[Part]) -> Path:
         if not of.sizes:
@@ -238,7 +239,7 @@ def finisher(
 
 
 def labelled(written: Part, of: parts.ModelPart, about: dict[str, Any]) -> Part:
-    """Adds to a rank's files, where a model lies in parts, the part's name, the rank in it and its index."""
+    """Adds the part's name, the rank in it and its index to a rank's files, where a model lies in parts."""
     if not of.sizes:
         return written
     return {**written, "part": of.name, "rank": of.comm.rank, "about": about if of.comm.rank == 0 else None}

@@ -517,7 +517,7 @@ def test_tensors_without_values_or_places_of_their_own_are_refused_by_name(comm,
     refused = {
         "model: weight is on the meta device": lambda: save(shared, torch.nn.Linear(2, 2, device="meta"), step=2),
         "model: weight has no shape yet": lambda: save(shared, torch.nn.LazyLinear(2), step=2),
-        "model: several elements of ones are one in memory": lambda: load(shared, spread, process_group=comm),
+        "model: several elements of ones share memory": lambda: load(shared, spread, process_group=comm),
         r"extra: got a Tensor": lambda: save(shared, plain, extra=torch.ones(2, device="meta"), process_group=comm),
         r"extra: got a ndarray": lambda: save(shared, plain, extra=np.ones(2, ">f4"), process_group=comm),
         "extra: is nested too deeply, or holds itself": lambda: save(shared, plain, extra=loop, process_group=comm),
