@@ -22,7 +22,7 @@ from ..errors import ConfigurationError
 from ..models.published import published_files
 from ..optim.elementwise import elementwise, is_slice
 from . import random_states, tree
-from .engine import Engine, Place
+from .engine import Engine, HeldTensor
 from .schema import SLICES
 from .tensorfile import code_of
 
@@ -96,23 +96,23 @@ def collect(
     shared: dict[str, torch.Tensor] = {}
     own_prefix = rank_name(engine.comm.rank)
 
-    def add(name: str, place: Place, values: torch.Tensor, apart: bool) -> None:
-        low, high = place.writes
-        if apart and engine.comm.size > 1:
+    def add(name: str, held: HeldTensor, values: torch.Tensor, per_rank: bool) -> None:
+        low, high = held.writes
+        if per_rank and engine.comm.size > 1:
             name, low, high = f"{own_prefix}/{name}", 0, values.numel()
-        elif place.shared:
+        elif held.shared:
             shared[name] = values
         # A tensor without elements is written too, so that its shape is known.
-        if high > low or (place.count == 0 and (apart or engine.comm.rank == 0)):
-            pieces.append(Piece(name, place.shape, values.dtype, low, high, lambda: part(place, values, low, high)))
+        if high > low or (held.count == 0 and (per_rank or engine.comm.rank == 0)):
+            pieces.append(Piece(name, held.shape, values.dtype, low, high, lambda: part(held, values, low, high)))
 
-    def part(place: Place, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    def part(held: HeldTensor, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
         engine.forget()  # the tensor before this one
-        return _part(place, values, low, high)
+        return _part(held, values, low, high)
 
-    places = [*engine.parameters, *engine.buffers]
-    for place in places:
-        add(f"model/{place.name}", place, place.values, place.apart)
+    tensors = [*engine.parameters, *engine.buffers]
+    for held in tensors:
+        add(f"model/{held.name}", held, held.values, held.per_rank)
     about: dict[str, Any] = {
         "step": step,
         "micro_step": micro_step,
@@ -120,8 +120,8 @@ def collect(
         "engine": engine.kind,
         "model": {
             "class": type(engine.model).__name__,
-            "parameters": [place.name for place in engine.parameters],
-            "buffers": [place.name for place in engine.buffers],
+            "parameters": [held.name for held in engine.parameters],
+            "buffers": [held.name for held in engine.buffers],
             "tied": engine.tied,
             "published": published_files(engine.model),
         },
@@ -136,12 +136,12 @@ def collect(
         if engine.owned is not None and engine.owned.steps is not None:
             about["optimizer"]["steps"] = engine.owned.steps
             unseen = engine.owned.unseen()
-            for place in engine.parameters:
-                if place.parameter in unseen:
-                    add(f"seen/{place.name}", place, engine.owned.seen(place.parameter), False)
-    for place in engine.parameters:
-        if place.name in gradients:
-            add(f"gradient/{place.name}", place, gradients[place.name], engine.gradients_apart)
+            for held in engine.parameters:
+                if held.parameter in unseen:
+                    add(f"seen/{held.name}", held, engine.owned.seen(held.parameter), False)
+    for held in engine.parameters:
+        if held.name in gradients:
+            add(f"gradient/{held.name}", held, gradients[held.name], engine.gradients_per_rank)
     for name in _PARTS:
         if parts.get(name) is not None:
             about[name] = tree.encode(state_of(name, parts[name]), name, whole)
@@ -165,10 +165,10 @@ def collect(
     return Collected(pieces, about, own, shared)
 
 
-def _part(place: Place, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+def _part(held: HeldTensor, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
     if high - low == values.numel():
         return values
-    return values.detach().reshape(-1)[low - place.start : high - place.start]
+    return values.detach().reshape(-1)[low - held.start : high - held.start]
 
 
 def _whole(name: str, values: torch.Tensor) -> Piece:
@@ -183,7 +183,7 @@ def state_of(name: str, part: Any) -> Any:
 
 
 def _optimizer(
-    engine: Engine, add: Callable[[str, Place, torch.Tensor, bool], None], whole: dict[str, torch.Tensor]
+    engine: Engine, add: Callable[[str, HeldTensor, torch.Tensor, bool], None], whole: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Describes the optimizer: groups with the parameters' names, and the states of each parameter."""
     optimizer = cast("torch.optim.Optimizer", engine.optimizer)
@@ -193,18 +193,18 @@ def _optimizer(
         names = [engine.names[p] for p in group["params"]]
         groups.append({"params": names, "settings": tree.encode(settings, f"optimizer.group{number}", whole)})
     state: dict[str, Any] = {}
-    kept = [(place, place.key, optimizer.state.get(place.key)) for place in engine.parameters if place.key is not None]
+    kept = [(held, held.key, optimizer.state.get(held.key)) for held in engine.parameters if held.key is not None]
     cut = elementwise((key.shape, entry) for _, key, entry in kept if entry)
-    for place, _, entry in kept:
+    for held, _, entry in kept:
         if not entry:
             continue
-        state[place.name] = {}
+        state[held.name] = {}
         for key, value in entry.items():
             if not isinstance(key, str) or "/" in key:
-                raise ConfigurationError(f"optimizer: its state of {place.name} has the key {key!r}; needs a word")
-            if key in cut and is_slice(value, cast(torch.Tensor, place.key)):
-                add(f"optimizer/{key}/{place.name}", place, value.detach(), place.apart)
-                state[place.name][key] = SLICES
+                raise ConfigurationError(f"optimizer: its state of {held.name} has the key {key!r}; needs a word")
+            if key in cut and is_slice(value, cast(torch.Tensor, held.key)):
+                add(f"optimizer/{key}/{held.name}", held, value.detach(), held.per_rank)
+                state[held.name][key] = SLICES
             else:
-                state[place.name][key] = tree.encode(value, f"optimizer.{key}", whole)
+                state[held.name][key] = tree.encode(value, f"optimizer.{key}", whole)
     return {"class": engine.optimizer_class, "groups": groups, "state": state}

@@ -36,7 +36,7 @@ _LINE = 1 << 10  # elements to which such cuts are rounded
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class HeldTensor:
     """A tensor of the model, or the slice of it that this rank holds.
 
     values: elements start..stop of the flattened tensor, or the whole tensor in its own shape. writes: the range of
@@ -52,7 +52,7 @@ class Place:
     writes: tuple[int, int]
     key: torch.Tensor | None = None
     parameter: torch.nn.Parameter | None = None
-    apart: bool = False
+    per_rank: bool = False
     shared: bool = False
 
     @property
@@ -100,8 +100,9 @@ class Engine:
         self.kind = "plain" if self.ddp is None else "ddp"
         if self.zero is not None:
             self.kind = f"zero{self.zero.stage}"
-        # After the warm-up of post-local SGD each rank goes its own way between the averagings.
-        self.apart = self.averager is not None and self.averager.steps > getattr(self.averager, "warmup_steps", 0)
+        # After the warm-up of post-local SGD the ranks' weights differ between the averagings.
+        averager = self.averager
+        self.weights_per_rank = averager is not None and averager.steps > getattr(averager, "warmup_steps", 0)
         self._check_values()
         self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.tied = _tied(self.model)
@@ -126,7 +127,7 @@ class Engine:
         """Name of the optimizer's class."""
         return self.optimizer_type.__name__
 
-    def _parameters(self) -> Iterator[Place]:
+    def _parameters(self) -> Iterator[HeldTensor]:
         own = {} if self.owned is None else {part.parameter: part for part in self.owned.slices()}
         ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
         small = 0
@@ -136,12 +137,13 @@ class Engine:
                 part = own[p]
                 values = part.values.detach()
                 writes = (part.start, part.stop if part.writes else part.start)
-                yield Place(name, shape, values, part.start, part.stop, writes, part.values, p)
+                yield HeldTensor(name, shape, values, part.start, part.stop, writes, part.values, p)
                 continue
-            apart = self.comm.size > 1 and (self.apart or name in ignored)
-            writes = (0, p.numel()) if apart else self._share(p.numel(), small)
+            per_rank = self.comm.size > 1 and (self.weights_per_rank or name in ignored)
+            writes = (0, p.numel()) if per_rank else self._share(p.numel(), small)
             small += p.numel() < _CUT
-            yield Place(name, shape, p.detach(), 0, p.numel(), writes, p, p, apart, not apart and self.comm.size > 1)
+            shared = not per_rank and self.comm.size > 1
+            yield HeldTensor(name, shape, p.detach(), 0, p.numel(), writes, p, p, per_rank, shared)
 
     def _share(self, count: int, number: int) -> tuple[int, int]:
         """Chooses the range that this rank writes of a tensor that all ranks hold.
@@ -154,16 +156,16 @@ class Engine:
         each = -(-count // (size * _LINE)) * _LINE
         return min(rank * each, count), min((rank + 1) * each, count)
 
-    def _buffers(self) -> Iterator[Place]:
+    def _buffers(self) -> Iterator[HeldTensor]:
         """Yields the buffers that a state_dict holds. Rank 0 writes them, as DDP broadcasts its own."""
         kept = _persistent(self.model)
         ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
         for name, b in self.model.named_buffers():
             if name in kept:
                 unlike = self.ddp is not None and (name in ignored or not self.ddp.broadcast_buffers)
-                apart = self.comm.size > 1 and (self.apart or unlike)
-                count = b.numel() if apart or self.comm.rank == 0 else 0
-                yield Place(name, tuple(b.shape), b.detach(), 0, b.numel(), (0, count), apart=apart)
+                per_rank = self.comm.size > 1 and (self.weights_per_rank or unlike)
+                count = b.numel() if per_rank or self.comm.rank == 0 else 0
+                yield HeldTensor(name, tuple(b.shape), b.detach(), 0, b.numel(), (0, count), per_rank=per_rank)
 
     def _check_values(self) -> None:
         own = set() if self.owned is None else {part.parameter for part in self.owned.slices()}
@@ -175,10 +177,10 @@ class Engine:
 
     def check_writable(self) -> None:
         """Raises ConfigurationError for a tensor whose elements share memory, as `expand` makes them."""
-        for place in (*self.parameters, *self.buffers):
-            sizes = zip(place.values.shape, place.values.stride(), strict=True)
+        for held in (*self.parameters, *self.buffers):
+            sizes = zip(held.values.shape, held.values.stride(), strict=True)
             if any(size > 1 and stride == 0 for size, stride in sizes):
-                raise ConfigurationError(f"model: several elements of {place.name} share memory; clone() it")
+                raise ConfigurationError(f"model: several elements of {held.name} share memory; clone() it")
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None or self.zero is not None:
@@ -190,7 +192,7 @@ class Engine:
                         f"optimizer: a tensor of shape {tuple(p.shape)} in group {number} is no parameter of the model"
                     )
 
-    def check_alike(self, what: str, shared: Mapping[str, torch.Tensor]) -> None:
+    def check_replicas(self, what: str, shared: Mapping[str, torch.Tensor]) -> None:
         """Raises CheckpointError on every rank unless the ranks hold equal values of `shared`. Collective.
 
         Each rank writes a part of these tensors. Buffers are rank 0's, or each rank's own, and need no comparison.
@@ -219,7 +221,7 @@ class Engine:
     # ---- gradients of micro-steps that no step has used yet ---------------------------------------------------
 
     @property
-    def gradients_apart(self) -> bool:
+    def gradients_per_rank(self) -> bool:
         """True if passes under no_sync left each rank its own gradients."""
         reducer = None if self.ddp is None else self.ddp._reducer
         return reducer is not None and bool(reducer._quietly)
@@ -239,7 +241,7 @@ class Engine:
                 found[name] = p.grad
         return found
 
-    def new_gradients(self, dtypes: dict[str, torch.dtype], apart: bool) -> dict[str, torch.Tensor]:
+    def new_gradients(self, dtypes: dict[str, torch.dtype], per_rank: bool) -> dict[str, torch.Tensor]:
         """Replaces the gradients by new memory of these dtypes, to be filled. per_rank: see `gradients_per_rank`."""
         if self.owned is not None:
             by_parameter = {p: dtypes[name] for p, name in self.names.items() if name in dtypes}
@@ -251,7 +253,7 @@ class Engine:
             if p.grad is not None:
                 found[name] = p.grad
         if self.ddp is not None and self.ddp._reducer is not None:
-            self.ddp._reducer._quietly = {p for p, name in self.names.items() if name in dtypes} if apart else set()
+            self.ddp._reducer._quietly = {p for p, name in self.names.items() if name in dtypes} if per_rank else set()
         return found
 
     def hook_state(self) -> Any:

@@ -38,7 +38,7 @@ from .reading import Reader
 from .regular import read_regular
 from .saving import wait
 from .schema import BLOCK, LONGEST_INDEX, file_name, mapping, record
-from .tensorfile import Place, TensorFile, as_bytes, checksum, header_of, naming, write_all
+from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, naming, write_all
 
 SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
@@ -51,11 +51,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20,
 class _File:
     name: str
     first: bytes
-    places: dict[str, Place]
+    spans: dict[str, TensorSpan]
 
     @property
     def bytes(self) -> int:
-        return max((place.end for place in self.places.values()), default=len(self.first))
+        return max((span.end for span in self.spans.values()), default=len(self.first))
 
 
 def byte_count(size: int | str) -> int:
@@ -91,23 +91,23 @@ def export_safetensors(
     engine = Engine(model, optimizer, process_group, needed=_WHOLE)
     wait(model)
     into = together(engine.comm, lambda: folder.path_of(path))
-    if engine.apart and engine.comm.size > 1:
+    if engine.weights_per_rank and engine.comm.size > 1:
         raise ConfigurationError("export_safetensors: the ranks' weights differ; call average_parameters() before")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype: got {dtype}; needs a floating dtype")
     limit = byte_count(max_shard_size)
     published = together(engine.comm, lambda: published_files(engine.model))
-    places = [*engine.parameters, *engine.buffers]
-    engine.check_alike(f"{path} was not exported", {place.name: place.values for place in places if place.shared})
+    all_held = [*engine.parameters, *engine.buffers]
+    engine.check_replicas(f"{path} was not exported", {held.name: held.values for held in all_held if held.shared})
 
     def own() -> Iterator[tuple[str, int, torch.Tensor]]:
-        for place in places:
-            low, high = place.writes if not place.apart or engine.comm.rank == 0 else (0, 0)
-            whole = place.values if place.values.is_contiguous() or high <= low else place.values.contiguous()
+        for held in all_held:
+            low, high = held.writes if not held.per_rank or engine.comm.rank == 0 else (0, 0)
+            whole = held.values if held.values.is_contiguous() or high <= low else held.values.contiguous()
             if high > low:
-                yield place.name, low, whole.view(-1)[low - place.start : high - place.start]
+                yield held.name, low, whole.view(-1)[low - held.start : high - held.start]
 
-    tensors = [(place.name, _dtype(place.values.dtype, dtype), place.shape) for place in places]
+    tensors = [(held.name, _dtype(held.values.dtype, dtype), held.shape) for held in all_held]
     _export(engine.comm, into, tensors, own, limit, published)
 
 
@@ -131,10 +131,10 @@ def export_checkpoint(
         about = content.about["model"]
         names = [*about["parameters"], *about["buffers"]]
         sources = {name: f"model/{name}" for name in names if f"model/{name}" in content.tensors}
-        apart = [name for name in names if name not in sources]
-        if apart:
+        differing = [name for name in names if name not in sources]
+        if differing:
             raise CheckpointError(
-                f"{content.file}: the ranks had each their own {apart[0]}; load it into a model, and export that"
+                f"{content.file}: the ranks had each their own {differing[0]}; load it into a model, and export that"
             )
 
         def own() -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -249,9 +249,9 @@ def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], published: Mappi
     """
     if _WEIGHTS.fullmatch(file.name):
         with TensorFile(file) as opened:
-            if any(shapes.get(name) != place.shape for name, place in opened.places.items()):
+            if any(shapes.get(name) != span.shape for name, span in opened.spans.items()):
                 return False
-            ordered = [(name, opened.places[name].dtype, shapes[name]) for name in shapes if name in opened.places]
+            ordered = [(name, opened.spans[name].dtype, shapes[name]) for name in shapes if name in opened.spans]
             first, _ = header_of(ordered, {"format": "pt"})
             return checksum(first) == opened.header
     if file.name == HF_INDEX:
@@ -302,19 +302,19 @@ def _create(path: Path, files: Sequence[_File]) -> None:
 
 
 def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-    where = {name: file for file in files for name in file.places}
+    where = {name: file for file in files for name in file.spans}
     with contextlib.ExitStack() as stack:
         opened: dict[str, Any] = {}
         for name, low, values in own:
             file = where[name]
-            beside, place = _beside(path, file), file.places[name]
+            beside, span = _beside(path, file), file.spans[name]
             with naming(beside):
                 if file.name not in opened:
                     opened[file.name] = stack.enter_context(beside.open("r+b", buffering=0))
-                step = BLOCK // max(place.dtype.itemsize, values.dtype.itemsize)
+                step = BLOCK // max(span.dtype.itemsize, values.dtype.itemsize)
                 for start in range(0, values.numel(), step):
-                    block = values[start : start + step].to(device="cpu", dtype=place.dtype)
-                    at = place.begin + (low + start) * place.dtype.itemsize
+                    block = values[start : start + step].to(device="cpu", dtype=span.dtype)
+                    at = span.begin + (low + start) * span.dtype.itemsize
                     write_all(opened[file.name].fileno(), as_bytes(block), at)
         for file in files:
             if file.name in opened:
@@ -331,8 +331,8 @@ def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], for
     for file in files:
         _beside(path, file).replace(path / file.name)
     if len(files) > 1:
-        total = sum(place.end - place.begin for file in files for place in file.places.values())
-        weight_map = {name: file.name for file in files for name in file.places}
+        total = sum(span.end - span.begin for file in files for span in file.spans.values())
+        weight_map = {name: file.name for file in files for name in file.spans}
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         folder.write_text(path / HF_INDEX, json.dumps(content, indent=2) + "\n")
     for name, text in settings.items():
@@ -396,10 +396,10 @@ def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -
     for name in files:
         with TensorFile(path / name) as file:
             content.files[name] = {"bytes": file.bytes}
-            for key, place in file.places.items():
+            for key, span in file.spans.items():
                 own = names(key)
                 if own is not None:
-                    entry = Entry(place.dtype, place.shape)
+                    entry = Entry(span.dtype, span.shape)
                     entry.slices.append(index.Slice(name, key, 0, entry.count, []))
                     content.tensors[f"model/{own}"] = entry
     found = {name.removeprefix("model/") for name in content.tensors}

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from . import tree
-from .engine import Engine, Place
+from .engine import Engine, HeldTensor
 from .index import Index
 from .schema import SLICES
 
@@ -48,36 +48,36 @@ class KeptStates:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self._index.file}: optimizer.groups.{number}: {error}") from None
 
-    def check(self, place: Place, saved: Mapping[str, Any]) -> None:
+    def check(self, held: HeldTensor, saved: Mapping[str, Any]) -> None:
         """Raises CheckpointError for saved states of a parameter that the optimizer does not keep."""
-        wanted = self._of_a_step(place)
+        wanted = self._of_a_step(held)
         problem = next((f"lacks {key}" for key in wanted if key not in saved), None)
-        for key, value in (wanted or self._there(place)).items():
-            if key in saved and not self._fits(place, saved[key], value):
+        for key, value in (wanted or self._there(held)).items():
+            if key in saved and not self._fits(held, saved[key], value):
                 problem = f"{key} is {tree.shown(saved[key])}, which {self._class.__name__} does not keep"
         if problem:
-            raise CheckpointError(f"{self._index.file}: optimizer.state of {place.name}: {problem}")
+            raise CheckpointError(f"{self._index.file}: optimizer.state of {held.name}: {problem}")
 
-    def _of_a_step(self, place: Place) -> dict[str, Any]:
+    def _of_a_step(self, held: HeldTensor) -> dict[str, Any]:
         """Returns the states that torch's classes keep after a step; none of other classes, or if the step fails."""
-        if place.parameter is None or not self._class.__module__.startswith("torch.optim."):
+        if held.parameter is None or not self._class.__module__.startswith("torch.optim."):
             return {}
-        number, settings = self._settings[place.parameter]
-        dims = len(place.shape)
+        number, settings = self._settings[held.parameter]
+        dims = len(held.shape)
         if (number, dims) not in self._tried:
             self._tried[number, dims] = _kept(self._class, settings, dims)
         return self._tried[number, dims]
 
-    def _there(self, place: Place) -> dict[str, Any]:
+    def _there(self, held: HeldTensor) -> dict[str, Any]:
         """Returns the states that the optimizer holds of the parameter now."""
         kept: Any = self._engine.optimizer
-        return dict(kept.state.get(place.key, {}))
+        return dict(kept.state.get(held.key, {}))
 
-    def _fits(self, place: Place, saved: Any, value: Any) -> bool:
+    def _fits(self, held: HeldTensor, saved: Any, value: Any) -> bool:
         tag = tree.tag_of(saved)
         if isinstance(value, torch.Tensor):
-            if tag == "$tensor" and value.dim() and tuple(value.shape) == _small(len(place.shape)):
-                return self._index.tensors[saved[tag]].shape == place.shape
+            if tag == "$tensor" and value.dim() and tuple(value.shape) == _small(len(held.shape)):
+                return self._index.tensors[saved[tag]].shape == held.shape
             return saved == SLICES or tag in ("$tensor", "$scalar")
         return value is None or isinstance(saved, int | float) or not isinstance(value, int | float)
 

@@ -133,9 +133,9 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
     own = content.about["own"][engine.comm.rank % content.about["ranks"]]
     small += tree.names_in({name: value for name, value in own.items() if random or name != "random"})
     wanted = [(name, r.low, r.high, r.checks) for r in made.requests for name in r.names]
-    for place in engine.parameters:
-        names = made.gradients.get(place.name, ())
-        wanted += [(name, place.start, place.stop, checked(place, names)) for name in names]
+    for held in engine.parameters:
+        names = made.gradients.get(held.name, ())
+        wanted += [(name, held.start, held.stop, checked(held, names)) for name in names]
     for name in small:
         whole = (0, content.tensors[name].count)
         wanted.append((name, *whole, whole))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
-from ..optim.elementwise import alike
+from ..optim.elementwise import mark_replicated
 from . import tree
 from .collect import IMPLEMENTATION, rank_name
-from .engine import Engine, Place
+from .engine import Engine, HeldTensor
 from .index import Index
 from .kept_states import KeptStates
 from .schema import SLICES
@@ -62,19 +62,19 @@ class Plan:
         for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
             group.update(tree.decode(settings, tensor))
         flags = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
-        for place in engine.parameters:
-            if place.key is None or place.parameter not in flags:
+        for held in engine.parameters:
+            if held.key is None or held.parameter not in flags:
                 continue
-            optimizer.state.pop(place.key, None)
+            optimizer.state.pop(held.key, None)
             entry = {}
-            for key, value in self.states.get(place.key, {}).items():
+            for key, value in self.states.get(held.key, {}).items():
                 if not torch.is_tensor(value):  # JSON
                     value = tree.decode(value, tensor)
-                    on_device = torch.is_tensor(value) and (value.dim() > 0 or flags[place.parameter])
-                    value = alike(value.to(place.key.device) if on_device else value)
+                    on_device = torch.is_tensor(value) and (value.dim() > 0 or flags[held.parameter])
+                    value = mark_replicated(value.to(held.key.device) if on_device else value)
                 entry[key] = value
             if entry:
-                optimizer.state[place.key] = entry
+                optimizer.state[held.key] = entry
         if engine.owned is not None and "steps" in self.index.about["optimizer"]:
             engine.owned.steps = self.index.about["optimizer"]["steps"]
 
@@ -83,10 +83,10 @@ class Plan:
         if not self.gradients:
             return []
         dtypes = {name: self.index.tensors[names[0]].dtype for name, names in self.gradients.items()}
-        apart = any(re.match(r"rank\d{5,}/", name) for names in self.gradients.values() for name in names)
-        made = engine.new_gradients(dtypes, apart)
-        places = {place.name: place for place in engine.parameters}
-        return [_request(places[name], self.gradients[name], target) for name, target in made.items()]
+        per_rank = any(re.match(r"rank\d{5,}/", name) for names in self.gradients.values() for name in names)
+        made = engine.new_gradients(dtypes, per_rank)
+        tensors = {held.name: held for held in engine.parameters}
+        return [_request(tensors[name], self.gradients[name], target) for name, target in made.items()]
 
 
 def plan(engine: Engine, index: Index) -> Plan:
@@ -94,7 +94,7 @@ def plan(engine: Engine, index: Index) -> Plan:
     made = Plan(index)
     rank, saved = engine.comm.rank, int(index.about["ranks"])
 
-    def names_of(name: str, apart: bool) -> tuple[str, ...]:
+    def names_of(name: str, per_rank: bool) -> tuple[str, ...]:
         """Returns the names under which a tensor was saved: its own, or one a rank where the ranks' values differed.
 
         per_rank: the values may differ here too, so that each rank takes its own if as many ranks saved them.
@@ -102,7 +102,7 @@ def plan(engine: Engine, index: Index) -> Plan:
         if name in index.tensors:
             return (name,)
         each = tuple(f"{rank_name(r)}/{name}" for r in range(saved))
-        if saved == engine.comm.size and apart:
+        if saved == engine.comm.size and per_rank:
             return (each[rank],) if each[rank] in index.tensors else ()
         if not any(other in index.tensors for other in each):
             return ()
@@ -124,31 +124,31 @@ def plan(engine: Engine, index: Index) -> Plan:
 NamesOf = Callable[[str, bool], tuple[str, ...]]
 
 
-def may_differ(engine: Engine, place: Place) -> bool:
+def may_differ(engine: Engine, held: HeldTensor) -> bool:
     """Returns True if the ranks' values may differ: always for some tensors, and under post-local SGD for all."""
-    return place.apart or engine.averager is not None
+    return held.per_rank or engine.averager is not None
 
 
 def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
     about = index.about["model"]
     saved = {*about["parameters"], *about["buffers"]}
-    places = [*engine.parameters, *engine.buffers]
+    tensors = [*engine.parameters, *engine.buffers]
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another kind": []}
     seen = set()
-    for place in places:
-        name = place.name if place.name in saved else about["tied"].get(place.name, place.name)
+    for held in tensors:
+        name = held.name if held.name in saved else about["tied"].get(held.name, held.name)
         seen.add(name)
-        names = names_of(f"model/{name}", may_differ(engine, place))
+        names = names_of(f"model/{name}", may_differ(engine, held))
         if not names:
-            problems["missing"].append(place.name)
+            problems["missing"].append(held.name)
             continue
         entry = index.tensors[names[0]]
-        if entry.shape != place.shape:
-            problems["of another shape"].append(f"{place.name} (has {entry.shape}, needs {place.shape})")
-        elif entry.dtype.is_floating_point != place.values.dtype.is_floating_point:
-            problems["of another kind"].append(f"{place.name} (has {entry.dtype}, needs {place.values.dtype})")
+        if entry.shape != held.shape:
+            problems["of another shape"].append(f"{held.name} (has {entry.shape}, needs {held.shape})")
+        elif entry.dtype.is_floating_point != held.values.dtype.is_floating_point:
+            problems["of another kind"].append(f"{held.name} (has {entry.dtype}, needs {held.values.dtype})")
         else:
-            made.requests.append(_request(place, names, place.values))
+            made.requests.append(_request(held, names, held.values))
     extra = about.get("extra_state", dict.fromkeys(engine.extra_states))  # weights of elsewhere have none
     problems["missing"] += [name for name in engine.extra_states if name not in extra]
     problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - engine.extra_states.keys())
@@ -179,25 +179,25 @@ def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> N
         _check_settings(index, number, settings, engine.optimizer.param_groups[number])
     kept = KeptStates(engine, index, made.settings)
     trained = {name for names in own for name in names}
-    for place in engine.parameters:
-        if place.key is None or place.name not in trained:
+    for held in engine.parameters:
+        if held.key is None or held.name not in trained:
             continue
         entry: dict[str, Any] = {}
-        current = engine.optimizer.state.get(place.key, {})
-        saved_states = about["state"].get(place.name, {})
+        current = engine.optimizer.state.get(held.key, {})
+        saved_states = about["state"].get(held.name, {})
         if saved_states:
-            kept.check(place, saved_states)
+            kept.check(held, saved_states)
         for key, value in saved_states.items():
             if value != SLICES:
                 entry[key] = value
                 made.small += tree.names_in(value)
                 continue
-            names = names_of(f"optimizer/{key}/{place.name}", may_differ(engine, place))
-            if not names or index.tensors[names[0]].shape != place.shape:
-                raise CheckpointError(f"{index.file}: {key} of {place.name} is missing, or has another shape than it")
-            entry[key] = _like(engine, place.key, key, index.tensors[names[0]].dtype, current.get(key))
-            made.requests.append(_request(place, names, entry[key]))
-        made.states[place.key] = entry
+            names = names_of(f"optimizer/{key}/{held.name}", may_differ(engine, held))
+            if not names or index.tensors[names[0]].shape != held.shape:
+                raise CheckpointError(f"{index.file}: {key} of {held.name} is missing, or has another shape than it")
+            entry[key] = _like(engine, held.key, key, index.tensors[names[0]].dtype, current.get(key))
+            made.requests.append(_request(held, names, entry[key]))
+        made.states[held.key] = entry
 
 
 def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
@@ -230,13 +230,13 @@ def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, curr
 def _unseen(engine: Engine, index: Index, made: Plan) -> None:
     """Plans the values that wait for the next step under a delayed update; other training sees them at once."""
     assert engine.owned is not None
-    for place in engine.parameters:
-        name = f"seen/{place.name}"
-        if place.parameter is not None and place.key is not None and name in index.tensors:
-            if index.tensors[name].shape != place.shape:
-                raise CheckpointError(f"{index.file}: {name} has another shape than {place.name}")
-            made.unseen.append(place.name)
-            made.requests.append(_request(place, (name,), engine.owned.seen(place.parameter)))
+    for held in engine.parameters:
+        name = f"seen/{held.name}"
+        if held.parameter is not None and held.key is not None and name in index.tensors:
+            if index.tensors[name].shape != held.shape:
+                raise CheckpointError(f"{index.file}: {name} has another shape than {held.name}")
+            made.unseen.append(held.name)
+            made.requests.append(_request(held, (name,), engine.owned.seen(held.parameter)))
 
 
 def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
@@ -250,19 +250,19 @@ def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]])
 
 
 def _gradients(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
-    for place in engine.parameters:
-        names = names_of(f"gradient/{place.name}", engine.zero is None)
+    for held in engine.parameters:
+        names = names_of(f"gradient/{held.name}", engine.zero is None)
         if names:
-            if any(index.tensors[each].shape != place.shape for each in names):
-                raise CheckpointError(f"{index.file}: the gradient of {place.name} has another shape than it")
-            made.gradients[place.name] = names
+            if any(index.tensors[each].shape != held.shape for each in names):
+                raise CheckpointError(f"{index.file}: the gradient of {held.name} has another shape than it")
+            made.gradients[held.name] = names
 
 
-def checked(place: Place, names: tuple[str, ...]) -> tuple[int, int]:
+def checked(held: HeldTensor, names: tuple[str, ...]) -> tuple[int, int]:
     """Returns the range whose checksums this rank compares: its share, or all if it alone reads the tensor."""
-    alone = place.apart or (len(names) == 1 and re.match(r"rank\d{5,}/", names[0]) is not None)
-    return (place.start, place.stop) if alone else place.writes
+    alone = held.per_rank or (len(names) == 1 and re.match(r"rank\d{5,}/", names[0]) is not None)
+    return (held.start, held.stop) if alone else held.writes
 
 
-def _request(place: Place, names: tuple[str, ...], target: torch.Tensor) -> Request:
-    return Request(names, place.start, place.stop, checked(place, names), target)
+def _request(held: HeldTensor, names: tuple[str, ...], target: torch.Tensor) -> Request:
+    return Request(names, held.start, held.stop, checked(held, names), target)

@@ -98,7 +98,7 @@ class Reader:
         dtype = self.index.tensors[name].dtype
         direct = flat.dtype == dtype and flat.device.type == "cpu"
         for file, part, start, stop in self._overlaps(name, low, high):
-            at = file.places[part.key].begin + (start - part.start) * dtype.itemsize
+            at = file.spans[part.key].begin + (start - part.start) * dtype.itemsize
             if direct:
                 file.read_into(as_bytes(flat[start - low : stop - low]), at)
                 continue
@@ -131,9 +131,9 @@ class Reader:
                 self._files[self._opened.popleft()].close()
             self._opened.append(part.file)
         file = self._files[part.file]
-        place = file.places.get(part.key)
+        span = file.spans.get(part.key)
         size = (part.stop - part.start) * dtype.itemsize
-        if place is None or place.dtype != dtype or place.end - place.begin != size:
+        if span is None or span.dtype != dtype or span.end - span.begin != size:
             raise CheckpointError(f"{file.path}: does not hold {part.key} as the index tells")
         return file
 

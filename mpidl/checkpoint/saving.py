@@ -97,7 +97,7 @@ def save(
     gradients = engine.part.everywhere(lambda: _gradients(engine)) if micro_step else {}
     found = together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
     if compare:
-        engine.part.everywhere(lambda: engine.check_alike(f"{folder.name_of(step)} was not saved", found.shared))
+        engine.part.everywhere(lambda: engine.check_replicas(f"{folder.name_of(step)} was not saved", found.shared))
     temporary = _begin(engine.part, into.absolute() if background else into, step, found)
     own = temporary / engine.part.name
     pieces = [piece.copy() for piece in found.pieces] if background else found.pieces

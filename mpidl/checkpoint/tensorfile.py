@@ -31,7 +31,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSpan:
     """Bytes begin..end of a file that hold a tensor."""
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ def code_of(dtype: torch.dtype, name: str) -> str:
 
 def header_of(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, Place]]:
+) -> tuple[bytes, dict[str, TensorSpan]]:
     """Makes a file's header, and lays out these tensors (name, dtype, shape) behind it."""
     ordered = sorted(tensors, key=lambda t: -t[1].itemsize)  # so that every tensor is aligned to its elements
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -75,11 +75,11 @@ def header_of(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = struct.pack("<Q", len(text)) + text
-    places = {}
+    spans = {}
     for name, dtype, shape in ordered:
         begin, end = entries[name]["data_offsets"]
-        places[name] = Place(dtype, tuple(shape), len(first) + begin, len(first) + end)
-    return first, places
+        spans[name] = TensorSpan(dtype, tuple(shape), len(first) + begin, len(first) + end)
+    return first, spans
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -104,12 +104,12 @@ def write_file(
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
     """Writes tensors (name, dtype, shape, function that returns the values) into a new file, and waits for the disk."""
-    first, places = header_of([(name, dtype, shape) for name, dtype, shape, _ in tensors], metadata)
+    first, spans = header_of([(name, dtype, shape) for name, dtype, shape, _ in tensors], metadata)
     by_name = {name: values for name, _, _, values in tensors}
     sums: dict[str, list[str]] = {}
     with naming(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), first)
-        for name in places:
+        for name in spans:
             sums[name] = []
             for block in blocks_of(by_name[name]()):
                 sums[name].append(checksum(block))
@@ -157,7 +157,7 @@ class TensorFile:
         try:
             with naming(path):
                 self.bytes = os.fstat(self._opened()).st_size
-                self.places = self._read_header(self._opened())
+                self.spans = self._read_header(self._opened())
         except BaseException:
             self.close()
             raise
@@ -170,7 +170,7 @@ class TensorFile:
                 raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from None
         return self._descriptor
 
-    def _read_header(self, descriptor: int) -> dict[str, Place]:
+    def _read_header(self, descriptor: int) -> dict[str, TensorSpan]:
         first = os.pread(descriptor, 8, 0)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= length <= min(_LONGEST_HEADER, self.bytes - 8):
@@ -183,14 +183,14 @@ class TensorFile:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: is no safetensors file: its header cannot be read ({error})") from None
         self.metadata = entries.pop("__metadata__", {})
-        places = {}
+        spans = {}
         for name, entry in entries.items():
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            places[name] = Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end)
-        needed = max((place.end for place in places.values()), default=8 + length)
+            spans[name] = TensorSpan(DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end)
+        needed = max((span.end for span in spans.values()), default=8 + length)
         if self.bytes < needed:
             raise CheckpointError(f"{self.path}: is cut short: has {self.bytes} bytes, needs {needed}")
-        return places
+        return spans
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills the memory with the bytes at an offset of the file."""
@@ -204,10 +204,10 @@ class TensorFile:
 
     def check(self, name: str, sums: Sequence[str], start: int, stop: int, buffer: memoryview) -> None:
         """Reads the blocks that begin in bytes start..stop of a tensor, and compares their checksums."""
-        place = self.places[name]
+        span = self.spans[name]
         for number in range(-(-start // BLOCK), -(-stop // BLOCK)):
-            begin = place.begin + number * BLOCK
-            block = buffer[: min(BLOCK, place.end - begin)]
+            begin = span.begin + number * BLOCK
+            block = buffer[: min(BLOCK, span.end - begin)]
             self.read_into(block, begin)
             if checksum(block) != sums[number]:
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which parts of an optimizer's state have an element for each of the parameter's, and so are cut as it is."""
+"""Elementwise states of an optimizer: those with an element for each of the parameter's, which are cut as it is."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # that torch's optimizers keep, one for a whole parameter
 
-_ALIKE = "_mpidl_alike"
+_REPLICATED = "_mpidl_alike"  # attribute of a tensor
 
 
 def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> set[str]:
-    """Their names. states: of each parameter its shape and what is kept of it.
+    """Lists the names of elementwise states. states: each parameter's shape and its states.
 
-    A parameter of no dimensions cannot tell a number, such as the count of steps, from its one element. The others
-    tell; where all are of none, what torch calls its numbers.
+    For a parameter without dimensions a number, such as the count of steps, looks like a state of its one element. The
+    other parameters decide; if all are without dimensions, the names of torch's own numbers.
     """
     found: dict[str, bool] = {}
     unsure: set[str] = set()
@@ -29,13 +29,13 @@ def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> se
     return {key for key, cut in found.items() if cut} | (unsure - found.keys() - _NUMBERS)
 
 
-def alike(value: Any) -> Any:
-    """A state that is whole on every rank, marked, as a tensor may have the shape of a slice by accident."""
+def mark_replicated(value: Any) -> Any:
+    """Marks a state as whole on every rank, as a tensor may have the shape of a slice by accident. Returns it."""
     if torch.is_tensor(value):
-        setattr(value, _ALIKE, True)
+        setattr(value, _REPLICATED, True)
     return value
 
 
 def is_slice(value: Any, of: torch.Tensor) -> bool:
-    """Whether a state is cut as the slice `of` is, or, if that is whole, has an element for each of its."""
-    return torch.is_tensor(value) and value.shape == of.shape and not hasattr(value, _ALIKE)
+    """Returns True for a state that is cut as the slice `of`, or, if that is whole, is elementwise."""
+    return torch.is_tensor(value) and value.shape == of.shape and not hasattr(value, _REPLICATED)

@@ -279,9 +279,9 @@ def _check(
     groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
     elsewhere = check_everywhere(world, lambda: Offload.of(options.offload))
     place = check_everywhere(world, lambda: place_of("model", model, device=options.device))
-    alike = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
-    alike |= {**options.flags(), "offload": elsewhere is not None, "device": place.device.type}
-    check_settings_agree(world, "ZeroOptimizer", {**alike, **comparable(kwargs)})
+    compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
+    compared |= {**options.flags(), "offload": elsewhere is not None, "device": place.device.type}
+    check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})
     check_models_agree(world, model)
     conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
     check_settings_agree(world, "precision", conversion.settings())

@@ -60,10 +60,10 @@ class OffloadedOptimizer(InnerOptimizer):
     ) -> None:
         self._over, self._comm, self._settings = over, over.world, settings
         self._plain: Make = lambda groups: optimizer_class(groups, **kwargs)
-        alike = {"to": settings.to, "delayed_update": settings.delayed_update, "delay_from": settings.delay_from}
+        compared = {"to": settings.to, "delayed_update": settings.delayed_update, "delay_from": settings.delay_from}
         self._stays_whole = issubclass(optimizer_class, TrustRatioOptimizer)
-        alike["buffer_mb"] = settings.buffer_mb if self._stays_whole else None
-        check_settings_agree(self._comm, "offload", alike)
+        compared["buffer_mb"] = settings.buffer_mb if self._stays_whole else None
+        check_settings_agree(self._comm, "offload", compared)
         if self._stays_whole and settings.delayed_update:
             raise ConfigurationError(
                 "Offload: delayed_update with LARS or LAMB: their norms are sums over the ranks, and the thread of a "

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ...absent_state import absent_state, refusal
 from ...errors import ConfigurationError
 from ...job.agreement import on_rank_0
-from ...optim.elementwise import alike, elementwise, is_slice
+from ...optim.elementwise import elementwise, is_slice, mark_replicated
 from ...replicas.broadcast import broadcast_states
 from ..parameters.strategy import ParameterStrategy
 from ..shard_group import ShardGroup
@@ -274,7 +274,7 @@ def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: A
     if not isinstance(told, ShardedStateSpec):
         # As torch does: but for numbers, it goes where the parameter is.
         move = partial(_beside, where=part.values.device)
-        return alike(tree_map_only(torch.Tensor, move, told))
+        return mark_replicated(tree_map_only(torch.Tensor, move, told))
     counts = part.counts(p, over.size)
     where = part.values.device
     own = torch.empty(counts[over.rank], dtype=told.dtype, device=where)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
-from ...optim.elementwise import alike, is_slice
+from ...optim.elementwise import is_slice, mark_replicated
 from ..construction.value_targets import placeholder
 from ..shard_group import ShardGroup
 from .inner import InnerOptimizer, masters, state_tensors
@@ -49,11 +49,14 @@ class _Owned:
 
 
 @dataclass(frozen=True)
-class _Alike:
-    """A state of another shape, or no tensor, in the host's memory. beside: its tensors were where the parameter is."""
+class _ReplicatedState:
+    """A state without the parameter's shape, in the host's memory.
+
+    with_parameter: its tensors were on the parameter's device.
+    """
 
     value: Any
-    beside: bool
+    with_parameter: bool
 
 
 class WholeSteps(InnerOptimizer):
@@ -247,8 +250,8 @@ class WholeSteps(InnerOptimizer):
                 if isinstance(told, ShardedStateSpec):
                     entry[key] = self._scatter(each, own.get(key), told.dtype)
                 else:
-                    move = partial(torch.Tensor.to, device=values.device if told.beside else "cpu")
-                    entry[key] = alike(tree_map_only(torch.Tensor, move, told.value))
+                    move = partial(torch.Tensor.to, device=values.device if told.with_parameter else "cpu")
+                    entry[key] = mark_replicated(tree_map_only(torch.Tensor, move, told.value))
             self._inner.state.pop(each.whole, None)
         self._is_cut = True
 
@@ -300,14 +303,14 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and (first == second) is True)
 
 
-def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, ShardedStateSpec | _Alike]:
+def _outline(each: _Owned, entry: Mapping[str, Any]) -> dict[str, ShardedStateSpec | _ReplicatedState]:
     """The outline of a parameter's state that every rank is told."""
-    outline: dict[str, ShardedStateSpec | _Alike] = {}
+    outline: dict[str, ShardedStateSpec | _ReplicatedState] = {}
     for key, value in entry.items():
         if torch.is_tensor(value) and value.dim() and value.shape == each.whole.shape:
             outline[key] = ShardedStateSpec(value.dtype)
         else:
             leaves = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
-            beside = any(leaf.device == each.whole.device for leaf in leaves)
-            outline[key] = _Alike(tree_map_only(torch.Tensor, torch.Tensor.cpu, value), beside)
+            with_parameter = any(leaf.device == each.whole.device for leaf in leaves)
+            outline[key] = _ReplicatedState(tree_map_only(torch.Tensor, torch.Tensor.cpu, value), with_parameter)
     return outline

@@ -194,7 +194,7 @@ def test_any_mutation_of_a_header_is_refused_or_bounded_by_the_file(tmp_path: Pa
         write_header(path, json.dumps(changed), data)
         try:
             with TensorFile(path) as file:
-                held = sum(place.dtype.itemsize * math.prod(place.shape) for place in file.places.values())
+                held = sum(span.dtype.itemsize * math.prod(span.shape) for span in file.spans.values())
                 assert held <= len(data)
         except CheckpointError:
             refused += 1
