@@ -1,10 +1,10 @@
-"""A job that is started again when it fails: `python -m mpidl.launch --checkpoint DIR -- mpirun -n 4 python train.py`.
+"""Restarts a job that fails: `python -m mpidl.launch --checkpoint DIR -- mpirun -n 4 python train.py`.
 
-    job           one run of the command: its processes, its signals, what it leaves behind
-    streams       passes on what it says
-    report        why it ended: which rank did first, what it was in, what was said
+    job           one run of the command: its processes, its signals, the files that it leaves behind
+    streams       passes on its output
+    report        the cause of its end: the rank that ended first, its operation, its last words
     command       the number of ranks in a command line
-    supervise     runs it again, or gives up
+    supervise     runs the command again, or gives up
 
-It is one process that initialises no MPI. What goes on from the checkpoint is the command itself.
+It is one process that does not initialise MPI. The command itself goes on from its checkpoint.
 """

@@ -34,7 +34,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options. Raises UsageError."""
+    """Reads the options. Raises UsageError."""
     parser = _Parser(
         prog="python -m mpidl.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit status."""
+    """Runs the command and returns the exit status."""
     try:
         options = parse(arguments)
         supervisor = Supervisor(
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """What became of the job is its status, also where there is no room any more to tell it."""
+    """Writes the report. An error, such as of a full disk, leaves the exit status as it is."""
     try:
         path.write_text(text)
     except OSError as error:

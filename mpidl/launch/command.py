@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 from ..errors import UsageError
 
-_APART = ("-n", "-np", "--np", "-c", "--ntasks", "--n")  # the number is the next argument
-_TOGETHER = re.compile(r"(-n|-np|--np=|--ntasks=|--n=)(\d+)")
+_SEPARATE = ("-n", "-np", "--np", "-c", "--ntasks", "--n")  # the number is the next argument
+_JOINED = re.compile(r"(-n|-np|--np=|--ntasks=|--n=)(\d+)")
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """Whether this command starts ranks, by its name."""
+    """Recognises a command that starts ranks by its name."""
     return bool(command) and bool(re.search(r"(mpirun|mpiexec|srun|prterun|hydra)[^/]*$", command[0]))
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
-    """How many ranks the launcher is told to start; None if it is not told."""
+    """Returns the number of ranks in a launcher's command line; None if there is none."""
     place = _place(command)
     return None if place is None else int(re.sub(r"\D+", "", command[place]))
 
 
 def with_ranks(command: Sequence[str], ranks: int) -> list[str]:
-    """The command for another number of ranks. Raises UsageError if it names none."""
+    """Returns the command for another number of ranks. Raises UsageError if it names none."""
     place = _place(command)
     if place is None:
         raise UsageError(f"{' '.join(command[:4])}: needs -n, -np or --ntasks with a number, to start fewer ranks")
@@ -31,13 +31,13 @@ def with_ranks(command: Sequence[str], ranks: int) -> list[str]:
 
 
 def _place(command: Sequence[str]) -> int | None:
-    """Where the number is: before the program that the launcher starts, as that has options of its own."""
+    """Finds the argument with the number, before the program that is started, which has options of its own."""
     if not is_launcher(command):
         return None
     for place, argument in enumerate(command[1:], 1):
-        if argument in _APART and command[place + 1 : place + 2] and command[place + 1].isdigit():
+        if argument in _SEPARATE and command[place + 1 : place + 2] and command[place + 1].isdigit():
             return place + 1
-        if _TOGETHER.fullmatch(argument):
+        if _JOINED.fullmatch(argument):
             return place
         if re.search(r"(^|/)python[\d.]*$|\.py$", argument):
             return None

@@ -1,4 +1,4 @@
-"""One run of a command: its process group, what it says, and the end of all that belongs to it.
+"""A single run of a command: its process group, its output, and the removal of all processes and files that it left.
 
 Ranks are not children of this process, nor of one process group: launchers give each a session of its own. They are
 known by a token in their environment, `MPIDL_JOB`, which this machine's launchers hand on, and files of shared memory
@@ -34,7 +34,7 @@ _POLITE = 5.0  # seconds between asking processes to end and ending them
 
 
 class Job:
-    """Starts the command. It reads nothing from standard input, and what it writes comes through here."""
+    """A running command. Its standard input is empty, and its output passes through this process."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.token = secrets.token_hex(8)
@@ -67,15 +67,15 @@ class Job:
 
     @property
     def lines(self) -> list[str]:
-        """The last ones of standard error, and of standard output."""
+        """Last lines of standard error, then of standard output."""
         return [line for stream in self._streams for line in stream.lines]
 
     def cause(self, status: int) -> str:
-        """Why it ended with this status, in words; once `end` has returned."""
+        """Explains why the command ended with this status. To be called after `end`."""
         return self.report.cause(status, self.lines, killed_for_memory() > self._killed_before)
 
     def poll(self) -> int | None:
-        """What the command has returned; None while it runs. Takes note of its ranks."""
+        """Returns the command's status, None while it runs, and takes note of its ranks."""
         self.report.look()
         for pid in _processes():
             if pid not in self._seen:
@@ -98,7 +98,7 @@ class Job:
     def signal(self, number: int) -> None:
         """Sends a signal to the launcher, which passes it on to the ranks.
 
-        That is the command itself, or a process of the job that it has started: a shell would end, and tell nobody.
+        The launcher is the command itself, or a process that it has started: a shell would end without passing it on.
         """
         launchers = {pid: parent for pid, parent in self._parents().items() if _starts_ranks(pid)}
         first = [pid for pid, parent in launchers.items() if parent not in launchers]
@@ -111,7 +111,7 @@ class Job:
                 os.kill(pid, number)
 
     def _parents(self) -> dict[int, int]:
-        """Of the processes of the job, the command itself among them."""
+        """Returns the parent of each process of the job, the command itself among them."""
         found = {}
         for pid in self._processes():
             with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class Job:
         return found
 
     def end(self) -> list[str]:
-        """Ends what there still is of it on this machine; what was found, in words. Returns once all is gone."""
+        """Ends the job's processes and removes its files on this machine; returns a description of each it found."""
         found: list[str] = []
         if self._process.poll() is None:
             self._signal_group(signal.SIGTERM)
@@ -156,7 +156,7 @@ class Job:
             os.killpg(self._process.pid, number)
 
     def _processes(self) -> list[int]:
-        """Those that run; one that has ended and waits for its parent has no environment any more."""
+        """Lists the job's running processes; one that has ended but was not waited for has no environment."""
         return [pid for pid in _processes() if self._is_mine(_environment(pid))]
 
     def _is_mine(self, variables: dict[str, str]) -> bool:
@@ -164,7 +164,7 @@ class Job:
 
 
 def _processes() -> Iterator[int]:
-    """All processes of the machine, where the system shows them as files."""
+    """Yields all other processes of the machine, where the system shows them as files."""
     own = os.getpid()
     with contextlib.suppress(OSError):
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own)
@@ -173,13 +173,13 @@ def _processes() -> Iterator[int]:
 def _environment(pid: int) -> dict[str, str]:
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # ended, or another user's
         return {}
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 def _starts_ranks(pid: int) -> bool:
-    """Whether a process is a launcher, or an interpreter that runs one."""
+    """Recognises a launcher, or an interpreter that runs one."""
     with contextlib.suppress(OSError):
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         return any(is_launcher([argument]) for argument in arguments[:2])
@@ -187,6 +187,6 @@ def _starts_ranks(pid: int) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Of a new process: if its parent is killed it gets SIGTERM, as nobody would end or restart the job any more."""
+    """Has a new process get SIGTERM if its parent is killed, which would no longer end or restart the job."""
     with contextlib.suppress(AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

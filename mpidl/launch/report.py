@@ -1,8 +1,8 @@
-"""Why a job ended, in one line: from its status, what it wrote, the ends of its processes and the ranks' positions.
+"""Cause of a job's end in one line, from its status, its output, the ends of its processes and the ranks' positions.
 
     while it runs   `look`: which process is which rank, and which processes have ended, in their order
     once it ended   `close`: where the ranks were, from the pages of their positions (`collectives.diagnostics`)
-    then            `cause`: the first that fits of what a rank, the watchdog, the launcher and the status say
+    then            `cause`: from a rank's own line, else the watchdog's, the launcher's, or the status
 
 When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of
 processes in their order, also to one who asks later (epoll on descriptors of processes):
@@ -46,7 +46,7 @@ _FRAME = re.compile(r"\s|Traceback |During handling|The above exception|$")
 
 
 class Report:
-    """Gathers what is known of a job's ranks. Of the order of their ends nothing is known without Linux.
+    """Gathers facts on a job's ranks. The order of their ends is known on Linux alone.
 
     ranks: by process id, those on this machine, as the launcher's variables number them. processes: node and process id
     of each rank, as the ranks tell. groups: where the ranks of this node were, by their numbers in the world.
@@ -80,7 +80,7 @@ class Report:
             os.close(number)
 
     def close(self) -> None:
-        """Looks a last time and gives the descriptors back; what is known stays."""
+        """Looks a last time and closes the descriptors; the facts stay."""
         self.look()
         if self._witness is not None:
             self.groups = self._witness.groups()
@@ -133,9 +133,9 @@ class Report:
     # ---- why it ended -------------------------------------------------------------------------------------------
 
     def cause(self, status: int, lines: Sequence[str], killed_for_memory: bool = False) -> str:
-        """In words, on one line. lines: the last ones that were written.
+        """Explains in one line why the job ended. lines: the last ones of its output.
 
-        killed_for_memory: whether the kernel has killed a process of this control group meanwhile, as memory ran out.
+        killed_for_memory: True if the kernel has killed a process of this control group meanwhile, as memory ran out.
         """
         said = _said_by_a_rank(lines) or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
         said = said or ": ".join(filter(None, [_meaning(status), _said_by_all(status, lines)]))

@@ -1,7 +1,7 @@
-"""What a command writes, passed on at once and unchanged, with its last lines kept.
+"""Output of a command, passed on at once and unchanged, with its last lines kept.
 
-Of a terminal the command gets another one in its place, as programs buffer and colour what they write by what they
-write to; of anything else a pipe.
+In place of a terminal the command writes to another one, as programs choose buffering and colours by it; in place of
+anything else to a pipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 _KEPT = 400  # lines
 _PIECE = 1 << 16  # bytes
 _SIZE = 8  # bytes of a struct winsize
-_OUTPUT = 1  # of the flags that termios gives: how output is changed on its way
+_OUTPUT = 1  # index of the output flags in termios' attributes
 
 
 class Stream:
@@ -40,7 +40,7 @@ class Stream:
         self._thread.start()
 
     def close(self) -> None:
-        """In place of `begin`, if there is no command."""
+        """Closes both ends, in place of `begin`, if the command could not be started."""
         os.close(self.entrance)
         os.close(self._exit)
 
@@ -50,12 +50,12 @@ class Stream:
 
     @property
     def lines(self) -> list[str]:
-        """The last ones."""
+        """Last lines of the output."""
         return [*self._lines, self._begun.decode(errors="replace")] if self._begun else list(self._lines)
 
     def _pass_on(self) -> None:
-        # Reading fails where a terminal has no writer left. Writing fails where nobody reads any more: then the
-        # entrance is closed, so that the command sees it as it would without this process between.
+        # Reading fails where a terminal has no writer left. Writing fails where the reader is gone: then the entrance
+        # is closed, so that the command gets the error that it would get without this process.
         with contextlib.suppress(OSError):
             while piece := os.read(self._exit, _PIECE):
                 *whole, begun = (self._begun + piece).split(b"\n")
@@ -65,7 +65,7 @@ class Stream:
         os.close(self._exit)
 
     def _write(self, piece: bytes) -> None:
-        """What a terminal that has been closed does not take any more is lost: the job is to save, and to stop."""
+        """Writes to the target. Drops output to a closed terminal, so that the job goes on, to save and to stop."""
         try:
             while piece:
                 piece = piece[os.write(self._target, piece) :]
@@ -75,7 +75,7 @@ class Stream:
 
 
 def _terminal(like: int) -> tuple[int, int]:
-    """Both ends of a terminal of the same size that leaves what is written as it is: the true one will see to it."""
+    """Opens a terminal of the same size that does not change its output, and returns both ends."""
     leader, follower = pty.openpty()
     settings = termios.tcgetattr(follower)
     settings[_OUTPUT] &= ~termios.OPOST

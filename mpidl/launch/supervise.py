@@ -1,4 +1,4 @@
-"""Runs a job until it is done, is asked to stop, or is hopeless.
+"""Supervision of a job: it is run until it is done, is asked to stop, or fails too often.
 
 status 0                          done
 75, or a signal came              stopped, status 75: it is not started again here; a scheduler may do so
@@ -28,13 +28,13 @@ from .job import Job
 from .report import status_of
 
 _LOOK = 0.05  # seconds
-_AFTER_INTERRUPT = 5.0  # seconds until what an interrupt has not ended is ended
+_AFTER_INTERRUPT = 5.0  # seconds that a job has to end after an interrupt
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and how often.
+    """The command to run, and the limits of its restarts.
 
     checkpoint: the directory in which the command saves; None: progress is not known. patience: runs in a row without
     a newer checkpoint. backoff, longest: seconds of the first pause, and at most. ranks: of the first restart, the
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """One run of the command: from which step it went on, why it ended, and where it had come to then."""
+    """Result of a run: the checkpoint that it began at, the cause of its end, and the newest checkpoint then."""
 
     ranks: int | None
     began_at: str | None
@@ -67,7 +67,7 @@ class Run:
 
 
 class Supervisor:
-    """Runs a plan. runs: those so far, for a report."""
+    """Runs a plan. runs: the results so far, for a report."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -79,7 +79,7 @@ class Supervisor:
             with_ranks(plan.command, 1)  # raises UsageError if the command does not say how many
 
     def run(self) -> int:
-        """The exit status: 0, the last run's, or 75 if it was asked to stop, however the job took it."""
+        """Runs the job to its end and returns the exit status: 0, the last run's, or 75 if it was asked to stop."""
         with self._signals():
             while True:
                 run = self._once()
@@ -103,7 +103,7 @@ class Supervisor:
                     return self._status_of_a_stop()
 
     def report(self) -> list[dict[str, Any]]:
-        """The runs as plain dictionaries."""
+        """Returns the runs as plain dictionaries."""
         return [asdict(run) for run in self.runs]
 
     # ---- one run ----------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Supervisor:
                 clean(self._plan.checkpoint)
 
     def _why_not_again(self, run: Run, restarts: int) -> str:
-        """Why the job is not started again; empty if it is."""
+        """Explains why the job is not started again; empty if it is."""
         if self._asked is not None:
             return f"asked to stop by {self._asked.name}"
         if run.status == STOPPED:
@@ -161,7 +161,7 @@ class Supervisor:
         return ""
 
     def _without_progress(self) -> int:
-        """How many of the last runs in a row have made no newer checkpoint."""
+        """Counts the last runs in a row without a newer checkpoint."""
         count = 0
         for run in reversed(self.runs):
             if run.came_to != run.began_at:
@@ -170,7 +170,7 @@ class Supervisor:
         return count
 
     def _next_ranks(self) -> int | None:
-        """For the restart after the runs so far."""
+        """Chooses the number of ranks of the next run."""
         plan, last = self._plan, self.runs[-1].ranks
         if plan.ranks:
             return plan.ranks[min(len(self.runs), len(plan.ranks)) - 1]
@@ -180,7 +180,7 @@ class Supervisor:
         return last
 
     def _newest(self) -> str | None:
-        """The newest complete checkpoint."""
+        """Finds the newest complete checkpoint. Raises UsageError."""
         if self._plan.checkpoint is None:
             return None
         try:
@@ -205,13 +205,13 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _status_of_a_stop(self) -> int:
-        """Also where the signal has ended a job that did not listen yet: its last checkpoint is there."""
+        """Returns the exit status after a request to stop, also for a job that the signal ended without a save."""
         return 128 + signal.SIGINT if self._asked is signal.SIGINT else STOPPED
 
     def _heed(self, number: int, _: Any) -> None:
-        """Passes a request to stop on as SIGUSR1: launchers kill ranks, or do not, when they get SIGTERM themselves.
+        """Passes a request to stop on as SIGUSR1; on SIGTERM some launchers would kill the ranks.
 
-        After an interrupt nothing but another one counts: a terminal that is closed then sends SIGHUP.
+        After an interrupt all signals but another interrupt are ignored: a terminal that is closed then sends SIGHUP.
         """
         again = self._asked is signal.SIGINT
         if again and number != signal.SIGINT:
@@ -231,5 +231,5 @@ class Supervisor:
             time.sleep(min(left, _LOOK))
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal has been closed, or nobody reads any more
+        with contextlib.suppress(OSError):  # the terminal or the reader is gone
             print(f"mpidl.launch: {text}", file=sys.stderr, flush=True)

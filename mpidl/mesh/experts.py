@@ -50,7 +50,7 @@ def refuse_experts(mesh: Mesh, divisor: int, named: Iterable[tuple[str, torch.Te
 
 
 def divide_contributions(parameters: Iterable[torch.Tensor], divisor: int) -> list[Any]:
-    """From now on every gradient that arrives at the parameters is divided. Returns the handles of what does it."""
+    """Registers hooks that divide every gradient of the parameters, and returns their handles."""
     return [] if divisor == 1 else [_hooked(p, lambda gradient: gradient / divisor) for p in parameters]
 
 

@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.dp * self.cp // self.ep
 
     @property
@@ -77,11 +77,11 @@ class Layout:
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Those of MODEL_AXES that are longer than 1."""
+        """Axes of MODEL_AXES that are longer than 1."""
         return tuple(axis for axis in MODEL_AXES if getattr(self, axis) > 1)
 
     def size(self, *axes: str) -> int:
-        """Ranks of a group along these axes."""
+        """Number of ranks of a group along these axes."""
         return math.prod(getattr(self, axis) for axis in self.in_order(axes))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -113,7 +113,7 @@ class Layout:
         return [group for group in self.groups(*axes) if len({self.nodes[rank] for rank in group}) > 1]
 
     def slow_tp(self) -> tuple[str, str] | None:
-        """What is wrong with the places of tp groups, and what to do about it; None if all lie inside nodes."""
+        """Explains which tp groups lie across nodes, and the remedy; None if all lie inside nodes."""
         crossing = self.across_nodes("tp")
         if not crossing:
             return None
@@ -138,7 +138,7 @@ class Layout:
 
     @cached_property
     def _coordinates(self) -> dict[str, Any]:
-        """For every axis the coordinates of all ranks, by rank."""
+        """Computes the coordinates of all ranks on every axis, by rank."""
         found: dict[str, Any] = {}
         places = np.empty(len(self.ranks), np.int64)
         places[list(self.ranks)] = np.arange(len(self.ranks))
@@ -149,12 +149,12 @@ class Layout:
 
 
 def _frame(axes: Sequence[str]) -> tuple[str, ...]:
-    """The list of axes to which these belong."""
+    """Returns the list of axes to which these belong."""
     return EXPERT_AXES if {"ep", "edp"} & set(axes) else AXES
 
 
 def _completed(given: dict[str, Any], world: int) -> dict[str, int]:
-    """The sizes with the -1 replaced. Raises UsageError."""
+    """Replaces the -1 among the sizes. Raises UsageError."""
     sizes = {axis: _size(axis, value) for axis, value in given.items()}
     text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
@@ -185,7 +185,7 @@ def _size(axis: str, value: Any) -> int:
 
 
 def _placed(nodes: Sequence[int], factors: Sequence[int]) -> tuple[int, ...]:
-    """All ranks in an order in which runs of factors[0], of factors[0] * factors[1], ... cross few nodes.
+    """Orders all ranks so that runs of factors[0], of factors[0] * factors[1], ... cross few nodes.
 
     A block is a run of ranks with its node, None if it crosses nodes. Each round joins `factor` blocks to a larger one.
     """

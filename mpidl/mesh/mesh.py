@@ -114,7 +114,7 @@ class Mesh:
         return self.layout.rank_along(self.comm.rank, *axes)
 
     def size(self, *axes: str) -> int:
-        """How many ranks there are on an axis, or in a group along several."""
+        """Number of ranks on an axis, or in a group along several."""
         return self.layout.size(*axes)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
@@ -162,12 +162,12 @@ class Mesh:
 
 
 def open_meshes() -> list[Mesh]:
-    """The meshes that are not closed."""
+    """Lists the meshes that are not closed."""
     return list(_open)
 
 
 def agreed_layout(comm: Communicator, sizes: dict[str, Any]) -> Layout:
-    """The layout of these sizes over the ranks of `comm`, the same on every rank. Collective.
+    """Computes the layout of these sizes over the ranks of `comm`, the same on every rank. Collective.
 
     Raises one UsageError on every rank, also where the ranks gave different sizes.
     """

@@ -36,7 +36,7 @@ def norm_over_mesh(
     shards: bool,
     counted: bool = True,
 ) -> float:
-    """The norm of all gradients of the model. Collective over the mesh, also for ranks without gradients.
+    """Computes the norm of all gradients of the model. Collective over the mesh, also for ranks without gradients.
 
     local_norms: of each parameter's gradient on this rank. shards: these are of parts, cut over dp x cp; else every
     rank of dp x cp (of edp, for experts) has the whole gradient. counted: False for shards that other ranks hold too.
@@ -58,7 +58,7 @@ def norm_over_mesh(
 
 
 def max_or_nan(a: float, b: float) -> float:
-    """The larger one; NaN if either is."""
+    """Returns the larger one; NaN if either is."""
     return float(np.maximum(a, b))
 
 

@@ -26,7 +26,7 @@ _ATTRIBUTE = "_mpidl_placement"
 
 @dataclass(frozen=True)
 class Placement:
-    """axes: those along which ranks hold different elements. counted: False for a copy that another rank counts."""
+    """Axes along which the ranks hold different elements. counted: False for a copy that another rank counts."""
 
     axes: frozenset[str] = frozenset()
     counted: bool = True

@@ -39,32 +39,32 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Weights(Protocol):
-    """The weights of a model that train, as this rank holds them: whole, or slices. By the plain model's names."""
+    """The trained weights of a model as this rank holds them, whole or as slices, by the plain model's names."""
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank has whole tensors to give, and gets them."""
+        """True on a rank that gathers and scatters whole tensors."""
 
     def values(self) -> Tensors:
-        """This rank's, to read."""
+        """Returns this rank's weights, to read."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors."""
+        """Returns the shapes of the whole tensors."""
 
     def forget(self) -> None:
-        """What was read leaves this process's memory, where it lies on a disk."""
+        """Frees the pages of memory that hold weights of a disk."""
 
     def replaced(self, averages: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Inside, the model computes with these. What is changed inside is an error at the end. Collective."""
+        """Context in which the model computes with the averages. Its end raises if they were changed. Collective."""
 
     def gather(self, averages: Mapping[str, torch.Tensor]) -> Tensors:
-        """Whole tensors. Collective."""
+        """Returns whole tensors, on a root. Collective."""
 
     def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:
-        """This rank's part of whole tensors. Collective."""
+        """Returns this rank's part of whole tensors. Collective."""
 
     def agreed(self, value: Any) -> Any:
-        """The value of the rank that gives whole tensors. Collective."""
+        """Returns the root's value. Collective."""
 
 
 class EMA:
@@ -77,9 +77,9 @@ class EMA:
     use_buffers: average floating-point buffers too, such as running statistics, each rank its own; whole numbers are
         taken as they are. Without it a model keeps its buffers when its weights are replaced.
 
-    The first update takes the weights over as they are; until then the average are those with which the EMA was made.
-    Parameters that do not train have no average; unfrozen ones take part from the next update on. The arguments must be
-    alike on every rank.
+    The first update copies the weights; until then the average is the weights with which the EMA was made. Frozen
+    parameters have no average; unfrozen ones take part from the next update on. The arguments must be the same on
+    every rank.
 
     steps: calls of `update`. updates: those that averaged. averages, buffers: what this rank keeps, by the plain
     model's names: whole tensors, or flat slices under ZeRO.
@@ -133,7 +133,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> bool:
-        """Counts a step, and takes the weights into the average if it is time to; whether it was.
+        """Counts a step, and at every `interval`-th one averages the weights. Returns True if it did.
 
         To be called after `optimizer.step()`, on every rank.
         """
@@ -156,7 +156,7 @@ class EMA:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """The average is what the model has now."""
+        """Copies the model's present weights and buffers into the average."""
         weights = self._weights()
         for name, values in weights.values().items():
             self.averages[name] = _wide(values)
@@ -165,7 +165,7 @@ class EMA:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights, and buffers: to evaluate, save or export it. Collective.
+        """Context in which the model has the averaged weights and buffers: to evaluate, save or export it. Collective.
 
         Afterwards it has its own again, to the bit, also after an exception. Takes the memory of one copy more of what
         this rank averages. Raises TrainingError, under ZeRO on every rank, for a step inside, and for weights that were
@@ -181,9 +181,9 @@ class EMA:
                 self._inside = False
 
     def model_state_dict(self) -> Tensors:
-        """The plain model's state_dict with the average in its place: on rank 0, {} on others. Collective.
+        """Returns the plain model's state_dict with averaged weights: on rank 0, {} on others. Collective.
 
-        Of a plain model and of DDP on every rank. Averages of 16-bit parameters are in fp32.
+        For a plain model and for DDP on every rank. Averages of 16-bit parameters are in fp32.
         """
         if self._optimizer is not None:
             with self.averaged():
@@ -196,9 +196,9 @@ class EMA:
         return {name: averages.get(t, t).detach().cpu().clone() for name, t in states.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts and the average, whole by the plain model's names, on rank 0. Collective.
+        """Returns the counts and the whole averages by the plain model's names, on rank 0. Collective.
 
-        Of a plain model and of DDP on every rank; else a mark on the others, as of a ZeroOptimizer's state.
+        For a plain model and for DDP on every rank; under ZeRO a mark on the other ranks, as ZeroOptimizer returns it.
         """
         weights = self._weights()
         whole = weights.gather(self.averages)
@@ -209,7 +209,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, of any engine and number of ranks; under ZeRO from rank 0. Collective.
+        """Loads the state of an EMA of any engine and number of ranks; under ZeRO rank 0's. Collective.
 
         Raises ConfigurationError, under ZeRO on every rank, for averages of other names or shapes.
         """
@@ -228,14 +228,14 @@ class EMA:
             mine.copy_(buffers[name])
 
     def _problem(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Does the same as `_misfit`, also for a state of which nothing is as it should be."""
+        """Runs `_misfit` on any value, also one that is no state at all."""
         try:
             return self._misfit(given, shapes)
         except (AttributeError, TypeError, KeyError) as error:
             return f"needs what an EMA's state_dict() gave ({type(error).__name__}: {error})"
 
     def _misfit(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Why a state is not one of this average."""
+        """Explains why a state is not one of this average; None if it is."""
         if (absent := refusal(given)) is not None:
             return absent
         if not isinstance(given, Mapping) or not {"steps", "updates", "averages", "buffers"} <= given.keys():
@@ -255,7 +255,7 @@ class EMA:
 
 
 class _WholeWeights:
-    """Of a model of which this rank has all, and which train or have an average already."""
+    """Weights of a plain model or of DDP: the parameters that train or have an average already."""
 
     is_root = True
 
@@ -269,7 +269,7 @@ class _WholeWeights:
         return {name: tuple(p.shape) for name, p in self._parameters.items()}
 
     def forget(self) -> None:
-        """Nothing to do: all is in memory."""
+        pass
 
     @contextmanager
     def replaced(self, averages: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -295,7 +295,7 @@ class _WholeWeights:
 
 @contextmanager
 def _replaced(tensors: Tensors, by: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, tensors have other values."""
+    """Context in which tensors have other values."""
     kept: Tensors = {}
     try:
         with torch.no_grad():
@@ -311,7 +311,7 @@ def _replaced(tensors: Tensors, by: Mapping[str, torch.Tensor]) -> Iterator[None
 
 
 def _average(averages: Tensors, values: Tensors, weight: float) -> None:
-    """Moves each average towards the values; new ones begin with them."""
+    """Moves each average towards the values; a new average begins with its value."""
     together = []
     for name, value in values.items():
         if name not in averages:
@@ -328,12 +328,12 @@ def _average(averages: Tensors, values: Tensors, weight: float) -> None:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """A copy, in fp32 of 16 bits."""
+    """Copies a tensor, to fp32 if it has 16 bits."""
     return values.to(torch.float32 if values.dtype in _HALVES else values.dtype, copy=True)
 
 
 def _plain(model: torch.nn.Module) -> tuple[torch.nn.Module, Communicator | None]:
-    """The model inside DDP and what torch.compile gave, and the ranks of the DDP."""
+    """Returns the model inside DDP and torch.compile's wrapper, and DDP's Communicator or None."""
     comm: Communicator | None = None
     while True:
         inside = getattr(model, "_orig_mod", None)

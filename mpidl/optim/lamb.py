@@ -84,7 +84,7 @@ class LAMB(TrustRatioOptimizer):
     def _updates(
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Moves the moments on by a step; what they make of each parameter's update, before its ratio."""
+        """Updates the moments, and returns each parameter's update before its ratio."""
         beta1, beta2 = group["betas"]
         updates = []
         for w, g in zip(parameters, gradients, strict=True):
@@ -105,7 +105,7 @@ class LAMB(TrustRatioOptimizer):
 
 
 def _ratio(group: dict[str, Any], weight: float, update: float) -> float:
-    """By how much an update is scaled, from the norms of the parameter and the update."""
+    """Computes an update's factor from the norms of the parameter and the update."""
     if group["bounds"] is not None:
         least, most = group["bounds"]
         weight = min(max(weight, least), most)

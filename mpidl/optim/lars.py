@@ -85,7 +85,7 @@ class LARS(TrustRatioOptimizer):
 
 
 def _ratio(group: dict[str, Any], weight: float, gradient: float) -> float:
-    """The local learning rate from the norms of a parameter and its gradient."""
+    """Computes the local learning rate from the norms of a parameter and its gradient."""
     if weight == 0 or gradient == 0:
         return 1.0
     ratio: float = group["trust_coefficient"] * weight / (gradient + group["weight_decay"] * weight + group["eps"])

@@ -2,7 +2,7 @@
 
     steps      0 .. start_step - 1      start_step, ...
     gradients  averaged                 each rank's own
-    weights    alike by themselves      averaged every `period` steps
+    weights    equal on all ranks       averaged every `period` steps
 
 Source: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD".
 
@@ -34,10 +34,10 @@ _GROUP = "process_group=, as mesh.along('dp', 'cp')"
 class PeriodicAverager:
     """Averages parameters over the ranks every `period` steps, after the first `warmup_steps`.
 
-    parameters: floating-point tensors, alike in number, shapes and dtypes on every rank.
+    parameters: floating-point tensors, of the same number, shapes and dtypes on every rank.
     process_group: the Communicator; by default the world.
     period: steps from one averaging to the next, at least 1. warmup_steps: steps in which gradients are averaged, so
-        that the weights are alike anyway.
+        that the weights are equal anyway.
 
     steps: how many `step` has counted.
     """
@@ -69,7 +69,7 @@ class PeriodicAverager:
                 p.copy_(mean)
 
     def step(self) -> bool:
-        """Counts a step of the optimizer, and averages if it is time to; whether it was. Every rank must call it."""
+        """Counts a step of the optimizer, and at every `period`-th one averages. Returns True if it did. Collective."""
         self.steps += 1
         local = self.steps - self.warmup_steps
         due = local > 0 and local % self.period == 0
@@ -78,11 +78,11 @@ class PeriodicAverager:
         return due
 
     def state_dict(self) -> dict[str, int]:
-        """The number of steps counted."""
+        """Returns the number of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes on counting from there."""
+        """Sets the number of steps."""
         self.steps = integer("steps", state_dict.get("steps"), 0)
 
 
@@ -90,7 +90,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Steps with `optimizer`, then lets the averager count the step and average the weights when it is time to.
 
     It shares groups and state with `optimizer`, so that learning-rate schedulers take either. Groups are fixed, as the
-    averager's parameters are. Every rank must step alike.
+    averager's parameters are. Every rank must make the same steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, averager: PeriodicAverager) -> None:
@@ -108,27 +108,27 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed at construction."""
+        """Raises ConfigurationError: groups are fixed at construction."""
         if not self._building:
             raise ConfigurationError("add_param_group: the averager would not see the parameters; make both anew")
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """A step of the optimizer, and an averaging if it is time to. Returns what the optimizer's step does."""
+        """Steps with the optimizer, then with the averager. Returns what the optimizer's step does."""
         loss = self.optimizer.step(closure)
         self.averager.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The optimizer's."""
+        """Calls the optimizer's zero_grad."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, and under "averager" the averager's."""
+        """Returns the optimizer's state, and under "averager" the averager's."""
         return {**self.optimizer.state_dict(), _AVERAGER: self.averager.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave. A plain optimizer's state goes to `self.optimizer.load_state_dict`."""
+        """Loads the state of both. A plain optimizer's state goes to `self.optimizer.load_state_dict`."""
         if _AVERAGER not in state_dict:
             raise ConfigurationError(
                 f"load_state_dict: got {sorted(state_dict)}; lacks {_AVERAGER!r} (a plain optimizer's state goes to "
@@ -140,13 +140,13 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
 
 class PostLocalSGDState:
-    """What `post_local_sgd_hook` knows: when to stop averaging gradients over all ranks.
+    """State of `post_local_sgd_hook`, which ends the averaging of gradients over all ranks.
 
-    process_group: all ranks' Communicator; None: the world. start_step: the first step whose gradients stay apart; the
-        averager's warmup_steps. local_group: the Communicator of the ranks that go on averaging theirs, those of a
-        node, say; None: each alone.
+    process_group: all ranks' Communicator; None: the world. start_step: the first step whose gradients are not averaged
+        over all ranks; the averager's warmup_steps. local_group: the Communicator of the ranks that go on averaging
+        theirs, those of a node, say; None: each rank keeps its own.
 
-    steps: backward passes whose buckets have all come by; one an optimizer's step, with no_sync around the others.
+    steps: backward passes whose buckets have all been reduced: one in each optimizer step, the others under no_sync.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class PostLocalSGDState:
         self.steps = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The number of backward passes that have ended."""
+        """Returns the number of backward passes that have ended."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes on counting from there."""
+        """Sets the number of backward passes."""
         self.steps = integer("steps", state_dict.get("steps"), 0)
 
 

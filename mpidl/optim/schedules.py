@@ -23,7 +23,7 @@ from .trust import require
 
 
 def scale_learning_rate(base_lr: float, batch: int, base_batch: int = 256, rule: str = "linear") -> float:
-    """The learning rate for a global batch, from one that is good for `base_batch` samples.
+    """Scales a learning rate that is good for `base_batch` samples to a global batch.
 
     batch: samples of all ranks in a step. rule: "linear" (SGD, LARS), or "sqrt" (LAMB: You et al. 2020, section 4).
     """
@@ -38,7 +38,7 @@ def scale_learning_rate(base_lr: float, batch: int, base_batch: int = 256, rule:
 def warmup_constant(
     optimizer: torch.optim.Optimizer, warmup_steps: int, *, start: float = 0.0, last_epoch: int = -1
 ) -> LambdaLR:
-    """From `start` times the learning rate, in equal steps, to the whole of it at step `warmup_steps`; then that.
+    """Raises the learning rate linearly from `start` times its value until step `warmup_steps`, then keeps it.
 
     start: the factor at step 0. With `start = base_lr / lr` it is the gradual warm-up from the rate before scaling.
     last_epoch: the last step of a schedule that goes on, as in torch.
@@ -55,7 +55,7 @@ def warmup_linear(
     end: float = 0.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Warm-up, then down in a straight line to `end` times the learning rate at step `total_steps`; then that."""
+    """Warms up, then lowers the learning rate linearly to `end` times its value at step `total_steps`; keeps that."""
     return _schedule(optimizer, warmup_steps, total_steps, _linear, start, end, last_epoch)
 
 
@@ -68,7 +68,7 @@ def warmup_cosine(
     end: float = 0.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Warm-up, then half a cosine down to `end` times the learning rate at step `total_steps`; then that."""
+    """Warms up, then lowers the learning rate by half a cosine to `end` times its value at step `total_steps`."""
     return _schedule(optimizer, warmup_steps, total_steps, _cosine, start, end, last_epoch)
 
 
@@ -82,7 +82,7 @@ def warmup_polynomial(
     end: float = 0.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Warm-up, then down as (the share of steps that are left)^power to `end` at step `total_steps`; then that."""
+    """Warms up, then lowers the rate as (the share of steps left)^power to `end` times its value at `total_steps`."""
     require("power", power, power > 0, "above 0")
     return _schedule(optimizer, warmup_steps, total_steps, partial(_polynomial, power), start, end, last_epoch)
 
@@ -106,7 +106,7 @@ def _schedule(
 def _factor(
     warmup_steps: int, total_steps: int, decay: Callable[[float], float], start: float, end: float, step: int
 ) -> float:
-    """By what the learning rate is multiplied at a step. decay: from 1 to 0, as its argument goes from 0 to 1."""
+    """Computes the factor of the learning rate at a step. decay: falls from 1 to 0 as its argument goes from 0 to 1."""
     if step < warmup_steps:
         return start + (1 - start) * step / warmup_steps
     if step >= total_steps:

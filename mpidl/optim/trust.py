@@ -1,4 +1,4 @@
-"""Optimizers that scale each parameter's update by the ratio of its norm to the update's: what LARS and LAMB share.
+"""Base of LARS and LAMB, which scale each parameter's update by the ratio of the two norms.
 
     norms of all weights and updates, in one call -> a trust ratio a parameter -> weights -= lr * ratio * update
 
@@ -21,7 +21,7 @@ from ..errors import ConfigurationError
 
 
 def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of each tensor's elements: float64 [len(tensors)], on the CPU."""
+    """Computes the sum of squares of each tensor's elements: float64 [len(tensors)], on the CPU."""
     norms = []
     for tensor in tensors:
         wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -31,14 +31,14 @@ def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def squared_norms_over(comm: Communicator, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same, of tensors of which every rank holds a slice. Collective."""
+    """Computes the sums of squares of tensors of which every rank holds a slice. Collective."""
     total = squared_norms(slices)
     comm.all_reduce(total)
     return total
 
 
 class TrustRatioOptimizer(torch.optim.Optimizer):
-    """Base of LARS and LAMB: what they check, and the norms.
+    """Base of LARS and LAMB: checks of their settings, and the norms.
 
     squared_norms: takes tensors, returns their sums of squares as float64 on the CPU; called once a step with the same
         number of tensors on every rank, of which some may be empty. Engines that shard parameters replace it.
@@ -47,7 +47,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     squared_norms: Callable[[Sequence[torch.Tensor]], torch.Tensor] = staticmethod(squared_norms)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Checks the group's settings first; settings that it lacks are the optimizer's."""
+        """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
         settings = {**self.defaults, **param_group}
         for name in ("lr", "weight_decay"):
             value = settings[name]
@@ -61,7 +61,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
         """Raises ConfigurationError for settings that the method cannot work with."""
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The group's parameters that have gradients, and these, turned round where the objective is to grow."""
+        """Returns the group's parameters with gradients, and these, negated under `maximize`."""
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters]
         if any(gradient.is_sparse for gradient in gradients):
@@ -71,7 +71,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     def _norms_of_pairs(
         self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
     ) -> list[tuple[float, float]]:
-        """The norms of two lists of equally many tensors, pair by pair."""
+        """Computes the norms of two lists of equally many tensors, pair by pair."""
         if not first:
             return []
         squares = self.squared_norms([*first, *second]).tolist()
@@ -80,13 +80,13 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
 
 
 def require(name: str, value: Any, fits: bool, what: str) -> None:
-    """Raises ConfigurationError unless it fits."""
+    """Raises ConfigurationError unless `fits`."""
     if not fits:
         raise ConfigurationError(f"{name}: got {value!r}; needs {what}")
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """The value as an int. Raises ConfigurationError for what is none, or is below `least`."""
+    """Converts a value to an int. Raises ConfigurationError for one that is no integer or below `least`."""
     try:
         number = operator.index(value)
     except TypeError:
