@@ -52,6 +52,7 @@ from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
 from .forked import is_forked, refuse_if_forked, why
+from .idle_wait import on_all_ranks
 from .labels import is_profiled, label, record_function
 from .leftovers import remove_names
 from .lifetime import keep_for_ever
@@ -60,7 +61,6 @@ from .memory.shared_memory import SharedMemory, is_one_for_all
 from .messages import Messages
 from .partition import Splits
 from .partitioned import PartitionedAllReduce
-from .patience import on_all_ranks
 from .positions import NO_WORDS, words
 from .progress import Progress, Work
 from .reduction import Reduction

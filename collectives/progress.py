@@ -25,8 +25,8 @@ from mpi4py import MPI
 from . import cores
 from .errors import MismatchError, OperationError, WorkTimeout
 from .forked import refuse_if_forked
+from .idle_wait import run_beside
 from .labels import label
-from .patience import run_beside
 from .watchdog import mark_end
 
 
@@ -82,7 +82,7 @@ class Progress:
     Whoever runs an operation has the turn: the thread, or a caller for whom nothing is queued. The thread takes it
     before it takes a task off the queue, so that an empty queue and a free turn mean that nothing is before a caller.
 
-    naps: whether the thread naps while it waits for messages (`patience`). follows: whether it runs on the core of the
+    naps: whether the thread naps while it waits for messages (`idle_wait`). follows: whether it runs on the core of the
     thread that issues; both to be set before the first task. at_end: see `Communicator.before_end`. number: in the
     order in which they were made.
     """

@@ -23,8 +23,8 @@ import numpy as np
 from mpi4py import MPI
 
 from ..buffers import Buffer, copy
+from ..idle_wait import wait_all
 from ..partition import even_counts
-from ..patience import wait_all
 from ..reduction import Reduction
 from ..schedule import Chunks, Kind, Place, Round, Schedule, Step
 from ..scratch import Scratch

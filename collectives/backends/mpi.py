@@ -15,8 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from ..buffers import Buffer, DType
+from ..idle_wait import collective
 from ..partition import Splits
-from ..patience import collective
 from ..reduction import KERNELS, Reduction
 from .backend import Backend, Call, Resources
 

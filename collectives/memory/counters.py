@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4py import MPI
 
-from ..patience import in_a_hurry
+from ..idle_wait import in_a_hurry
 
 if TYPE_CHECKING:
     from .shared_memory import SharedMemory

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from collectives import Communicator, patience
+from collectives import Communicator, idle_wait
 from collectives.memory import counters
 from collectives.memory.counters import STRIDE, Barrier, Counters
 from collectives.memory.shared_memory import SharedMemory
@@ -50,7 +50,7 @@ def test_what_was_written_before_a_barrier_is_there_after_it(
     comm: Communicator, memory: SharedMemory, crowded: bool, hurried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, ranks = comm.local_rank, comm.local_size
-    monkeypatch.setattr(patience._local, "hurried", lambda: hurried)
+    monkeypatch.setattr(idle_wait._local, "hurried", lambda: hurried)
     settle = comm._dispatch.topology.node.Barrier
     barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, settle=settle)
     written = np.frombuffer(memory, np.int64, ranks, 1 << 15)
@@ -85,7 +85,7 @@ def test_a_rank_that_waits_long_sleeps_until_it_is_woken(
 def test_mpi_looks_for_messages_meanwhile(
     comm: Communicator, memory: SharedMemory, own: Counters, hurried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience._local, "hurried", lambda: hurried)
+    monkeypatch.setattr(idle_wait._local, "hurried", lambda: hurried)
     looks = np.frombuffer(memory, np.int64, comm.local_size, 1 << 15)
 
     def look() -> None:

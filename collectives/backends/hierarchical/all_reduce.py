@@ -31,9 +31,9 @@ from mpi4py import MPI
 
 from ...buffers import Buffer, DType
 from ...errors import OperationError
+from ...idle_wait import wait_all
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...partition import even_counts
-from ...patience import wait_all
 from ...reduction import Reduction, partial_of
 from ...scratch import Scratch
 from ...topology import Topology

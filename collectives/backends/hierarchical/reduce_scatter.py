@@ -25,8 +25,8 @@ from mpi4py import MPI
 
 from ...buffers import Buffer
 from ...errors import OperationError
+from ...idle_wait import wait_all
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...patience import wait_all
 from ...reduction import Reduction, partial_of
 from ...scratch import Scratch
 from ...topology import Topology
