@@ -54,7 +54,7 @@ def main() -> None:
     memory = Allocator(place.node).allocate(Barrier.nbytes(place.local_size), shared=True)
     if memory is None:
         raise SystemExit("the node has no room for shared memory")
-    barrier = Barrier(memory, 0, place.local_rank, place.local_size, crowded=place.crowded, settle=place.node.Barrier)
+    barrier = Barrier(memory, 0, place.local_rank, place.local_size, crowded=place.crowded, fence=place.node.Barrier)
     ways: dict[str, Callable[[], object]] = {"counters": barrier, "MPI": place.node.Barrier}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(options.rounds):

@@ -115,12 +115,12 @@ def pattern(size: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(size) + rank) % 5).to(dtype)
 
 
-def fill(comm: Communicator, arrays: Arrays, settle: Callable[[], None] = lambda: None) -> None:
+def fill(comm: Communicator, arrays: Arrays, synchronize: Callable[[], None] = lambda: None) -> None:
     """Sets the input; no rank goes on before all have, as they may read each other's."""
     comm.barrier()
     if arrays.out is not arrays.x:
         arrays.out.zero_()
-        settle()
+        synchronize()
         comm.barrier()  # it may be one array for all
     arrays.x.copy_(pattern(arrays.x.numel(), comm.rank, arrays.x.dtype))
 
@@ -329,13 +329,13 @@ def parse(comm: Communicator) -> argparse.Namespace:
 class Setting:
     """Where it is measured.
 
-    settle: waits for what was queued. groups: on a GPU, by way. nccl: a group of torch.distributed, or None. sharing:
+    synchronize: waits for queued work. groups: on a GPU, by way. nccl: a group of torch.distributed, or None. sharing:
     ranks on a GPU. bandwidth: of a copy there, bytes read and written a second.
     """
 
     device: str = "cpu"
     clock: Clock = field(default_factory=Clock)
-    settle: Callable[[], None] = lambda: None
+    synchronize: Callable[[], None] = lambda: None
     groups: dict[str, Communicator] = field(default_factory=dict)
     nccl: Any = None
     sharing: int = 1
@@ -351,7 +351,7 @@ class Setting:
             from peers import nccl_group
 
             nccl = nccl_group()
-        return cls(gpu.device, gpu.clock, gpu.settle, groups, nccl, gpu.sharing, gpu.copy_bandwidth(comm))
+        return cls(gpu.device, gpu.clock, gpu.synchronize, groups, nccl, gpu.sharing, gpu.copy_bandwidth(comm))
 
     def limit(self, op: str, nbytes: int, ranks: int) -> float | None:
         """Seconds that the memory needs at least."""
@@ -375,7 +375,7 @@ def one_size(
         key = f"{name} {buffer}"
         calls[key], wrong[key] = call, "-"
         if not options.no_check and name != "copy":
-            fill(comm, pair, setting.settle)
+            fill(comm, pair, setting.synchronize)
             call()
             found = np.array([wrong_elements(comm, op, pair)])
             comm.all_reduce(found)

@@ -96,7 +96,7 @@ class EventStopwatch(Stopwatch):
 
     def begin(self) -> None:
         """See Stopwatch."""
-        self._gpu.settle()
+        self._gpu.synchronize()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.go_on()
 
@@ -111,7 +111,7 @@ class EventStopwatch(Stopwatch):
     def parts(self) -> dict[str, float]:
         """See Stopwatch."""
         found = dict.fromkeys(PARTS, 0.0)
-        self._gpu.settle()
+        self._gpu.synchronize()
         for part, begin, end in self._spans:
             found[part] += begin.elapsed_time(end) / 1e3  # milliseconds
         return found

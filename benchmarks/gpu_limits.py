@@ -94,7 +94,7 @@ class Gpu:
         comm.all_reduce(found, "max")  # which the other ranks wait for
         return float(found[0])
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for what this rank has queued."""
         torch.cuda.synchronize()
 

@@ -38,7 +38,7 @@ from collectives.algorithms import ALGORITHMS, schedule
 from collectives.backends.executor import SEGMENT_BYTES, Execution, whole
 from collectives.price import Cluster, Pricing
 from collectives.reduction import Reduction
-from collectives.schedule import Place, Round, Schedule, chunk, recv, send
+from collectives.schedule import Role, Round, Schedule, chunk, recv, send
 from collectives.scratch import Scratch
 from collectives.timing import measure, repetitions
 from mpidl.cli import ArgumentParser, at_least, bytes_text, check_writable, names
@@ -121,7 +121,7 @@ def shifts(ranks: int) -> Schedule:
 
     def rounds(rank: int) -> list[Round]:
         right, left = (rank + 1) % ranks, (rank - 1) % ranks
-        return [(send(chunk(Place.IN, 0), right), recv(chunk(Place.OUT, 0), left))] * IN_A_ROW
+        return [(send(chunk(Role.IN, 0), right), recv(chunk(Role.OUT, 0), left))] * IN_A_ROW
 
     return Schedule("shifts", "all_to_all", ranks, 1, rounds)
 
@@ -133,7 +133,7 @@ def calibrate(comm: Communicator, iters: int | None) -> Cluster:
         leaving, coming = (
             whole(buffers.inspect(np.zeros(nbytes, np.uint8), "x", writable=True), [nbytes]) for _ in range(2)
         )
-        execution = Execution(comm.mpi, made, {Place.IN: leaving, Place.OUT: coming}, [nbytes], scratch)
+        execution = Execution(comm.mpi, made, {Role.IN: leaving, Role.OUT: coming}, [nbytes], scratch)
         times[nbytes] = slowest(comm, execution.run, iters or repetitions(nbytes)) / IN_A_ROW
     beta = max(1e-15, (times[LARGE] - times[SMALL]) / (LARGE - SMALL))
 

@@ -64,7 +64,7 @@ def parts(name: str, counts: Sequence[int] | None, size: int, ranks: int) -> lis
 
 
 def given_parts(name: str, counts: Sequence[int] | None, own: int, ranks: int) -> list[int]:
-    """Elements of each rank's part where nobody but the root sees the whole; by default all like this rank's."""
+    """Elements of each rank's part where only the root sees the whole; by default all have this rank's."""
     return [own] * ranks if counts is None else _counts(name, counts, ranks)
 
 
@@ -109,16 +109,18 @@ def own_part(name: str, array: Buffer, counts: Sequence[int], rank: int) -> None
         )
 
 
-def apart(operation: str, part: Buffer, whole: Buffer, counts: Sequence[int] | None = None, rank: int = 0) -> None:
-    """Raises if the two arrays share memory, unless `part` is exactly this rank's own part of `whole`."""
+def refuse_overlap(
+    operation: str, part: Buffer, whole: Buffer, counts: Sequence[int] | None = None, rank: int = 0
+) -> None:
+    """Raises ArgumentError if the two arrays share memory, unless `part` is exactly this rank's own part of `whole`."""
     (a, a_stop), (b, b_stop) = part.span(), whole.span()
     if a >= b_stop or b >= a_stop or part.size == 0:
         return
     if counts is None:
-        raise ArgumentError(f"{operation}: out and x share memory; needs two arrays apart")
+        raise ArgumentError(f"{operation}: out and x share memory; needs two separate arrays")
     place = b + sum(counts[:rank]) * whole.dtype.itemsize
     if a != place:
         raise ArgumentError(
-            f"{operation}: out and x share memory, {a - b} bytes apart; needs two arrays apart, or the smaller one "
-            f"exactly at rank {rank}'s part of the larger, {place - b} bytes in"
+            f"{operation}: out and x share memory, {a - b} bytes from each other; needs two separate arrays, or the "
+            f"smaller one exactly at rank {rank}'s part of the larger, {place - b} bytes in"
         )

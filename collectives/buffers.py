@@ -298,7 +298,7 @@ def empty(shape: Any, dtype: Any) -> Any:
 
 
 def over(memory: Any, start: int, shape: Any, dtype: Any) -> Any:
-    """Like `empty`, over memory that exists, from byte `start` of it; the array keeps it alive."""
+    """Makes an array over existing memory, from byte `start` of it; the array keeps it alive."""
     kind = describe(dtype)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if 0 in shape:

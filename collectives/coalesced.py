@@ -62,7 +62,7 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
         counts = even_counts(whole.size, ranks)
         arguments.same_dtype(called, own, whole)
         arguments.own_part(called, own, counts, rank)
-        arguments.apart(called, own, whole, counts, rank)
+        arguments.refuse_overlap(called, own, whole, counts, rank)
         items.append(Item(whole, own, tuple(counts)))
     return items
 

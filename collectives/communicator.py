@@ -5,9 +5,9 @@
     comm.all_reduce(x, op="avg")           # in place; x: a numpy, cupy or torch array, contiguous, of any shape
 
 Arrays are seen as flat runs of elements in C order; shapes need not agree, element counts and dtypes must. Where a
-list of arrays is taken, the operation runs on all of them as one (`coalesced`). What every
-rank must do alike: call the same operations in the same order, with the same dtype, op, root, algorithm, and sizes
-that fit each other. Each call checks what this rank can see before anything is sent.
+list of arrays is taken, the operation runs on all of them as one (`coalesced`). Every rank must call the same
+operations in the same order, with the same dtype, op, root, algorithm, and sizes that fit each other. Each call
+checks what this rank can see before anything is sent.
 
 Arrays may be on a GPU (`backends.cuda`), then on all ranks. The operation comes after what the caller's current stream
 holds, and what is queued there later sees its result.
@@ -52,7 +52,7 @@ from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
 from .forked import is_forked, refuse_if_forked, why
-from .idle_wait import on_all_ranks
+from .idle_wait import background_on_all_ranks
 from .labels import is_profiled, label, record_function
 from .leftovers import remove_names
 from .lifetime import keep_for_ever
@@ -102,14 +102,14 @@ class Communicator:
         self._made: list[MPI.Intracomm] = []  # by this object, to be freed
         with freed_if_mpi_fails("Communicator", self._made):
             self._collective = self._duplicated(self.mpi)
-            self._apart = self._duplicated(self.mpi)
+            self._for_messages = self._duplicated(self.mpi)
             place = discover(self._collective, self._made)
         self._progress = Progress()
         self._issued = 0
         self._calls: dict[tuple[Any, ...], Prepared] = {}
         self._unusable, self._failed = "", False
         self._refusal: type[MismatchError | OperationError] = OperationError
-        self._closed = self._patient = False
+        self._closed = self._exempt = False
         self._compound_in: int | None = None  # the thread that runs one
         self._duplicates: list[Communicator] = []
         weakref.finalize(self, self._progress.abandon).atexit = False  # there everything queued is waited for
@@ -121,11 +121,11 @@ class Communicator:
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._crowded = place.crowded
-        self._progress.naps = place.nodes > 1 or place.full
+        self._progress.may_sleep = place.nodes > 1 or place.full
         self._progress.follows = place.full and not place.crowded and place.nodes == 1
         self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
         self._positions = self._dispatch.positions
-        self._messages = Messages(self._apart, self._positions, self._dispatch.takes_addresses)
+        self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
         tables, number = self._collective.bcast((tables, next(_numbers)))
         self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
@@ -136,7 +136,7 @@ class Communicator:
         if self.size > 1 and limit < inf:
             seen = list(place.members) if self._positions.shared else [self.rank]
             named = world if min(world) >= 0 else list(range(self.size))
-            self._guard = Guard(self._apart, self._positions, seen, named, limit)
+            self._guard = Guard(self._for_messages, self._positions, seen, named, limit)
             watch(self._guard)
         guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
         left = Left(world, self._made, self._messages.channels, guard)
@@ -192,8 +192,8 @@ class Communicator:
 
         It can be made again and again (`partitioned`). Collective.
 
-        Where the ranks fill the cores of one node and all arrays are symmetric (`empty`), nobody reduces before it
-        waits, and a rank that is early does the others' share meanwhile. Elsewhere each part is an asynchronous
+        Where the ranks fill the cores of one node and all arrays are symmetric (`empty`), a rank reduces only once it
+        waits, and one that is early does the others' share meanwhile. Elsewhere each part is an asynchronous
         all_reduce by `algorithm`. The bits are those of an all_reduce of each part.
         """
         data = [buffers.inspect(x, f"partitioned_all_reduce: part {i}", writable=True) for i, x in enumerate(parts)]
@@ -246,7 +246,7 @@ class Communicator:
             parts = arguments.parts("reduce_scatter", counts, data.size, self.size)
             arguments.same_dtype("reduce_scatter", target, data)
             arguments.own_part("reduce_scatter: out", target, parts, self.rank)
-            arguments.apart("reduce_scatter", target, data, parts, self.rank)
+            arguments.refuse_overlap("reduce_scatter", target, data, parts, self.rank)
             chosen = self._chosen("reduce_scatter", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
         return self._issue("reduce_scatter", *call, async_op, (out, x))
@@ -295,7 +295,7 @@ class Communicator:
             parts = arguments.parts("all_gather", counts, target.size, self.size)
             arguments.same_dtype("all_gather", target, data)
             arguments.own_part("all_gather: x", data, parts, self.rank)
-            arguments.apart("all_gather", data, target, parts, self.rank)
+            arguments.refuse_overlap("all_gather", data, target, parts, self.rank)
             if algorithm == "auto" and self._dispatch.is_shared(target.address):
                 algorithm = self._dispatch.composed or "auto"
             chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
@@ -336,11 +336,11 @@ class Communicator:
             if even:
                 output_splits = [leaving[self.rank]] * self.size
             coming = arguments.parts("all_to_all: out, output_splits", output_splits, target.size, self.size)
-            arguments.apart("all_to_all", target, data)
+            arguments.refuse_overlap("all_to_all", target, data)
             self._refuse_shared("all_to_all: out", target)
             chosen = self._chosen("all_to_all", algorithm, data, data.nbytes, even=even)
             arguments.even_only("all_to_all", chosen, even=even)
-            splits = Splits(leaving, coming, alike=even and data.size % self.size == 0)
+            splits = Splits(leaving, coming, uniform=even and data.size % self.size == 0)
             call = self._prepare(key, "all_to_all", chosen, target, data, splits)
         return self._issue("all_to_all", *call, async_op, (out, x))
 
@@ -388,7 +388,7 @@ class Communicator:
             target = self._root_only("gather: out", out, root, sum(parts), writable=True)
             if target is not None:
                 arguments.same_dtype("gather", target, data)
-                arguments.apart("gather", data, target, parts, self.rank)
+                arguments.refuse_overlap("gather", data, target, parts, self.rank)
             chosen = self._chosen("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
             call = self._prepare(key, "gather", chosen, target, data, root, parts)
         return self._issue("gather", *call, async_op, (out, x))
@@ -424,7 +424,7 @@ class Communicator:
             data = self._root_only("scatter: x", x, root, sum(parts), writable=False)
             if data is not None:
                 arguments.same_dtype("scatter", target, data)
-                arguments.apart("scatter", target, data, parts, self.rank)
+                arguments.refuse_overlap("scatter", target, data, parts, self.rank)
             chosen = self._chosen("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
             call = self._prepare(key, "scatter", chosen, target, data, root, parts)
         return self._issue("scatter", *call, async_op, (out, x))
@@ -468,7 +468,7 @@ class Communicator:
         def parts() -> None:
             self._compound_in = threading.get_ident()
             try:
-                with on_all_ranks() if async_op else contextlib.nullcontext():
+                with background_on_all_ranks() if async_op else contextlib.nullcontext():
                     task()
             finally:
                 self._compound_in = None
@@ -528,7 +528,7 @@ class Communicator:
         return Communicator(MPI.COMM_SELF, timeout=self._timeout)
 
     def duplicate(self) -> Communicator:
-        """A Communicator of the same ranks, with operations apart from this one's; closed along with it. Collective."""
+        """Makes a Communicator of the same ranks with a queue of its own; closed along with this one. Collective."""
         made = self.split(0, self.rank)
         assert made is not None
         self._duplicates.append(made)
@@ -579,23 +579,23 @@ class Communicator:
         return self._dispatch.is_shared(buffers.inspect(array, "is_shared", writable=False).address)
 
     @property
-    def patient(self) -> bool:
-        """Exempts the other ranks from the watchdog: this rank waits for them as long as it takes. May be set."""
-        return self._patient
+    def exempt_from_watchdog(self) -> bool:
+        """Exempts this rank's waits from the watchdog: the other ranks may come late without an error. May be set."""
+        return self._exempt
 
-    @patient.setter
-    def patient(self, on: bool) -> None:
-        self._patient = on
+    @exempt_from_watchdog.setter
+    def exempt_from_watchdog(self, on: bool) -> None:
+        self._exempt = on
         if on and not self._unusable:
             self._positions.leave()
 
-    def before_end(self, task: Plain | None) -> None:
+    def register_drain_hook(self, task: Plain | None) -> None:
         """Registers a task to run before the last wait for what is queued here; to be called on every rank.
 
         That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such
         task, which the other ranks are told of: they may still be in the middle of their program.
         """
-        self._progress.at_end = task
+        self._progress.drain_hook = task
         if self._guard is not None:
             self._guard.late = task is not None
 
@@ -611,13 +611,13 @@ class Communicator:
         if self._closed:
             return
         self._when_dropped.detach()
-        everywhere = MPI.REQUEST_NULL if self._failed else self._apart.Ibarrier()
+        everywhere = MPI.REQUEST_NULL if self._failed else self._for_messages.Ibarrier()
         if not _all_arrive(everywhere):
             self._leave_open(everywhere)
             return
-        if self._progress.at_end is not None:
-            self._progress.at_end()
-            self.before_end(None)
+        if self._progress.drain_hook is not None:
+            self._progress.drain_hook()
+            self.register_drain_hook(None)
         self._closed, self._unusable = True, "it was closed"
         for made in self._duplicates:
             made.close()
@@ -636,7 +636,7 @@ class Communicator:
     def _leave_open(self, everywhere: MPI.Request) -> None:
         """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory."""
         self._closed, self._unusable = True, "it was closed after an exception, while other ranks were elsewhere"
-        self.before_end(None)
+        self.register_drain_hook(None)
         for made in self._duplicates:
             made._when_dropped.detach()
             made._leave_open(MPI.REQUEST_NULL)
@@ -693,7 +693,7 @@ class Communicator:
         return self._choose(operation, algorithm, data.dtype, nbytes, op, even)
 
     def _signature(self, array: Any) -> tuple[Any, ...] | None:
-        """The array's signature, another one where it is memory that all ranks of the node have alike."""
+        """Returns the array's signature, another one for memory that all ranks of the node share."""
         seen = signature(array)
         return seen if seen is None or not is_one_for_all(seen[0]) else (*seen, "one for all")
 
@@ -772,8 +772,8 @@ class Communicator:
         if self._failed:  # since this operation was issued
             self._refuse_if_unusable(operation)
         self._positions.enter(number, operation, detail, queued)
-        if self._patient:
-            self._positions.leave()  # for the watchdog it waits for nobody
+        if self._exempt:
+            self._positions.leave()  # for the watchdog it waits for no rank
         try:
             if (queued or self._crowded) and not isinstance(task, MeetsInMemory):
                 self._positions.wait_for_all(number)
@@ -807,7 +807,7 @@ class Communicator:
     def _give_up(self, why: str) -> None:
         """Refuses every operation from here on, also those that are queued."""
         self._unusable, self._failed = why, True
-        self._when_dropped.detach()  # nobody knows what MPI still does in it
+        self._when_dropped.detach()  # MPI may still be at work in it
 
     def _name(self, operation: str, number: int) -> str:
         return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"

@@ -1,4 +1,4 @@
-"""Words for an operator, size, dtype and algorithm, which a rank writes beside its position (`positions`).
+"""Words for an operator, size, dtype and algorithm, which a rank writes next to its position (`positions`).
 
 They follow the operation's name: "sum of 5 float32 by ring". They must be the same on all ranks of an operation, so
 that a report of the watchdog shows what does not fit.
@@ -26,7 +26,7 @@ def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
         elif isinstance(given, list):
             size = sum(given)
         elif isinstance(given, Splits):
-            size = size if given.alike else None  # each rank's own
+            size = size if given.uniform else None  # each rank's own
         elif isinstance(given, int):
             root = f" root {given}"
     elements = "" if size is None else f"{size} "

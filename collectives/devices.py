@@ -40,7 +40,7 @@ __all__ = [
 class Place:
     """The host's memory: there is nothing to wait for, to order or to keep. device: as torch has it.
 
-    keeps_freed: whether freed memory is kept for whoever asks next; else it may come back from the system page by page.
+    keeps_freed: freed memory is kept for the next allocation; else it may come back from the system page by page.
     """
 
     device = torch.device("cpu")
@@ -56,7 +56,7 @@ class Place:
     def lead(self, stream: Stream | None) -> None:
         """Makes another stream wait for what the current one holds."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Blocks the host until all that the current stream holds is done, so that other processes see it."""
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -108,8 +108,8 @@ class GpuPlace(Place):
             if stream is not None and stream != current:
                 stream.wait(current.record())
 
-    def settle(self) -> None:
-        """Implements `Place.settle`: waits for the work in the current stream."""
+    def synchronize(self) -> None:
+        """Implements `Place.synchronize`: waits for the work in the current stream."""
         with self._gpu.current():
             self._gpu.torch_stream().record().wait()
 

@@ -61,7 +61,7 @@ def _end_without_mpi() -> None:
     if not is_forked():
         return
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it any more
+        with contextlib.suppress(Exception):  # closed, or without a reader
             stream.flush()
     has_failed = getattr(sys, "last_value", None) is not _uncaught_before
     os._exit(1 if has_failed else exit_status.noted())

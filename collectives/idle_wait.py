@@ -1,8 +1,9 @@
-"""Waiting without a core for it, in operations that run beside the program.
+"""Waiting that leaves the core to others, for operations that run in the background of the program.
 
-MPI looks for messages all the time that it waits, which takes a core from whoever computes. Between nodes a message
-takes long enough for naps. Within one they are taken where its ranks fill its cores: there a rank that only looks keeps
-off its core those that it waits for, with Linux 6.18 for minutes on end. Who can sleeps until woken (`counters`).
+MPI polls for messages all the time that it waits, which takes a core from the thread that computes. Between nodes a
+message takes long enough for a waiting thread to sleep for moments. Inside a node it does so where the ranks fill the
+cores: there a rank that polls keeps the ranks that it waits for off its core, with Linux 6.18 for minutes on end.
+Waits for shared memory sleep until another rank wakes them (`counters`).
 """
 
 from __future__ import annotations
@@ -19,42 +20,43 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-4  # seconds
 
 
 class _Local(threading.local):
-    """naps: whether this thread may nap. apart: whether all ranks run the operation in a thread like this one.
+    """State of a thread.
 
-    hurried: whether the program waits for what this thread does.
+    caller_is_waiting: returns True while the program waits for this thread's operation. may_sleep: the thread may sleep
+    while it waits for messages. all_in_background: all ranks run the operation in a thread that is not the program's.
     """
 
-    hurried: Callable[[], bool] = staticmethod(lambda: True)
-    naps = False
-    apart = False
+    caller_is_waiting: Callable[[], bool] = staticmethod(lambda: True)
+    may_sleep = False
+    all_in_background = False
 
 
 _local = _Local()
 
 
-def run_beside(hurried: Callable[[], bool], *, naps: bool) -> None:
-    """This thread is not the program's, which waits for it while `hurried()`. naps: whether it may nap."""
-    _local.hurried, _local.naps = hurried, naps
+def enter_background(caller_is_waiting: Callable[[], bool], *, may_sleep: bool) -> None:
+    """Marks this thread as one that runs operations for the program's thread; see `_Local`."""
+    _local.caller_is_waiting, _local.may_sleep = caller_is_waiting, may_sleep
 
 
-def in_a_hurry() -> bool:
-    """Returns whether the program waits for what this thread does: always, in its own."""
-    return _local.hurried()
+def caller_is_waiting() -> bool:
+    """Returns True while the program waits for this thread's operation: always, in its own thread."""
+    return _local.caller_is_waiting()
 
 
 @contextmanager
-def on_all_ranks() -> Iterator[None]:
-    """Inside, every rank runs the operation beside its program, so that all may start collectives without blocking."""
-    before, _local.apart = _local.apart, True
+def background_on_all_ranks() -> Iterator[None]:
+    """Context in which every rank runs the operation in the background, so that all may use nonblocking collectives."""
+    before, _local.all_in_background = _local.all_in_background, True
     try:
         yield
     finally:
-        _local.apart = before
+        _local.all_in_background = before
 
 
 def wait_all(requests: Sequence[MPI.Request]) -> None:
     """Returns when all are complete."""
-    if not _local.naps:
+    if not _local.may_sleep:
         MPI.Request.Waitall(list(requests))
         return
     nap = _SHORTEST_NAP
@@ -64,13 +66,13 @@ def wait_all(requests: Sequence[MPI.Request]) -> None:
 
 
 def collective(comm: MPI.Comm, name: str, *arguments: Any) -> Callable[[], None]:
-    """A call of one of MPI's collectives, by the name of the blocking one."""
+    """Returns a function that calls one of MPI's collectives, by the name of the blocking one."""
     blocking = getattr(comm, name)
     started = getattr(comm, f"I{name.lower()}")
 
     def call() -> None:
-        # Blocking ones do not match the others, so that all ranks must take the same.
-        if _local.naps and _local.apart:
+        # Blocking collectives do not match nonblocking ones, so that all ranks must choose the same.
+        if _local.may_sleep and _local.all_in_background:
             wait_all([started(*arguments)])
         else:
             blocking(*arguments)

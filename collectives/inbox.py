@@ -1,7 +1,7 @@
 """Datagrams from processes of the same user, with open files.
 
-The socket has a name that every user of the machine can find, so the kernel writes the sender's user id beside each
-message, and only those of this process's own user are returned. Other messages, incomplete ones, and the files that
+The socket has a name that every user of the machine can find, so the kernel adds the sender's user id to each message,
+and only those of this process's own user are returned. Other messages, incomplete ones, and the files that
 came with them are dropped. One call reads a bounded number of messages: a sender that never stops cannot hold it.
 """
 
@@ -66,17 +66,17 @@ class Inbox:
         self._socket.close()
 
 
-def send(name: str, content: bytes, file: int | None, patience: float) -> None:
+def send(name: str, content: bytes, file: int | None, timeout: float) -> None:
     """Sends one message to the inbox of that name, if there is one here and it takes the message in time.
 
-    patience: seconds. file: the receiver gets it for reading only.
+    timeout: seconds. file: the receiver gets it for reading only.
     """
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out,
         _readable(file) as files,
     ):
-        out.settimeout(patience)
+        out.settimeout(timeout)
         out.connect(_address(name))
         socket.send_fds(out, [content], files)
 

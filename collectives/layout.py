@@ -15,7 +15,7 @@ from operator import add, sub, xor
 from .errors import ArgumentError
 from .schedule import Kind, Schedule
 
-# Programs of more rounds in all than this are compared on some ranks only to see that they are alike.
+# Programs of more rounds in all than this are compared on some ranks only.
 _COMPARED_ROUNDS = 1 << 18
 # Without symmetry, more than this would take hours and tens of gigabytes.
 _SIMULATED_ROUNDS = 1 << 22
@@ -85,7 +85,7 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """The messages from one rank to another; of all ranks alike, where one node stands for all."""
+    """The messages from one rank to another, where one node stands for all from any rank in its place."""
 
     source: int
     destination: int
@@ -113,11 +113,11 @@ class Layout:
         self._node = min(cluster.ranks_per_node, schedule.ranks)
         # What is moved along: whole nodes, or single ranks where they are all equally far from each other.
         self._unit = 1 if self._node in (1, schedule.ranks) else self._node
-        alike = self._symmetry() if symmetry else None
-        self.followed = self._unit if alike else schedule.ranks
+        symmetric = self._symmetry() if symmetry else None
+        self.followed = self._unit if symmetric else schedule.ranks
         self._channels: dict[tuple[int, int], int] = {}
         self._ports: dict[tuple[str, int], int] = {}
-        self.programs = self._lay_out(*alike or (None, None))
+        self.programs = self._lay_out(*symmetric or (None, None))
         self.ports = len(self._ports)
         self.channels = [
             Channel(source, destination % self.followed, source // self._node != destination // self._node)
@@ -129,7 +129,7 @@ class Layout:
         ranks, unit = self.schedule.ranks, self._unit
         if ranks % unit or ranks == unit:
             return None
-        for period in sorted({1, unit}):  # are all ranks alike? If not, all nodes?
+        for period in sorted({1, unit}):  # do all ranks run one program, or else all nodes?
             if move := self._move(period, first := [_form(self.schedule, rank) for rank in range(period)]):
                 return move, [
                     _moved(first[rank % period], move[1], rank - rank % period, ranks) for rank in range(unit)
@@ -166,8 +166,8 @@ class Layout:
                 s = self.schedule
                 raise ArgumentError(
                     f"price: {s.name} {s.operation} on {s.ranks} ranks has about {total // (rank + 1) * s.ranks} "
-                    f"rounds and no two nodes alike; needs at most {_SIMULATED_ROUNDS}, or a number of ranks that "
-                    f"fills the nodes of {self.cluster.ranks_per_node}"
+                    f"rounds, and every node has different ones; needs at most {_SIMULATED_ROUNDS}, or a number of "
+                    f"ranks that fills the nodes of {self.cluster.ranks_per_node}"
                 )
         return programs
 
@@ -176,7 +176,7 @@ class Layout:
         coming = [(peer, kind is Kind.REDUCE) for kind, peer, _ in steps if peer >= 0 and kind is not Kind.SEND]
         sends = []
         for number, (peer, chunks) in enumerate(leaving):
-            # The same order on all nodes, so that they stay alike where messages come to a port at once.
+            # The same order on all nodes, so that their times stay equal where messages come to a port at once.
             order = (number * self._unit + rank % self._unit) * self.schedule.ranks + rank // self._unit
             ports = self._used("out", rank, peer, len(leaving))
             sends.append(Send(self._channel(rank, peer), chunks, ports, order))

@@ -5,7 +5,7 @@ never comes there, and each leaves some megabytes for good. Once every rank of t
 of no use any more: without it, the memory goes with the last process, however that ends.
 
 Open MPI's files, /dev/shm/sm_segment..., must keep theirs: ranks map each other's when they first talk. Its mpirun
-removes them, and where that is killed too, whoever has seen them mapped.
+removes them, and where that is killed too, a process that has seen them mapped.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ under_way: set[Message] = set()  # of this process
 class Channel:
     """The messages to or from one peer with one tag, in their order.
 
-    comm: for messages alone. messages: how many there were; as both ends count alike, a message has one number.
+    comm: for messages alone. messages: how many there were; as both ends count them, a message has one number.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int, tag: int) -> None:

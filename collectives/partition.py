@@ -10,12 +10,12 @@ from dataclasses import dataclass
 class Splits:
     """The cut of one rank's arrays of an all_to_all: elements to and from each rank.
 
-    alike: whether all ranks cut into parts of one size, and all ranks know that they do.
+    uniform: all ranks cut into parts of one size, and every rank knows it.
     """
 
     leaving: Sequence[int]
     coming: Sequence[int]
-    alike: bool
+    uniform: bool
 
 
 def even_counts(size: int, ranks: int) -> list[int]:

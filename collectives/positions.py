@@ -136,11 +136,11 @@ class Positions:
         return not isinstance(self._memory, bytearray)
 
     def beat(self) -> None:
-        """This rank's process runs."""
+        """Shows that this rank's process runs."""
         self._beat[0] += 1
 
     def enter(self, number: int, operation: str, detail: bytes = NO_WORDS, queued: bool = False) -> None:
-        """This rank begins the operation of that number; queued: in the progress thread. detail: from `words`."""
+        """Notes that this rank begins an operation. queued: it runs in the progress thread. detail: from `words`."""
         collective = self._collective
         collective[2] = _AFTER
         collective[1] = CODES[operation]
@@ -150,7 +150,7 @@ class Positions:
         collective[2] = _QUEUED if queued else _INSIDE
 
     def leave(self, *, failed: bool = False) -> None:
-        """This rank has ended it; failed: by an exception."""
+        """Notes that this rank has ended the operation. failed: by an exception."""
         self._collective[2] = _FAILED if failed else _AFTER
 
     def wait_for_all(self, number: int) -> None:
@@ -162,7 +162,7 @@ class Positions:
         return self._entered.of(rank) >= self._collective[0]
 
     def end(self, status: int = 0) -> None:
-        """This rank's program is over, with that exit status: it comes to no further operation.
+        """Notes that this rank's program has ended with an exit status: it comes to no further operation.
 
         It has come past the last one, unless that has failed, in which others may still wait for it.
         """
@@ -176,7 +176,7 @@ class Positions:
 
     @contextmanager
     def waiting(self, message: str, peer: int) -> Iterator[None]:
-        """While this rank waits for a "send" to or a "recv" from the peer."""
+        """Context in which this rank waits for a "send" to or a "recv" from the peer."""
         self._waits += 1
         own = self._message
         own[0], own[1], own[3] = self._waits, CODES[message], peer

@@ -1,4 +1,4 @@
-"""One progress thread per communicator: asynchronous operations run in it in the order in which they were issued.
+"""Progress thread of a communicator, in which its asynchronous operations run in the order of their issue.
 
 Order of issue is order of execution, on every rank, so no operation can overtake another and none can deadlock by
 reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn.
@@ -25,7 +25,7 @@ from mpi4py import MPI
 from . import cores
 from .errors import MismatchError, OperationError, WorkTimeout
 from .forked import refuse_if_forked
-from .idle_wait import run_beside
+from .idle_wait import enter_background
 from .labels import label
 from .watchdog import mark_end
 
@@ -33,11 +33,11 @@ from .watchdog import mark_end
 class Work:
     """The handle of an operation under way. Its arrays must not be touched until it is complete."""
 
-    def __init__(self, name: str, hurry: Callable[[int], None] | None = None) -> None:
+    def __init__(self, name: str, count_waiter: Callable[[int], None] | None = None) -> None:
         self.name = name
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._hurry = hurry
+        self._count_waiter = count_waiter
 
     def is_completed(self) -> bool:
         """Returns whether the operation has ended, well or not; never blocks."""
@@ -51,13 +51,13 @@ class Work:
         """
         if not self._done.is_set():
             refuse_if_forked(self.name)
-        if self._hurry is not None and not self._done.is_set():
-            self._hurry(1)
+        if self._count_waiter is not None and not self._done.is_set():
+            self._count_waiter(1)
             try:
                 with label("collectives::wait", self.name):
                     self._done.wait(timeout)
             finally:
-                self._hurry(-1)
+                self._count_waiter(-1)
         else:
             self._done.wait(timeout)
         self._raise(timeout)
@@ -79,17 +79,18 @@ class Work:
 class Progress:
     """The queue of one communicator and the thread that works it off; the thread starts with the first task.
 
-    Whoever runs an operation has the turn: the thread, or a caller for whom nothing is queued. The thread takes it
-    before it takes a task off the queue, so that an empty queue and a free turn mean that nothing is before a caller.
+    The thread that runs an operation has the turn: the progress thread, or a caller for whom nothing is queued. The
+    progress thread takes it before it takes a task off the queue, so that an empty queue and a free turn mean that
+    nothing is before a caller.
 
-    naps: whether the thread naps while it waits for messages (`idle_wait`). follows: whether it runs on the core of the
-    thread that issues; both to be set before the first task. at_end: see `Communicator.before_end`. number: in the
-    order in which they were made.
+    may_sleep: the thread may sleep while it waits for messages (`idle_wait`). follows: it runs on the core of the
+    thread that issues; both to be set before the first task. drain_hook: see `Communicator.register_drain_hook`.
+    number: in the order in which they were made.
     """
 
     def __init__(self) -> None:
-        self.naps = self.follows = False
-        self.at_end: Callable[[], None] | None = None
+        self.may_sleep = self.follows = False
+        self.drain_hook: Callable[[], None] | None = None
         self.number = next(_numbers)
         self._condition = threading.Condition()
         self._queue: deque[tuple[Work, Callable[[], None]]] = deque()
@@ -100,8 +101,8 @@ class Progress:
         self._core = -1  # of the thread that has issued the last task
         _alive.add(self)
 
-    def hurry(self, more: int) -> None:
-        """One waits more, or less, for what is queued."""
+    def count_waiter(self, more: int) -> None:
+        """Adds to the number of callers that wait for queued tasks. more: 1, or -1 when a caller has ended its wait."""
         with self._condition:
             self._waiters += more
 
@@ -110,12 +111,12 @@ class Progress:
         return not self._queue and self._turn.acquire(blocking=False)
 
     def end_turn(self) -> None:
-        """The caller's operation has ended."""
+        """Ends the caller's turn."""
         self._turn.release()
 
     def submit(self, name: str, task: Callable[[], None]) -> Work:
         """Queues a task; returns at once."""
-        work = Work(name, self.hurry)
+        work = Work(name, self.count_waiter)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the library cannot be called from a second thread
             with self._turn:
                 self._carry_out(work, task)
@@ -162,7 +163,7 @@ class Progress:
         self._thread = None
 
     def _work_off(self) -> None:
-        run_beside(lambda: self._waiters > 0, naps=self.naps)
+        enter_background(lambda: self._waiters > 0, may_sleep=self.may_sleep)
         own = -1
         while True:
             with self._condition:
@@ -180,7 +181,7 @@ class Progress:
         error: BaseException | None = None
         try:
             task()
-        except BaseException as failure:  # handed to whoever waits
+        except BaseException as failure:  # raised in the thread that waits
             error = failure
         del task  # and with it the arrays, before the caller goes on
         work._end(error)
@@ -203,14 +204,14 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _finish_what_is_queued() -> None:
-    """Before MPI is finalized, every operation that was issued has run, as the other ranks rely on it."""
-    late = sorted((progress for progress in _alive if progress.at_end is not None), key=lambda found: found.number)
+    """Runs every operation that was issued before MPI is finalized, as the other ranks rely on it."""
+    late = sorted((progress for progress in _alive if progress.drain_hook is not None), key=lambda found: found.number)
     for progress in set(_alive).difference(late):
         progress.close()
     mark_end(late=False)
     for progress in late:
-        if progress.at_end is not None and not MPI.Is_finalized():
+        if progress.drain_hook is not None and not MPI.Is_finalized():
             with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
-                progress.at_end()
+                progress.drain_hook()
         progress.close()
     mark_end(late=True)

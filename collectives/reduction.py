@@ -157,13 +157,13 @@ class Reduction:
         size = _WIDE_BLOCK_BYTES // 4
         block, other = (blocks.take(f"wide {name}", _WIDE_BLOCK_BYTES).view(np.float32) for name in range(2))
         kernel = _NUMPY_KERNELS[self.name]
-        rounds_alike = len(sources) == 2 and self.name in _TORCH_KERNELS and not self.partial
+        rounds_once = len(sources) == 2 and self.name in _TORCH_KERNELS and not self.partial
         divide, by = _mean(_WIDE.storage, len(inputs))
         calls: list[Call] = []
         for start in range(0, inputs[0].size, size):
             stop = min(start + size, inputs[0].size)
             accumulated, received = block[: stop - start], other[: stop - start]
-            if rounds_alike:  # torch's own adds two in fp32 and rounds once
+            if rounds_once:  # torch's own adds two in fp32 and rounds once
                 pair = (source[start:stop] for source in sources)
                 calls.append((_TORCH_KERNELS[self.name], (*pair, target[start:stop])))
             else:

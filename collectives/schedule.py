@@ -47,7 +47,7 @@ class Kind(Enum):
     FINISH = "finish"
 
 
-class Place(Enum):
+class Role(Enum):
     """One of a rank's three buffers, which a step touches."""
 
     IN = "in"
@@ -59,7 +59,7 @@ class Place(Enum):
 class Chunks:
     """A run of neighbouring chunks of one buffer: numbers start <= c < stop."""
 
-    place: Place
+    role: Role
     start: int
     stop: int
 
@@ -78,9 +78,9 @@ Round = tuple[Step, ...]
 Program = tuple[Round, ...]
 
 
-def chunk(place: Place, number: int) -> Chunks:
+def chunk(role: Role, number: int) -> Chunks:
     """The single chunk `number` of a buffer."""
-    return Chunks(place, number, number + 1)
+    return Chunks(role, number, number + 1)
 
 
 def send(what: Chunks, peer: int) -> Step:
@@ -95,7 +95,7 @@ def recv(where: Chunks, peer: int) -> Step:
 
 def reduce(start: int, stop: int, peer: int) -> Step:
     """The chunks `start` to `stop` of work are combined with the next message from `peer`."""
-    return Step(Kind.REDUCE, Chunks(Place.WORK, start, stop), peer)
+    return Step(Kind.REDUCE, Chunks(Role.WORK, start, stop), peer)
 
 
 def backwards(rounds: list[Round]) -> list[Round]:
@@ -105,7 +105,7 @@ def backwards(rounds: list[Round]) -> list[Round]:
     """
     return [
         tuple(
-            send(Chunks(Place.WORK, s.target.start, s.target.stop), s.peer)
+            send(Chunks(Role.WORK, s.target.start, s.target.stop), s.peer)
             if s.kind is Kind.RECV
             else reduce(s.target.start, s.target.stop, s.peer)
             for s in steps
@@ -121,7 +121,7 @@ def copy(source: Chunks, target: Chunks) -> Step:
 
 def finish(start: int, stop: int) -> Step:
     """The chunks of work are complete: averaged and rounded into out."""
-    return Step(Kind.FINISH, Chunks(Place.OUT, start, stop), source=Chunks(Place.WORK, start, stop))
+    return Step(Kind.FINISH, Chunks(Role.OUT, start, stop), source=Chunks(Role.WORK, start, stop))
 
 
 @dataclass(frozen=True)

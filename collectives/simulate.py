@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from .errors import ScheduleError
-from .schedule import Chunks, Kind, Place, Round, Schedule, Step
+from .schedule import Chunks, Kind, Role, Round, Schedule, Step
 
 Cells = list[int | None]
 
@@ -89,7 +89,7 @@ class _Run:
         self.memory = [self.start(rank) for rank in range(self.ranks)]
         # Where a buffer's chunks lie among the bits that stand for a rank's memory in `check_round`.
         room = max(schedule.chunks, schedule.work)
-        self.bits = {place: 0 if in_place else number * room for number, place in enumerate(Place)}
+        self.bits = {role: 0 if in_place else number * room for number, role in enumerate(Role)}
         self.position = [0] * self.ranks
         # Messages and receives that wait for their counterpart, in order, by (source, destination).
         self.sent: dict[tuple[int, int], deque[Cells]] = defaultdict(deque)
@@ -100,18 +100,18 @@ class _Run:
         self.unmet = [0] * self.ranks
         self.held: list[list[int]] = [[] for _ in range(self.ranks)]
 
-    def start(self, rank: int) -> dict[Place, Cells]:
+    def start(self, rank: int) -> dict[Role, Cells]:
         """A rank's memory before the first round."""
-        room = {Place.IN: 0, Place.WORK: self.schedule.work, Place.OUT: 0}
-        memory: dict[Place, Cells] = {place: [None] * (room[place] or self.schedule.chunks) for place in Place}
+        room = {Role.IN: 0, Role.WORK: self.schedule.work, Role.OUT: 0}
+        memory: dict[Role, Cells] = {role: [None] * (room[role] or self.schedule.chunks) for role in Role}
         given = _given(self.schedule, rank)
-        start = Place.OUT if self.schedule.operation == "broadcast" else Place.IN
+        start = Role.OUT if self.schedule.operation == "broadcast" else Role.IN
         for number, label in given.items():
             memory[start][number] = self.values.of(label, 1 << rank)
         if self.schedule.operation in _REDUCTIONS:
-            memory[Place.WORK] = list(memory[Place.IN])
+            memory[Role.WORK] = list(memory[Role.IN])
         if self.in_place:
-            memory[Place.WORK] = memory[Place.OUT] = memory[Place.IN]
+            memory[Role.WORK] = memory[Role.OUT] = memory[Role.IN]
         return memory
 
     def fail(self, rank: int, reason: str) -> NoReturn:
@@ -177,7 +177,7 @@ class _Run:
         ready += [rank for rank in (destination, *gone) if not self.open_steps[rank]]
 
     def mask(self, chunks: Chunks) -> int:
-        return ((1 << chunks.stop - chunks.start) - 1) << chunks.start + self.bits[chunks.place]
+        return ((1 << chunks.stop - chunks.start) - 1) << chunks.start + self.bits[chunks.role]
 
     def check_round(self, rank: int, steps: Round) -> None:
         written = 0
@@ -187,7 +187,7 @@ class _Run:
                 continue
             mask = self.mask(step.target)
             again = step.kind is Kind.REDUCE and step.target in reduced
-            if step.target.place is Place.IN or (written & mask and not again):
+            if step.target.role is Role.IN or (written & mask and not again):
                 self.fail(rank, f"{step} writes the input, or what another step of its round writes")
             written |= mask
             if step.kind is Kind.REDUCE:
@@ -222,12 +222,12 @@ class _Run:
                 if any(v is not None and v & values.finished for v in found):
                     self.fail(rank, f"{step} finishes a chunk twice")
                 found = [None if v is None else v | values.finished for v in found]
-            memory[target.place][target.start : target.stop] = found
+            memory[target.role][target.start : target.stop] = found
         for step, came in self.arrived[rank]:
             target = step.target
             if step.kind is Kind.REDUCE:
                 came = [self.combine(rank, *pair) for pair in zip(self.read(rank, target), came, strict=True)]
-            memory[target.place][target.start : target.stop] = came
+            memory[target.role][target.start : target.stop] = came
         self.arrived[rank].clear()
 
     def combine(self, rank: int, mine: int | None, theirs: int | None) -> int:
@@ -237,14 +237,14 @@ class _Run:
         return together
 
     def read(self, rank: int, chunks: Chunks) -> Cells:
-        found = self.memory[rank][chunks.place][chunks.start : chunks.stop]
+        found = self.memory[rank][chunks.role][chunks.start : chunks.stop]
         if None in found or len(found) != chunks.stop - chunks.start:
             self.fail(rank, f"reads {chunks}, part of which holds nothing yet")
         return found
 
     def check_end(self) -> None:
         for rank in range(self.ranks):
-            out = self.memory[rank][Place.OUT]
+            out = self.memory[rank][Role.OUT]
             for number, wanted in _wanted(self.schedule, rank, self.values).items():
                 if out[number] != wanted:
                     self.fail(

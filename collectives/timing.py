@@ -22,7 +22,7 @@ class Clock:
     """The host's clock."""
 
     def ready(self) -> None:
-        """Before the ranks meet for a call."""
+        """Prepares for a call, before the ranks meet."""
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Times a call."""
@@ -40,7 +40,7 @@ def measure(
 ) -> dict[str, float]:
     """Median over `count` repetitions of the slowest rank's seconds, by name. Collective.
 
-    The calls take turns, repetition by repetition, so that drift of the machine hits all alike, and in an order that
+    The calls take turns, repetition by repetition, so that drift of the machine hits all equally, and in an order that
     is drawn anew each time, as each finds the caches as the one before has left them. A repetition's time is the
     slowest rank's, between a barrier and its own end.
     """

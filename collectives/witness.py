@@ -30,7 +30,7 @@ from .memory.shared_memory import JOB, SharedMemory
 from .positions import Position, Positions
 from .topology import world_ranks
 
-_PATIENCE = 1.0  # seconds for the other side to take what is queued
+_SEND_TIMEOUT = 1.0  # seconds for the other side to take what is queued
 _KEPT = 256  # pages; each is a descriptor and some kilobytes
 _RANKS = 1 << 17  # of a group or a job; a longer list is malformed
 _NAME = 255  # characters of a node's name
@@ -59,7 +59,7 @@ def tell(processes: Sequence[tuple[str, int]]) -> None:
 def _send(message: Mapping[str, Any], file: int | None = None) -> None:
     content = json.dumps(message).encode()
     if len(content) <= LONGEST:
-        send(_name(os.environ[JOB]), content, file, _PATIENCE)
+        send(_name(os.environ[JOB]), content, file, _SEND_TIMEOUT)
 
 
 @dataclass(frozen=True)

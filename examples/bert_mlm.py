@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, settle_device
+from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, resolve_device
 from mpidl.data import MarkedTokenizer, Masking, TokenBatches, make_marked_tokenizer, read_corpus
 from mpidl.data.masking import IGNORED
 from mpidl.errors import UsageError
@@ -67,7 +67,7 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
 
     def check(options: argparse.Namespace) -> None:
-        settle_device(options)
+        resolve_device(options)
         check_options(comm, options)
         if comm.rank == 0:
             check_writable(options.json)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, settle_device
+from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, resolve_device
 from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
 from mpidl.errors import ConfigurationError, UsageError
 from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
@@ -109,7 +109,7 @@ def parse(comm: Any) -> argparse.Namespace:
             options.batch, options.grad_accum = shares(options.global_batch, comm.size, options.batch)
         if options.min_lr is not None and options.min_lr > options.lr:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
-        settle_device(options)
+        resolve_device(options)
         if options.offload_activations and not options.checkpoint_activations:
             raise UsageError("--offload-activations is for --checkpoint-activations")
         if options.init_from and (options.layers or options.heads or options.embd):

@@ -49,11 +49,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def add_device(parser: Any) -> None:
-    """--device, to a parser or a group of its options; see `settle_device`."""
+    """--device, to a parser or a group of its options; see `resolve_device`."""
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
 
 
-def settle_device(options: argparse.Namespace) -> None:
+def resolve_device(options: argparse.Namespace) -> None:
     """Replaces "auto", and gives --dtype, where it is left out, what is usual there: bf16 on a GPU."""
     options.device = "cpu" if options.device == "auto" else options.device
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")

@@ -13,7 +13,7 @@ log2 p is rounded up. P: the pieces that each half of the data is cut into (`dou
 | halving_doubling | all_reduce | 2 log2 p | 2 n (p - 1) / p |
 | halving_doubling | reduce_scatter | log2 p | n (p - 1) / p |
 | bruck | all_gather | log2 p | n (p - 1) / p |
-| bruck | all_to_all (cut alike on all ranks) | log2 p | about n / 2 log2 p |
+| bruck | all_to_all (the same cuts on all ranks) | log2 p | about n / 2 log2 p |
 | double_tree | all_reduce | at most P + 2 log2 p + 1 | at most 2 n |
 | double_tree | broadcast, reduce | at most P + log2 p | at most n |
 | pairwise | all_to_all | p - 1 | n (p - 1) / p |
@@ -65,7 +65,7 @@ NAMES = (
     "double_tree",
 )
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-EVEN_ONLY = frozenset({("all_to_all", "bruck")})  # all ranks must cut alike: no splits
+EVEN_ONLY = frozenset({("all_to_all", "bruck")})  # all ranks must make the same cuts: no splits
 PIPELINED: dict[str, Callable[[int], int]] = {"double_tree": double_tree.pieces}  # into how many pieces n bytes go
 
 

@@ -10,7 +10,7 @@ end of the buffer and is then sent as two messages; nothing is rotated at the en
 All-to-all: what must travel j places to the right goes 2^k places in round k wherever bit k of j is set. Every rank
 sends about n / 2 bytes a round, in one message that is packed first: fewer messages than pairwise and more bytes, so
 the choice for short messages. What is passed on for others has sizes that only its sender and receiver know, so all
-ranks must cut alike, as they do by default: splits are refused. (Bruck, Ho, Kipnis, Upfal and Weathersby 1997,
+ranks must make the same cuts, as by default: splits are refused. (Bruck, Ho, Kipnis, Upfal and Weathersby 1997,
 "Efficient algorithms for all-to-all communications in multiport message-passing systems".)
 """
 
@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..schedule import Chunks, Place, Round, Schedule, Step, chunk, copy, recv, send
+from ..schedule import Chunks, Role, Round, Schedule, Step, chunk, copy, recv, send
 
 
 def _runs(start: int, length: int, ranks: int) -> Iterator[Chunks]:
     """The chunks of out from `start` around the circle: two runs where they pass the end."""
     start %= ranks
     stop = start + length
-    yield Chunks(Place.OUT, start, min(stop, ranks))
+    yield Chunks(Role.OUT, start, min(stop, ranks))
     if stop > ranks:
-        yield Chunks(Place.OUT, 0, stop - ranks)
+        yield Chunks(Role.OUT, 0, stop - ranks)
 
 
 def gather_rounds(rank: int, ranks: int) -> list[Round]:
@@ -51,13 +51,13 @@ def all_gather(ranks: int) -> Schedule:
     """log2 p rounds, rounded up; n (p - 1) / p bytes a rank."""
 
     def rounds(rank: int) -> list[Round]:
-        own: Round = (copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)
+        own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)
         return [own, *gather_rounds(rank, ranks)]
 
     return Schedule("bruck", "all_gather", ranks, ranks, rounds)
 
 
-def _copies(pairs: list[tuple[tuple[Place, int], tuple[Place, int]]]) -> Round:
+def _copies(pairs: list[tuple[tuple[Role, int], tuple[Role, int]]]) -> Round:
     """Copies of single chunks, neighbours taken together."""
     steps: list[Step] = []
     for (source, s), (target, t) in pairs:
@@ -65,7 +65,7 @@ def _copies(pairs: list[tuple[tuple[Place, int], tuple[Place, int]]]) -> Round:
         if (
             last is not None
             and last.source is not None
-            and (last.source.place, last.source.stop, last.target.place, last.target.stop) == (source, s, target, t)
+            and (last.source.role, last.source.stop, last.target.role, last.target.stop) == (source, s, target, t)
         ):
             steps[-1] = copy(Chunks(source, last.source.start, s + 1), Chunks(target, last.target.start, t + 1))
         else:
@@ -89,15 +89,15 @@ def all_to_all(ranks: int) -> Schedule:
 
     def rounds(rank: int) -> list[Round]:
         # Where the chunk of each distance is now.
-        places = [(Place.IN, (rank + j) % ranks) for j in range(ranks)]
-        steps: list[Round] = [(copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)]
+        places = [(Role.IN, (rank + j) % ranks) for j in range(ranks)]
+        steps: list[Round] = [(copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)]
         for k, distances in enumerate(moving):
-            steps.append(_copies([(places[j], (Place.WORK, i)) for i, j in enumerate(distances)]))
-            leaving, coming = Chunks(Place.WORK, 0, len(distances)), Chunks(Place.WORK, areas[k], areas[k + 1])
+            steps.append(_copies([(places[j], (Role.WORK, i)) for i, j in enumerate(distances)]))
+            leaving, coming = Chunks(Role.WORK, 0, len(distances)), Chunks(Role.WORK, areas[k], areas[k + 1])
             steps.append((send(leaving, (rank + (1 << k)) % ranks), recv(coming, (rank - (1 << k)) % ranks)))
             for i, j in enumerate(distances):
-                places[j] = (Place.WORK, areas[k] + i)
-        arrived = [(places[j], (Place.OUT, (rank - j) % ranks)) for j in range(1, ranks)]
+                places[j] = (Role.WORK, areas[k] + i)
+        arrived = [(places[j], (Role.OUT, (rank - j) % ranks)) for j in range(1, ranks)]
         return [*steps, _copies(arrived)]
 
     return Schedule("bruck", "all_to_all", ranks, ranks, rounds, work=areas[-1])

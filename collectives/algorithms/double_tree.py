@@ -27,7 +27,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..schedule import Place, Round, Schedule, Step, chunk, finish, recv, reduce, send
+from ..schedule import Role, Round, Schedule, Step, chunk, finish, recv, reduce, send
 
 _PIECE_BYTES = 512 << 10
 _MOST_PIECES = 16
@@ -97,14 +97,14 @@ def _rounds(rank: int, ranks: int, root: int, cut: int, *, up: bool, down: bool)
             if up:
                 at[2 * (height - 1 - depth + piece)] += [reduce(c, c + 1, u) for u in children]
                 if v:
-                    at[2 * (height - depth + piece)].append(send(chunk(Place.WORK, c), parent))
+                    at[2 * (height - depth + piece)].append(send(chunk(Role.WORK, c), parent))
                 else:  # between the last message up and the first one down
                     at[2 * (height - 1 + piece) + 1].append(finish(c, c + 1))
             if down:
                 start = height + piece if up else piece
                 if v:
-                    at[2 * (start + depth - 1)].append(recv(chunk(Place.OUT, c), parent))
-                at[2 * (start + depth)] += [send(chunk(Place.OUT, c), u) for u in children]
+                    at[2 * (start + depth - 1)].append(recv(chunk(Role.OUT, c), parent))
+                at[2 * (start + depth)] += [send(chunk(Role.OUT, c), u) for u in children]
     return [tuple(at[time]) for time in sorted(at) if at[time]]
 
 
@@ -133,7 +133,7 @@ def reduce_to_root(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
 
 
 def all_reduce(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
-    """Reduction to rank 0 and broadcast from there, each piece on its way down while others go up."""
+    """Reduction to rank 0 and broadcast from there; some pieces go down while others go up."""
     return Schedule(
         "double_tree",
         "all_reduce",

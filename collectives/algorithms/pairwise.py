@@ -6,18 +6,18 @@ Rabenseifner and Gropp 2005, "Optimization of collective communication operation
 
 from __future__ import annotations
 
-from ..schedule import Place, Round, Schedule, chunk, copy, recv, send
+from ..schedule import Role, Round, Schedule, chunk, copy, recv, send
 
 
 def all_to_all(ranks: int) -> Schedule:
     """Chunk q of rank r's in becomes chunk r of rank q's out."""
 
     def rounds(rank: int) -> list[Round]:
-        own: Round = (copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)
+        own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)
         exchanges: list[Round] = []
         for step in range(1, ranks):
             to, source = (rank + step) % ranks, (rank - step) % ranks
-            exchanges.append((send(chunk(Place.IN, to), to), recv(chunk(Place.OUT, source), source)))
+            exchanges.append((send(chunk(Role.IN, to), to), recv(chunk(Role.OUT, source), source)))
         return [own, *exchanges]
 
     return Schedule("pairwise", "all_to_all", ranks, ranks, rounds)

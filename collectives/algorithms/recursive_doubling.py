@@ -14,14 +14,14 @@ Rabenseifner and Gropp 2005, "Optimization of collective communication operation
 
 from __future__ import annotations
 
-from ..schedule import Chunks, Place, Round, Schedule, chunk, copy, finish, recv, reduce, send
+from ..schedule import Chunks, Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
 from . import bruck
 
 
 def all_reduce(ranks: int) -> Schedule:
     """log2 p rounds, each rank's partial result meets its partner's; both add them in the order of the ranks."""
     core = 1 << ranks.bit_length() - 1
-    partial, result = chunk(Place.WORK, 0), chunk(Place.OUT, 0)
+    partial, result = chunk(Role.WORK, 0), chunk(Role.OUT, 0)
 
     def rounds(rank: int) -> list[Round]:
         if rank >= core:
@@ -47,8 +47,8 @@ def gather_rounds(rank: int, ranks: int) -> list[Round]:
         mine, theirs = rank // held * held, peer // held * held
         rounds.append(
             (
-                send(Chunks(Place.OUT, mine, mine + held), peer),
-                recv(Chunks(Place.OUT, theirs, theirs + held), peer),
+                send(Chunks(Role.OUT, mine, mine + held), peer),
+                recv(Chunks(Role.OUT, theirs, theirs + held), peer),
             )
         )
         held *= 2
@@ -59,7 +59,7 @@ def all_gather(ranks: int) -> Schedule:
     """log2 p rounds, rounded up; what a rank sends doubles from round to round."""
 
     def rounds(rank: int) -> list[Round]:
-        own: Round = (copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)
+        own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)
         return [own, *gather_rounds(rank, ranks)]
 
     return Schedule("recursive_doubling", "all_gather", ranks, ranks, rounds)

@@ -14,7 +14,7 @@ all-reduce algorithms for clusters of workstations", section 3).
 
 from __future__ import annotations
 
-from ..schedule import Place, Round, Schedule, chunk, copy, finish, recv, reduce, send
+from ..schedule import Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
 
 
 def _reduce_rounds(rank: int, ranks: int) -> list[Round]:
@@ -22,7 +22,7 @@ def _reduce_rounds(rank: int, ranks: int) -> list[Round]:
     rounds: list[Round] = []
     for step in range(1, ranks):
         leaving, coming = (rank - step) % ranks, (rank - step - 1) % ranks
-        rounds.append((send(chunk(Place.WORK, leaving), right), reduce(coming, coming + 1, left)))
+        rounds.append((send(chunk(Role.WORK, leaving), right), reduce(coming, coming + 1, left)))
     return [*rounds, (finish(rank, rank + 1),)]
 
 
@@ -30,8 +30,8 @@ def _gather_rounds(rank: int, ranks: int) -> list[Round]:
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     return [
         (
-            send(chunk(Place.OUT, (rank - step) % ranks), right),
-            recv(chunk(Place.OUT, (rank - step - 1) % ranks), left),
+            send(chunk(Role.OUT, (rank - step) % ranks), right),
+            recv(chunk(Role.OUT, (rank - step - 1) % ranks), left),
         )
         for step in range(ranks - 1)
     ]
@@ -46,7 +46,7 @@ def all_gather(ranks: int) -> Schedule:
     """p - 1 rounds; chunk r starts at rank r."""
 
     def rounds(rank: int) -> list[Round]:
-        own: Round = (copy(chunk(Place.IN, rank), chunk(Place.OUT, rank)),)
+        own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)
         return [own, *_gather_rounds(rank, ranks)]
 
     return Schedule("ring", "all_gather", ranks, ranks, rounds)

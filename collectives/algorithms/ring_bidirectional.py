@@ -8,7 +8,7 @@ where these are separate (a torus, two network ports, the two sockets of a node)
 
 from __future__ import annotations
 
-from ..schedule import Chunks, Place, Round, Schedule, backwards, chunk, copy, finish, recv, send
+from ..schedule import Chunks, Role, Round, Schedule, backwards, chunk, copy, finish, recv, send
 
 
 def _gather_rounds(rank: int, ranks: int) -> list[Round]:
@@ -20,10 +20,10 @@ def _gather_rounds(rank: int, ranks: int) -> list[Round]:
         to_left, from_right = (rank + step) % ranks, (right + step) % ranks
         rounds.append(
             (
-                send(chunk(Place.OUT, 2 * to_right), right),
-                send(chunk(Place.OUT, 2 * to_left + 1), left),
-                recv(chunk(Place.OUT, 2 * from_left), left),
-                recv(chunk(Place.OUT, 2 * from_right + 1), right),
+                send(chunk(Role.OUT, 2 * to_right), right),
+                send(chunk(Role.OUT, 2 * to_left + 1), left),
+                recv(chunk(Role.OUT, 2 * from_left), left),
+                recv(chunk(Role.OUT, 2 * from_right + 1), right),
             )
         )
     return rounds
@@ -45,7 +45,7 @@ def all_gather(ranks: int) -> Schedule:
 
     def rounds(rank: int) -> list[Round]:
         start, stop = 2 * rank, 2 * rank + 2
-        own: Round = (copy(Chunks(Place.IN, start, stop), Chunks(Place.OUT, start, stop)),)
+        own: Round = (copy(Chunks(Role.IN, start, stop), Chunks(Role.OUT, start, stop)),)
         return [own, *_gather_rounds(rank, ranks)]
 
     return Schedule("ring_bidirectional", "all_gather", ranks, 2 * ranks, rounds, pieces=2)

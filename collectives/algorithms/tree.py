@@ -14,7 +14,7 @@ All-reduce is a reduce to rank 0 and a broadcast: 2 log2 p rounds of n bytes (Th
 
 from __future__ import annotations
 
-from ..schedule import Chunks, Place, Round, Schedule, chunk, copy, finish, recv, reduce, send
+from ..schedule import Chunks, Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
 
 
 def _span(v: int, ranks: int) -> int:
@@ -38,12 +38,12 @@ def _reduce_rounds(rank: int, ranks: int, root: int) -> list[Round]:
     if v == 0:
         return [*rounds, (finish(0, 1),)]
     parent = (v - (v & -v) + root) % ranks
-    return [*rounds, (send(chunk(Place.WORK, 0), parent),)]
+    return [*rounds, (send(chunk(Role.WORK, 0), parent),)]
 
 
 def _broadcast_rounds(rank: int, ranks: int, root: int) -> list[Round]:
     v = (rank - root) % ranks
-    whole = chunk(Place.OUT, 0)
+    whole = chunk(Role.OUT, 0)
     down: list[Round] = [(send(whole, (u + root) % ranks),) for u in reversed(_children(v, ranks))]
     if v == 0:
         return down
@@ -89,13 +89,13 @@ def gather(ranks: int, root: int = 0) -> Schedule:
         children = _children(v, ranks)
         parent = (v - (v & -v) + root) % ranks
         if v and not children:
-            return [(send(chunk(Place.IN, rank), parent),)]
-        place = Place.WORK if v else Place.OUT
-        steps: list[Round] = [(copy(chunk(Place.IN, rank), chunk(place, rank)),)]
+            return [(send(chunk(Role.IN, rank), parent),)]
+        role = Role.WORK if v else Role.OUT
+        steps: list[Round] = [(copy(chunk(Role.IN, rank), chunk(role, rank)),)]
         for u in children:
-            steps += [(recv(Chunks(place, *piece), (u + root) % ranks),) for piece in _pieces(u, ranks, root)]
+            steps += [(recv(Chunks(role, *piece), (u + root) % ranks),) for piece in _pieces(u, ranks, root)]
         if v:
-            steps += [(send(Chunks(place, *piece), parent),) for piece in _pieces(v, ranks, root)]
+            steps += [(send(Chunks(role, *piece), parent),) for piece in _pieces(v, ranks, root)]
         return steps
 
     return Schedule("tree", "gather", ranks, ranks, rounds, root)
@@ -109,13 +109,13 @@ def scatter(ranks: int, root: int = 0) -> Schedule:
         children = _children(v, ranks)
         parent = (v - (v & -v) + root) % ranks
         if v and not children:
-            return [(recv(chunk(Place.OUT, rank), parent),)]
-        place = Place.WORK if v else Place.IN
+            return [(recv(chunk(Role.OUT, rank), parent),)]
+        role = Role.WORK if v else Role.IN
         steps: list[Round] = []
         if v:
-            steps += [(recv(Chunks(place, *piece), parent),) for piece in _pieces(v, ranks, root)]
+            steps += [(recv(Chunks(role, *piece), parent),) for piece in _pieces(v, ranks, root)]
         for u in reversed(children):
-            steps += [(send(Chunks(place, *piece), (u + root) % ranks),) for piece in _pieces(u, ranks, root)]
-        return [*steps, (copy(chunk(place, rank), chunk(Place.OUT, rank)),)]
+            steps += [(send(Chunks(role, *piece), (u + root) % ranks),) for piece in _pieces(u, ranks, root)]
+        return [*steps, (copy(chunk(role, rank), chunk(Role.OUT, rank)),)]
 
     return Schedule("tree", "scatter", ranks, ranks, rounds, root)

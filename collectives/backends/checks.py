@@ -1,6 +1,6 @@
 """Compares the ranks' arguments before each operation, with MPIDL_DEBUG=1.
 
-Where that differs the same MismatchError comes on all of them, and nothing is sent that nobody takes. It costs a
+Where they differ all ranks raise the same MismatchError, and nothing is sent that no rank would receive. This costs a
 message round more for each operation. What one rank alone can see is checked always, by `arguments`.
 """
 

@@ -87,7 +87,7 @@ class Dispatch:
         assert memory is not None
         barrier = node.Barrier  # of several nodes: while a rank waits, what it has begun to send to others must go on
         if self.topology.nodes == 1:
-            barrier = Barrier(memory, first, rank, ranks, crowded=crowded, settle=node.Barrier)
+            barrier = Barrier(memory, first, rank, ranks, crowded=crowded, fence=node.Barrier)
         return Meetings(memory, second, rank, ranks, barrier)
 
     # ---- operations -------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Runs one rank's part of a Schedule over MPI point-to-point.
 
 A round's messages are begun together. Each is cut into segments, so that a segment is reduced while it is still in
-the cache and the next one is on its way:
+the cache and the next one is in flight:
 
     receive segment i + 1 into scratch half B      |  at the same time
     work += scratch half A (segment i)             |
 
-Both sides cut alike, because they know the chunk's size and its dtype: partial results travel in the accumulating
+Both sides make the same cuts, as they know the chunk's size and its dtype: partial results travel in the accumulating
 dtype, everything else in the data's. The n-th message between two ranks carries the tag n, so that messages that are
 under way together cannot mix. The reductions of a round take turns, segment by segment. A partial result that leaves
 and is reduced in one round is overwritten as its segments are gone.
@@ -26,7 +26,7 @@ from ..buffers import Buffer, copy
 from ..idle_wait import wait_all
 from ..partition import even_counts
 from ..reduction import Reduction
-from ..schedule import Chunks, Kind, Place, Round, Schedule, Step
+from ..schedule import Chunks, Kind, Role, Round, Schedule, Step
 from ..scratch import Scratch
 
 Array = np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ class Execution:
         self,
         comm: MPI.Comm,
         schedule: Schedule,
-        regions: dict[Place, Region],
+        regions: dict[Role, Region],
         counts: Sequence[int],
         scratch: Scratch,
         op: Reduction | None = None,
@@ -96,8 +96,8 @@ class Execution:
 
         It starts as a copy of in, made chunk by chunk as the chunks are first needed (`_local`).
         """
-        source = self.regions[Place.IN]
-        out = self.regions.get(Place.OUT)
+        source = self.regions[Role.IN]
+        out = self.regions.get(Role.OUT)
         dtype = source.data.dtype
         if out is not None and out.ranges == source.ranges and not dtype.widened:
             self.work = out.data.flat
@@ -162,12 +162,12 @@ class Execution:
 
     def _data(self, chunks: Chunks) -> Buffer:
         """Memory in the data's dtype; in a movement, work is scratch with room for all chunks."""
-        if chunks.place is Place.WORK and Place.WORK not in self.regions:
+        if chunks.role is Role.WORK and Role.WORK not in self.regions:
             dtype = next(iter(self.regions.values())).data.dtype
             memory = self.scratch.take("work", self.work_starts[-1] * dtype.itemsize)
             sizes = [last - first for first, last in pairwise(self.work_starts)]
-            self.regions[Place.WORK] = whole(Buffer(memory.view(dtype.storage), dtype), sizes)
-        return self.regions[chunks.place].part(chunks)
+            self.regions[Role.WORK] = whole(Buffer(memory.view(dtype.storage), dtype), sizes)
+        return self.regions[chunks.role].part(chunks)
 
     def _partial(self, number: int) -> Array:
         return self.work[self.work_starts[number] : self.work_starts[number + 1]]
@@ -178,15 +178,15 @@ class Execution:
         for number in range(chunks.start, chunks.stop):
             if number not in self.touched:
                 self.touched.add(number)
-                self.op.start(self.regions[Place.IN].part(Chunks(Place.IN, number, number + 1)), self._partial(number))
+                self.op.start(self.regions[Role.IN].part(Chunks(Role.IN, number, number + 1)), self._partial(number))
         return self.work[self.work_starts[chunks.start] : self.work_starts[chunks.stop]]
 
     def _outgoing(self, chunks: Chunks) -> Array:
-        if chunks.place is not Place.WORK or self.op is None:
+        if chunks.role is not Role.WORK or self.op is None:
             return self._data(chunks).flat
         untouched = self.touched.isdisjoint(range(chunks.start, chunks.stop))
         if untouched and not self._transformed:
-            return self.regions[Place.IN].part(chunks).flat  # as it is: no need to copy it to work first
+            return self.regions[Role.IN].part(chunks).flat  # as it is: no need to copy it to work first
         return self._local(chunks)
 
     def _reduce(self, step: Step, tag: int, scratch: str, leaving: Sequence[Sequence[MPI.Request]]) -> Iterator[bool]:
@@ -203,7 +203,7 @@ class Execution:
         if numbers & self.touched or self._transformed:
             local = self._local(chunks)
         else:
-            local = self.regions[Place.IN].part(chunks).flat
+            local = self.regions[Role.IN].part(chunks).flat
         self.touched |= numbers
         size = max(1, min(target.size, SEGMENT_BYTES // target.itemsize))
         halves = self.scratch.take(scratch, 2 * size * target.itemsize).view(target.dtype)
@@ -231,11 +231,11 @@ class Execution:
     def _finish(self, step: Step) -> None:
         assert self.op is not None
         assert step.source is not None
-        self.op.finish(self._local(step.source), self.schedule.ranks, self.regions[Place.OUT].part(step.target))
+        self.op.finish(self._local(step.source), self.schedule.ranks, self.regions[Role.OUT].part(step.target))
 
 
 def _singles(chunks: Chunks) -> list[Chunks]:
-    return [Chunks(chunks.place, number, number + 1) for number in range(chunks.start, chunks.stop)]
+    return [Chunks(chunks.role, number, number + 1) for number in range(chunks.start, chunks.stop)]
 
 
 def _next(messages: dict[int, int], peer: int) -> int:

@@ -45,7 +45,7 @@ class Library(Backend):
         return not dtype.widened and not op.premultiplied
 
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
-        """Not for operators that are slow, as they are this module's own, and not for more than every MPI counts."""
+        """Declines operators of this module's own, which are slow, and more elements than every MPI can count."""
         reduces = super().suits(operation, dtype, elements, op, even) and not _is_float_extremum(dtype, op)
         return reduces and (not even or elements <= _COUNTS)
 
@@ -58,12 +58,12 @@ class Library(Backend):
         """MPI_Reduce_scatter, or its block variant where the parts are equal."""
         if _overlap(out, x):  # MPI takes none; the memory for another is not kept
 
-            def apart() -> None:
+            def by_copy() -> None:
                 result = Buffer(np.empty_like(out.flat), out.dtype)
                 self.reduce_scatter(result, x, op, counts)()
                 np.copyto(out.flat, result.flat)
 
-            return apart
+            return by_copy
         data, target, operator = _elements(x), _elements(out), _operator(op, x.dtype)
         if len(set(counts)) == 1:
             call = collective(self._comm, "Reduce_scatter_block", data, target, operator)
@@ -80,7 +80,7 @@ class Library(Backend):
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
         """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
-        if splits.alike:
+        if splits.uniform:
             return collective(self._comm, "Alltoall", _elements(x), _elements(out))
         return collective(self._comm, "Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
 

@@ -11,7 +11,7 @@ from ..algorithms import ALGORITHMS, EVEN_ONLY
 from ..buffers import Buffer, DType
 from ..partition import Splits, cut, even_counts
 from ..reduction import Reduction
-from ..schedule import Place, Schedule
+from ..schedule import Role, Schedule
 from .backend import Backend, Call, Resources
 from .executor import Execution, Region, single, whole
 
@@ -29,11 +29,11 @@ class ScheduleBackend(Backend):
         return self.name in ALGORITHMS.get(operation, ())
 
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
-        """Not where ranks cut differently and the schedule needs them to cut alike."""
+        """Declines different cuts on the ranks where the schedule needs the same on all."""
         return even or (operation, self.name) not in EVEN_ONLY
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
-        """Every chunk is reduced and distributed as the schedule says."""
+        """Reduces and distributes every chunk by the schedule."""
         schedule = self._schedule("all_reduce", nbytes=x.nbytes)
         counts = even_counts(x.size, schedule.chunks)
         return self._call(schedule, whole(x, counts), whole(x, counts), counts, op)
@@ -46,7 +46,7 @@ class ScheduleBackend(Backend):
         return self._call(schedule, whole(x, chunks), own, chunks, op)
 
     def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
-        """Every chunk is reduced on its way to the root."""
+        """Reduces every chunk as it travels to the root."""
         schedule = self._schedule("reduce", root, x.nbytes)
         counts = even_counts(x.size, schedule.chunks)
         out = whole(x, counts) if self._rank == root else None
@@ -65,7 +65,7 @@ class ScheduleBackend(Backend):
         return self._call(schedule, whole(x, splits.leaving), whole(out, splits.coming), splits.leaving)
 
     def broadcast(self, x: Buffer, root: int) -> Call:
-        """Every chunk goes from the root to all."""
+        """Sends every chunk from the root to all."""
         schedule = self._schedule("broadcast", root, x.nbytes)
         counts = even_counts(x.size, schedule.chunks)
         return self._call(schedule, None, whole(x, counts), counts)
@@ -91,11 +91,11 @@ class ScheduleBackend(Backend):
         counts: Sequence[int],
         op: Reduction | None = None,
     ) -> Call:
-        given = {Place.IN: source, Place.OUT: target}
-        regions = {place: region for place, region in given.items() if region is not None}
+        given = {Role.IN: source, Role.OUT: target}
+        regions = {role: region for role, region in given.items() if region is not None}
         return partial(_run, self._comm, schedule, regions, counts, self._scratch, op)
 
 
-def _run(comm: Any, schedule: Schedule, regions: dict[Place, Region], *rest: Any) -> None:
+def _run(comm: Any, schedule: Schedule, regions: dict[Role, Region], *rest: Any) -> None:
     """Runs a schedule once; an Execution adds the region of its work."""
     Execution(comm, schedule, dict(regions), *rest).run()

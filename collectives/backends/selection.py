@@ -2,7 +2,7 @@
 
 `auto` looks the operation up in a table of its layout (nodes x ranks a node): up to so many bytes this algorithm, up
 to so many that one. The table is the one that `python -m collectives.tune` measured and wrote, if it covers the
-layout, else the defaults below. The bytes are those of the operation's larger buffer, which every rank knows alike.
+layout, else the defaults below. The bytes are those of the operation's larger buffer, whose size every rank knows.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _choose(
     """The algorithm's name: the requested one, or for "auto" the one expected to be fastest.
 
     even: False where ranks may differ in nbytes (splits of all_to_all). The choice is then that for the most bytes,
-    as all ranks must choose alike.
+    as all ranks must choose the same.
 
     Raises ArgumentError for a name that the operation does not have here, ArgumentTypeError for one whose backend
     cannot reduce with the operator on the element type.

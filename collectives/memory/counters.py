@@ -4,7 +4,7 @@
     sleepers    of rank 0's | of rank 1's | ...      a byte for each rank, written by the rank that sleeps
 
 A look at a number takes less than a tenth of a microsecond, a message of the MPI library one or more. And MPI looks
-for messages for as long as it waits, which takes a core from whoever computes; here a rank looks for a while if its
+for messages for as long as it waits, which takes a core from a rank that computes; here a rank looks for a while if its
 program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex). Now and
 then it has MPI look, too: another rank may come only once it has a message that this one is still sending.
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4py import MPI
 
-from ..idle_wait import in_a_hurry
+from ..idle_wait import caller_is_waiting
 
 if TYPE_CHECKING:
     from .shared_memory import SharedMemory
@@ -92,7 +92,7 @@ class Counters:
     """The numbers of the ranks of a node, as seen by one of them.
 
     memory: shared by them, and zero at first; private to a rank that is alone. start, sleepers: bytes of it at which
-    the numbers, `STRIDE` bytes apart, and the ranks * ranks bytes of sleepers begin. crowded: whether the node has
+    the numbers, one every `STRIDE` bytes, and the ranks * ranks bytes of sleepers begin. crowded: whether the node has
     more ranks than cores.
     """
 
@@ -100,7 +100,7 @@ class Counters:
         self, memory: SharedMemory | bytearray, start: int, sleepers: int, rank: int, ranks: int, *, crowded: bool
     ) -> None:
         self._memory = memory
-        self._patience = (_CROWDED_LOOKS, _CROWDED_YIELDS) if crowded else (_LOOKS, _YIELDS)
+        self._polls = (_CROWDED_LOOKS, _CROWDED_YIELDS) if crowded else (_LOOKS, _YIELDS)
         self._fence = threading.Lock()
         places = [start + other * STRIDE for other in range(ranks)]
         numbers = [memoryview(memory)[place : place + 8].cast("q") for place in places]
@@ -138,8 +138,8 @@ class Counters:
 
     def _wait(self, other: _Other, least: int, unless: Callable[[int], bool] | None) -> bool:
         number = other.number
-        if in_a_hurry():
-            looks, yields = self._patience
+        if caller_is_waiting():
+            looks, yields = self._polls
             for _ in range(looks):
                 if number[0] >= least:
                     return True
@@ -160,7 +160,7 @@ class Counters:
                     time.sleep(_NAP)
                 else:
                     _futex(other.address, _WAIT, seen, sleep)
-                    sleep = _SHORTEST_SLEEP if in_a_hurry() else min(2 * sleep, _LONGEST_SLEEP)
+                    sleep = _SHORTEST_SLEEP if caller_is_waiting() else min(2 * sleep, _LONGEST_SLEEP)
             return True
         finally:
             self._memory[other.asleep] = 0
@@ -169,15 +169,15 @@ class Counters:
 class Barrier:
     """Returns from a call when all ranks of the node have made it.
 
-    memory: as for Counters, from byte `start` on, a multiple of STRIDE, for `Barrier.nbytes(ranks)` bytes. settle:
+    memory: as for Counters, from byte `start` on, a multiple of STRIDE, for `Barrier.nbytes(ranks)` bytes. fence:
     makes the ranks see each other's writes where the processor does not.
     """
 
     def __init__(
-        self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool, settle: Callable[[], object]
+        self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool, fence: Callable[[], object]
     ) -> None:
         self._counters = Counters(memory, start, start + ranks * STRIDE, rank, ranks, crowded=crowded)
-        self._settle = None if ORDERED else settle
+        self._fence = None if ORDERED else fence
         self._met = 0
 
     @staticmethod
@@ -190,5 +190,5 @@ class Barrier:
         self._met += 1
         self._counters.advance(self._met)
         self._counters.wait_for_all(self._met)
-        if self._settle is not None:
-            self._settle()
+        if self._fence is not None:
+            self._fence()

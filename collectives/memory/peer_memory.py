@@ -2,7 +2,7 @@
 
 Linux lets processes of one user do that (process_vm_readv) unless a sandbox forbids it; `connect` tries it out. An
 array from elsewhere then needs no detour through symmetric memory: from about a hundred KiB on that is faster, and it
-needs no barriers on the way. MPI libraries move large messages inside a node in the same way.
+needs no barriers between. MPI libraries move large messages inside a node in the same way.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ class SharedMemory(mmap.mmap):
 
 
 # Where the memory that `Communicator.shared` and `pages` have made in this process begins and ends, for any group.
-# Replaced as a whole, as memory may be freed while somebody looks.
+# Replaced as a whole, as memory may be freed while another thread reads it.
 _one_for_all: tuple[tuple[int, int], ...] = ()
 
 
 def note_one_for_all(memory: Any) -> None:
-    """All ranks of the node have this memory alike, so that their contributions to a reduction would be one.
+    """Notes that all ranks of the node share this memory, so that their contributions to a reduction would be one.
 
     memory: a SharedMemory, or one on a GPU.
     """
@@ -118,7 +118,7 @@ class Allocator:
     ) -> SharedMemory | None:
         """Room for the largest `nbytes` that a rank asks for, a part for each rank or one for all. Collective.
 
-        reserved: False: no pages yet; whoever uses some reserves them first, by `file`. keep_file: have a `file` in any
+        reserved: False: no pages yet; a user of some reserves them first, by `file`. keep_file: have a `file` in any
         case. None on all ranks where no file system has room for it.
         """
         self._made += 1

@@ -24,7 +24,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 
 NAME = ".lock"
-PATIENCE = 5.0  # seconds that a job which is ending has to be gone
+LOCK_TIMEOUT = 5.0  # seconds that a job which is ending has to be gone
 _PAUSE = 0.05  # seconds between two attempts
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -82,7 +82,7 @@ def is_another_s(folder: Path) -> bool:
 
 def _taken(path: Path) -> int | None:
     """Locks the file and returns its descriptor; None where there are no locks. Raises CheckpointError."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -134,7 +134,7 @@ def _self() -> str:
 atexit.register(release)
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     """Closes the descriptors in a forked child, which would keep its parent's locks."""
     for descriptor in _HELD.values():
         if descriptor is not None:
@@ -142,4 +142,4 @@ def _let_go() -> None:
     _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -35,12 +35,12 @@ class PooledCommunicator:
         drain: completes operations that single ranks have left; the same on every rank; must not keep the engine.
         """
         self._drain = drain
-        self.comm.before_end(drain)
+        self.comm.register_drain_hook(drain)
 
     def give_back(self) -> None:
         """Lets another engine take it. An operation that is left may wait for the other ranks until the drain."""
         if self._drain is not None:
-            self.comm.patient = True
+            self.comm.exempt_from_watchdog = True
         self.free = True
 
     def take(self) -> None:
@@ -49,7 +49,7 @@ class PooledCommunicator:
         if self._drain is not None:
             self._drain()
             self.set_drain(None)
-        self.comm.patient = False
+        self.comm.exempt_from_watchdog = False
 
 
 _pooled: weakref.WeakKeyDictionary[Communicator, list[PooledCommunicator]] = weakref.WeakKeyDictionary()

@@ -37,7 +37,7 @@ from ..digest import DIGEST, digest
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks
-_PATIENCE = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
+_NOTICE_S = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
 UNFINISHED: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
 STANDING: set[Path] = set()  # files of all ranks
 UNHEARD: dict[Path, tuple[Communicator, str]] = {}  # why what was to be there is not, by directory; whose it is
@@ -147,7 +147,7 @@ class _Ending:
 
     def _wait(self, reading: int) -> None:
         while received := os.read(reading, 64):
-            if signal.SIGINT in received and self._stands() and not self._noticed.wait(_PATIENCE) and self._stands():
+            if signal.SIGINT in received and self._stands() and not self._noticed.wait(_NOTICE_S) and self._stands():
                 self._interrupted()
             self._noticed.clear()
 

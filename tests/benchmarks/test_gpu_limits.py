@@ -26,7 +26,7 @@ ON_THE_HOST = """if True:
         device, own, sharing, index, name = "cpu", False, 2, 0, "none"
 
         def __init__(self, comm): self.clock = Clock()
-        def settle(self): pass
+        def synchronize(self): pass
         def copy_bandwidth(self, comm): return 1e10
         def used_mib(self): return 1.0
 

@@ -47,7 +47,7 @@ def test_the_thread_stays_on_the_core_that_issues_where_each_rank_has_one(comm: 
     spare = len(set().union(*comm.mpi.allgather(mine))) - comm.size
     full = spare == 0
     assert comm._progress.follows == full
-    assert comm._progress.naps == (spare <= 0)
+    assert comm._progress.may_sleep == (spare <= 0)
     try:
         for core in sorted(mine):
             if full:

@@ -21,10 +21,10 @@ _ROUNDS = 60
 _LONG = 60.0  # seconds in which another rank comes to anything
 
 
-@pytest.fixture(params=["sleeps", "naps"], autouse=True)
+@pytest.fixture(params=["sleeps", "polls"], autouse=True)
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the futex of this system, and as on one that has none."""
-    if request.param == "naps":
+    if request.param == "polls":
         monkeypatch.setattr(counters, "_futex", None)
 
 
@@ -45,14 +45,14 @@ def own(comm: Communicator, memory: SharedMemory) -> Counters:
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize("waiting", [False, True])
 def test_what_was_written_before_a_barrier_is_there_after_it(
-    comm: Communicator, memory: SharedMemory, crowded: bool, hurried: bool, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, memory: SharedMemory, crowded: bool, waiting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, ranks = comm.local_rank, comm.local_size
-    monkeypatch.setattr(idle_wait._local, "hurried", lambda: hurried)
-    settle = comm._dispatch.topology.node.Barrier
-    barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, settle=settle)
+    monkeypatch.setattr(idle_wait._local, "caller_is_waiting", lambda: waiting)
+    fence = comm._dispatch.topology.node.Barrier
+    barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, fence=fence)
     written = np.frombuffer(memory, np.int64, ranks, 1 << 15)
     delays = random.Random(rank)
     for number in range(1, _ROUNDS):
@@ -81,11 +81,11 @@ def test_a_rank_that_waits_long_sleeps_until_it_is_woken(
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize("waiting", [False, True])
 def test_mpi_looks_for_messages_meanwhile(
-    comm: Communicator, memory: SharedMemory, own: Counters, hurried: bool, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, memory: SharedMemory, own: Counters, waiting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_wait._local, "hurried", lambda: hurried)
+    monkeypatch.setattr(idle_wait._local, "caller_is_waiting", lambda: waiting)
     looks = np.frombuffer(memory, np.int64, comm.local_size, 1 << 15)
 
     def look() -> None:

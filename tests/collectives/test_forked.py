@@ -64,7 +64,7 @@ def be_refused():
             assert "was forked from" in str(error) and "\\n" not in str(error), error
         else:
             raise AssertionError(f"operation {number} was not refused")
-    comm.patient = True
+    comm.exempt_from_watchdog = True
     comm.close()
     group.close()
     dropped = None

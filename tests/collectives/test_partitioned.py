@@ -17,7 +17,7 @@ from tests.collectives.reference import OPERATORS, assert_equal, reduced, serves
 pytestmark = pytest.mark.mpi
 
 SIZES = [1003, 0, 1, 600_011, 5]  # elements; the fourth is several chunks, and nothing divides it
-PATIENCE = 60  # seconds
+TIMEOUT = 60  # seconds
 
 
 def two_or_more(test: Callable) -> Callable:
@@ -107,7 +107,7 @@ def test_who_comes_first_does_the_others_share(shared: Communicator) -> None:
         x.copy_(values(600_011, shared.rank))
         made.hand_in(x)
         if shared.rank > 0:  # these wait only when they see that rank 0 has done all of it
-            limit = time.monotonic() + PATIENCE
+            limit = time.monotonic() + TIMEOUT
             while not torch.equal(x, expected):
                 assert time.monotonic() < limit, "nobody did it"
                 time.sleep(1e-3)

@@ -11,7 +11,7 @@ import pytest
 from collectives import ArgumentError, ScheduleError
 from collectives.algorithms import ALGORITHMS, schedule
 from collectives.price import Cluster, Pricing, price
-from collectives.schedule import Chunks, Place, Round, Schedule, chunk, copy, recv, reduce, send
+from collectives.schedule import Chunks, Role, Round, Schedule, chunk, copy, recv, reduce, send
 
 ALL = [(operation, name) for operation, family in ALGORITHMS.items() for name in family]
 
@@ -116,7 +116,7 @@ def test_one_node_stands_for_all_where_many_messages_come_to_a_port_at_once(node
         """Everything in one round, to every other rank, more to the farther ones."""
         steps = []
         for k in range(1, 12):
-            steps.append(send(Chunks(Place.WORK, 0, k), (rank + k) % 12))
+            steps.append(send(Chunks(Role.WORK, 0, k), (rank + k) % 12))
             steps.append(reduce(0, k, (rank - k) % 12))
         return [tuple(steps)]
 
@@ -135,7 +135,7 @@ def test_what_is_alike_is_followed_on_one_node_only(operation: str, name: str) -
 
 def exchanges(rank: int) -> list[Round]:
     """Recursive doubling on 16 ranks: each peer is the rank with one bit changed."""
-    whole = chunk(Place.WORK, 0)
+    whole = chunk(Role.WORK, 0)
     return [(send(whole, rank ^ bit), reduce(0, 1, rank ^ bit)) for bit in (1, 2, 4, 8)]
 
 
@@ -176,7 +176,7 @@ def by_hand(chunks: int, *programs: list[Round]) -> Schedule:
 
 
 def test_messages_of_one_round_add_up_their_bytes_and_overlap_their_latencies() -> None:
-    out = [chunk(Place.OUT, c) for c in range(2)]
+    out = [chunk(Role.OUT, c) for c in range(2)]
     fan_out = by_hand(2, [(send(out[0], 1), send(out[1], 2))], [(recv(out[0], 0),)], [(recv(out[1], 0),)])
     fan_in = by_hand(2, [(recv(out[0], 1), recv(out[1], 2))], [(send(out[0], 0),)], [(send(out[1], 0),)])
     both_ways = by_hand(2, [(send(out[0], 1), recv(out[1], 1))], [(send(out[1], 0), recv(out[0], 0))])
@@ -186,7 +186,7 @@ def test_messages_of_one_round_add_up_their_bytes_and_overlap_their_latencies() 
 
 
 def test_a_message_waits_for_the_later_side_and_reductions_for_each_other() -> None:
-    work = chunk(Place.WORK, 0)
+    work = chunk(Role.WORK, 0)
     late = by_hand(1, [(recv(work, 2),), (send(work, 1),)], [(recv(work, 0),)], [(send(work, 0),)])
     assert price(late, N, ONE_NODE) == pytest.approx(2 * (ALPHA + N * BETA))
     two = by_hand(1, [(reduce(0, 1, 1), reduce(0, 1, 2))], [(send(work, 0),)], [(send(work, 0),)])
@@ -195,13 +195,13 @@ def test_a_message_waits_for_the_later_side_and_reductions_for_each_other() -> N
 
 
 def test_copies_cost_what_the_cluster_says() -> None:
-    moved = by_hand(4, [(copy(Chunks(Place.IN, 0, 3), Chunks(Place.OUT, 0, 3)),)])
+    moved = by_hand(4, [(copy(Chunks(Role.IN, 0, 3), Chunks(Role.OUT, 0, 3)),)])
     assert price(moved, 4 * N, ONE_NODE) == 0
     assert price(moved, 4 * N, replace(ONE_NODE, copy=1e-9)) == pytest.approx(3 * N * 1e-9)
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:
-    out = chunk(Place.OUT, 0)
+    out = chunk(Role.OUT, 0)
     stuck = by_hand(1, [(recv(out, 1),), (send(out, 1),)], [(recv(out, 0),), (send(out, 0),)])
     with pytest.raises(ScheduleError, match="wait for ever"):
         price(stuck, N, ONE_NODE)

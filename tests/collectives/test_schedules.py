@@ -9,7 +9,7 @@ import pytest
 
 from collectives import ScheduleError
 from collectives.algorithms import ALGORITHMS, PIPELINED, ROOTED, double_tree, schedule
-from collectives.schedule import Chunks, Kind, Place, Round, Schedule, chunk, copy, finish, recv, reduce, send
+from collectives.schedule import Chunks, Kind, Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
 from collectives.simulate import traffic, verify
 
 ALL = [(operation, name) for operation, family in ALGORITHMS.items() for name in family]
@@ -131,13 +131,13 @@ def swap(rank: int) -> list[Round]:
     """A right all-reduce of one chunk over two ranks: each sends what it had to the other."""
     other = 1 - rank
     return [
-        (copy(chunk(Place.WORK, 0), chunk(Place.OUT, 0)),),
-        (send(chunk(Place.OUT, 0), other), reduce(0, 1, other)),
+        (copy(chunk(Role.WORK, 0), chunk(Role.OUT, 0)),),
+        (send(chunk(Role.OUT, 0), other), reduce(0, 1, other)),
         (finish(0, 1),),
     ]
 
 
-WORK, OUT, IN = (chunk(place, 0) for place in (Place.WORK, Place.OUT, Place.IN))
+WORK, OUT, IN = (chunk(role, 0) for role in (Role.WORK, Role.OUT, Role.IN))
 WRONG: dict[str, tuple[str, str, Callable[[int], list[Round]]]] = {
     "each waits for the other": (
         "waiting for ever",
@@ -178,12 +178,12 @@ WRONG: dict[str, tuple[str, str, Callable[[int], list[Round]]]] = {
     "runs of different lengths": (
         "different lengths",
         "all_reduce",
-        lambda rank: [(copy(IN, Chunks(Place.WORK, 0, 2)),)],
+        lambda rank: [(copy(IN, Chunks(Role.WORK, 0, 2)),)],
     ),
     "a message of another length": (
         "meets a message of 1 chunks",
         "gather",
-        lambda rank: [(send(chunk(Place.IN, 1), 0),)] if rank else [(recv(Chunks(Place.OUT, 0, 2), 1),)],
+        lambda rank: [(send(chunk(Role.IN, 1), 0),)] if rank else [(recv(Chunks(Role.OUT, 0, 2), 1),)],
     ),
     "the input is written": ("writes the input", "all_reduce", lambda rank: [(recv(IN, 1 - rank),)]),
     "a chunk is finished twice": (

@@ -9,7 +9,7 @@
     barrier     where ranks meet on their streams, without a host that waits for a GPU
     symmetric   ipc: GPU memory that the ranks of a node map, for the one-copy collectives
     aware       device addresses to an MPI library that takes them
-    copies      to and from the host, beside what streams hold; `pages`: memory without pages as yet
+    copies      to and from the host, concurrently with the streams' work; `pages`: memory without pages as yet
     device      all that is asked of a GPU's driver; `driver` is CUDA through cupy, `kernels` what runs there
 
 Nothing here imports cupy before an array on a GPU shows up.

@@ -55,7 +55,7 @@ class Barrier:
             self._stream.wait(event)
 
     def close(self) -> None:
-        """Ends the events, once nobody waits for them any more. Collective."""
+        """Closes the events, once no rank waits for them. Collective."""
         self._stream.record().wait()
         self._node.Barrier()
         own, self._own, self._others, self.on_gpu = self._own, [], [[], []], False

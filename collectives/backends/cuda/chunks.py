@@ -39,7 +39,7 @@ class Chunk:
     """One of the host's operations.
 
     x, out: where in the host's memory its arrays lie. counts: elements of each rank's part, or of what leaves for each
-    rank; coming: of what comes from each. elements: of its larger array, alike on all ranks.
+    rank; coming: of what comes from each. elements: of its larger array, the same on all ranks.
     """
 
     gives: tuple[Piece, ...]
@@ -159,13 +159,13 @@ def on_host(operation: str, chunk: Chunk, memory: Buffer, arguments: Sequence[An
     if operation == "all_gather":
         return out, x, chunk.counts
     if operation == "all_to_all":
-        even = arguments[2].alike and len(set(chunk.counts)) == 1
+        even = arguments[2].uniform and len(set(chunk.counts)) == 1
         return out, x, Splits(chunk.counts, chunk.coming, even)
     return out, x, arguments[2], chunk.counts
 
 
 def _part(memory: Buffer, place: Range | None) -> Buffer | None:
-    """Nothing is an array of its own: its address must not be that of another one."""
+    """Returns a part of the memory. An empty part is an array of its own, as its address must not be another's."""
     if place is None:
         return None
     return memory.part(*place) if place[1] > place[0] else Buffer(np.empty(0, memory.flat.dtype), memory.dtype)

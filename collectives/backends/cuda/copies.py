@@ -1,4 +1,4 @@
-"""Copies between the memory that tensors lie in and the host's, beside what computes in either.
+"""Copies between a tensor's memory and the host's, concurrently with computation in either.
 
     current stream   ... gradients  B  . . . . . . . . . . . . . .  E  ...   (join)
     line of copies                    g0 | g1 | g2 | ...
@@ -21,12 +21,12 @@ class Arrival(Protocol):
     """The end of a copy."""
 
     def wait(self) -> None:
-        """Blocks the host until it is there."""
+        """Blocks the host until the copy has ended."""
 
 
 class _Done:
     def wait(self) -> None:
-        """It is there."""
+        pass
 
 
 class Copies:

@@ -37,11 +37,11 @@ class SharedEvent(ABC):
 
     @abstractmethod
     def record(self, stream: Stream) -> None:
-        """It is now the end of what is queued there so far. What waits for it already waits for where it was."""
+        """Moves the event to the end of the stream's queue. Waits that were queued before keep its former place."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it, when no other process uses it any more; without that it stays."""
+        """Frees the event, once no other process uses it; without this call it is never freed."""
 
 
 class Stream(ABC):
@@ -139,7 +139,7 @@ class Device(ABC):
 
     @abstractmethod
     def pin(self, address: int, nbytes: int) -> None:
-        """Keeps the pages of host memory in place, so that copies go on beside the host. Raises OSError."""
+        """Pins the pages of host memory, so that copies run asynchronously. Raises OSError."""
 
     @abstractmethod
     def unpin(self, address: int) -> None:

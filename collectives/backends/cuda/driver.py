@@ -182,7 +182,7 @@ class CudaDevice(Device):
     def _has_context(self) -> bool:
         try:
             return bool(self._driver.ctxGetCurrent())
-        except self._driver.CUDADriverError:  # nobody has used CUDA in this process
+        except self._driver.CUDADriverError:  # CUDA was not used in this process
             return False
 
     def stream(self) -> CudaStream:

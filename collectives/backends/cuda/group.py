@@ -71,12 +71,12 @@ class GpuGroup:
 
     def run(self, prepared: Run, begin: Event) -> Event:
         """Carries it out after an event; gives that of its end. Collective."""
-        self._let_go()
+        self._release_done()
         return prepared(begin)
 
     def run_batches(self, batches: Sequence[tuple[Any, ...]], begin: Event) -> Event:
         """Runs operations on lists of arrays; each: as the arguments of `Dispatch.batch`. Collective."""
-        self._let_go()
+        self._release_done()
         for given in batches:
             begin = self._batch(begin, *given)
         return begin
@@ -170,7 +170,7 @@ class GpuGroup:
         for group in self._parts:
             group.close()
 
-    def _let_go(self) -> None:
+    def _release_done(self) -> None:
         self._retired.sweep()
         while self._held and self._held[0][0].is_done():
             self._held.popleft()

@@ -57,7 +57,7 @@ def _try_ipc(host: Host, device: Device) -> list[bool]:
         for local, other in enumerate(handles):
             if local != place.local_rank and other is not None:
                 reached[place.members[local]] = _reads(device, stream, other, words, _TOKEN + local)
-        node.Barrier()  # nobody has it open any more
+        node.Barrier()  # every rank has closed it
         if mine:
             device.free(mine)
     return reached

@@ -1,7 +1,7 @@
 """The staged transport: GPU memory goes through pinned host memory, where the collectives of the host work on it.
 
-Chunks take turns in three slots, so that at any time one is on its way to the host, one is being sent or reduced, and
-one is on its way back; GPUs copy in both directions at once:
+Chunks take turns in three slots, so that at any time one is copied to the host, one is sent or reduced, and one is
+copied back; GPUs copy in both directions at once:
 
     to the host      |   A     |   B     |   C     |   A     |
     host's operation |         |   A     |   B     |   C     |
@@ -44,7 +44,7 @@ class Staged:
         self._down, self._up = device.stream(), device.stream()
         memory = _pinned_memory(host, device)
         self._slots = [memory[slot * SLOT_BYTES :][:SLOT_BYTES] for slot in range(_SLOTS)]
-        self._unpin = weakref.finalize(self, _let_go, device, self._up, memory)
+        self._unpin = weakref.finalize(self, _unpin, device, self._up, memory)
         self._unpin.atexit = False
         self._freed: list[Event | None] = [None] * _SLOTS
         self._turn = 0
@@ -86,7 +86,7 @@ class Staged:
         comm, largest = self._host.comm, 0
         if operation == "all_to_all":
             largest = max(arguments[2].leaving)
-            if not arguments[2].alike:  # each rank knows its own parts alone
+            if not arguments[2].uniform:  # each rank knows its own parts alone
                 largest = max(comm.allgather(largest))
         return chunks.plan(operation, comm.rank, comm.size, SLOT_BYTES // dtype.itemsize, arguments, largest)
 
@@ -133,7 +133,7 @@ class Staged:
         """The host's operation, prepared once for each slot and shape of chunk."""
         rest = tuple(a for a in arguments if not isinstance(a, (Buffer, list, tuple)) and a is not None)
         if operation == "all_to_all":
-            rest = (arguments[2].alike,)
+            rest = (arguments[2].uniform,)
         shape = chunk.x, chunk.out, chunk.counts, chunk.coming
         key = operation, algorithm, slot, dtype, shape, rest
         call = self._calls.get(key)
@@ -141,7 +141,7 @@ class Staged:
             memory = Buffer(self._slots[slot].view(dtype.storage), dtype)
             given = chunks.on_host(operation, chunk, memory, arguments)
             op = next((a for a in given if isinstance(a, Reduction)), None)
-            even = operation != "all_to_all" or arguments[2].alike
+            even = operation != "all_to_all" or arguments[2].uniform
             nbytes = chunk.elements * dtype.itemsize
             chosen = self._host.choose(operation, algorithm, dtype, nbytes, op, even)
             call = self._host.call(operation, chosen, given)
@@ -179,8 +179,8 @@ def _pinned_memory(host: Host, device: Device) -> np.ndarray[Any, Any]:
     return own
 
 
-def _let_go(device: Device, stream: Stream, memory: np.ndarray[Any, Any]) -> None:
-    """Once no copy is under way; the memory itself goes afterwards."""
+def _unpin(device: Device, stream: Stream, memory: np.ndarray[Any, Any]) -> None:
+    """Unpins the memory once all copies have ended; the memory itself is freed afterwards."""
     with device.current():
         stream.record().wait()
         device.unpin(address(memory))

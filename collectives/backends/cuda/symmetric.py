@@ -1,6 +1,6 @@
 """The ipc transport: the host's one-copy collectives, on GPU memory that all ranks of the node map (`memory`).
 
-They are the host's own (`backends.symmetric`), with three parts exchanged: memory, an engine that queues copies and
+They are the host's own (`backends.symmetric`), with three parts exchanged: memory, a processor that queues copies and
 kernels on a stream instead of running them, and a barrier (`barrier`) after which all that any rank has queued before
 comes before what this rank queues next. So the host queues an operation and goes on, with no GPU waited for.
 """
@@ -16,8 +16,8 @@ import numpy as np
 from ...buffers import DType, address
 from ...reduction import Call, Reduction
 from ..symmetric.backend import Symmetric
-from ..symmetric.engine import Engine
 from ..symmetric.meeting import Meetings
+from ..symmetric.processor import Processor
 from .barrier import Barrier
 from .device import Device, Event, Stream
 from .host import Host
@@ -25,10 +25,10 @@ from .memory import DeviceAllocator
 from .task import Run
 
 Array = np.ndarray[Any, Any]
-CHUNK_BYTES = 32 << 20  # as large as makes the ranks' meetings cheap beside the copies
+CHUNK_BYTES = 32 << 20  # so large that the ranks' meetings cost little compared with the copies
 
 
-class GpuEngine(Engine):
+class GpuProcessor(Processor):
     """Queues on a stream of a GPU."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
@@ -37,7 +37,7 @@ class GpuEngine(Engine):
         self._device, self._stream = device, stream
 
     def copy(self, target: Array, source: Array) -> None:
-        """Implements `Engine.copy`."""
+        """Implements `Processor.copy`."""
         self._device.copy(address(target), address(source), source.nbytes, self._stream)
 
     def calls(
@@ -48,7 +48,7 @@ class GpuEngine(Engine):
         dtype: DType,
         factors: Sequence[float],
     ) -> list[Call]:
-        """Implements `Engine.calls`. One kernel, for all inputs and outputs."""
+        """Implements `Processor.calls`. One kernel, for all inputs and outputs."""
         size = inputs[0].size
         if not size or not outputs:
             return []
@@ -70,7 +70,7 @@ class Ipc:
             raise MemoryError("the node has no room for a page of shared memory")
         self._barrier = Barrier(device, self._stream, place.node, allocator)
         meetings = Meetings(rows, 0, place.local_rank, place.local_size, self._barrier)
-        self._symmetric = Symmetric(meetings, allocator, engine=GpuEngine(device, self._stream))
+        self._symmetric = Symmetric(meetings, allocator, processor=GpuProcessor(device, self._stream))
 
     def serves(self, operation: str, algorithm: str) -> bool:
         """Implements `Transport.serves`."""

@@ -6,7 +6,7 @@ slice only, with the ranks of the same local number on the other nodes:
     copy in     the other ranks' slices into memory that the node shares              segment t
     combine     this slice of all local ranks; send each node its part                        t - 1
     add         the parts that came, node by node; send the finished part to all              t - 2
-    settle      the finished parts of the other nodes have come                               t - 3
+    receive     wait for the finished parts of the other nodes                                t - 3
     copy out    all slices from the node's memory                                             t - 4
 
 In every tick each stage does one segment, so that in the steady state two segments travel while three are at work in
@@ -80,7 +80,7 @@ class _Run:
         return -(-self.x.size // self.size)
 
     def range(self, segment: int) -> tuple[int, int]:
-        """Its elements of x."""
+        """Range of x's elements in the segment."""
         return segment * self.size, min((segment + 1) * self.size, self.x.size)
 
 
@@ -190,7 +190,7 @@ class PipelinedAllReduce:
         return [(0, size)] * self._nodes if self._is_whole(run, size) else _cut(size, self._nodes)
 
     def _partial(self, run: _Run, segment: int, size: int) -> Array:
-        """This node's sum of a slice, in the accumulating dtype."""
+        """Memory for this node's sum of a slice, in the accumulating dtype."""
         return self._turn("partial", run, segment, size)
 
     def _coming(self, run: _Run, segment: int, ranges: Ranges) -> list[Array]:

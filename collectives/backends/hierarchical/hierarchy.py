@@ -22,7 +22,7 @@ from ... import algorithms
 from ...buffers import Buffer
 from ...partition import even_counts
 from ...reduction import Reduction
-from ...schedule import Place
+from ...schedule import Role
 from ..backend import Backend, Call, Resources
 from ..executor import Execution, Region, single, whole
 from ..symmetric.backend import Symmetric
@@ -62,11 +62,11 @@ class Hierarchy(Backend):
         return partial(self._reduce_scatter.run, out, x, op, counts)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
-        """Between nodes the parts of this local rank, straight into out; then inside the node the parts of each."""
+        """Gathers the parts of this local rank between nodes, straight into out; then those of each inside the node."""
         return partial(self._gather, out, x, counts)
 
     def broadcast(self, x: Buffer, root: int) -> Call:
-        """Between nodes from the root to its peers, then inside each node from that local rank."""
+        """Broadcasts from the root to its peers on the other nodes, then from that local rank inside each node."""
         return partial(self._distribute, x, root)
 
     def _gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class Hierarchy(Backend):
         # Where out is one memory for the ranks of the node, none may write into it before all have come.
         self._node.meetings.barrier()
         schedule = algorithms.schedule("all_gather", "ring", nodes)
-        regions = {Place.IN: single(x, self._across.Get_rank(), nodes), Place.OUT: Region(out, tuple(mine))}
+        regions = {Role.IN: single(x, self._across.Get_rank(), nodes), Role.OUT: Region(out, tuple(mine))}
         Execution(self._across, schedule, regions, counts[me::local], self._scratch).run()
         for node in range(nodes):
             first, last = parts[node * local][0], parts[(node + 1) * local - 1][1]
@@ -89,5 +89,5 @@ class Hierarchy(Backend):
         if me == source:
             schedule = algorithms.schedule("broadcast", "tree", self._place.nodes, source_node)
             parts = even_counts(x.size, schedule.chunks)
-            Execution(self._across, schedule, {Place.OUT: whole(x, parts)}, parts, self._scratch).run()
+            Execution(self._across, schedule, {Role.OUT: whole(x, parts)}, parts, self._scratch).run()
         self._node.broadcast(x, source)()

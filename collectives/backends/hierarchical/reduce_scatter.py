@@ -89,7 +89,7 @@ class PipelinedReduceScatter:
         run.sources = readable(meeting, x)
         for tick in range(run.segments + 2):
             self._tick(run, tick)
-        self._meetings.barrier()  # all ranks of the node are through with this one's x, and with what it copied in
+        self._meetings.barrier()  # all ranks of the node have read this one's x, and what it copied in
 
     def _tick(self, run: _Run, tick: int) -> None:
         """Runs one tick of the pipeline: what can begin a message comes before what waits for one."""

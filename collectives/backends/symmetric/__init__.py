@@ -1,6 +1,6 @@
 """One-copy collectives among the ranks of a node: each reads what it needs straight from the others' memory.
 
-Every operation begins alike: a rank writes down what it is about to do and where its arrays lie, and waits for the
+Every operation begins in one way: a rank writes down its operation and where its arrays lie, and waits for the
 others (`Meetings.publish`). Then all of them see the same rows, and take the same of four ways:
 
     pull      every rank's input is symmetric: read the peers' inputs

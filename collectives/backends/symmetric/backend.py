@@ -45,14 +45,15 @@ class Symmetric(Reductions, Movements, Backend):
             return None
         own = [None if isinstance(data, DeviceBuffer) else position_of(data, have.allocator) for data in parts]
         found = have.comm.allgather((op.name, own))
-        alike = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]
-        if op.premultiplied or None in own or any(other != alike[0] for other in alike):
+        described = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]
+        if op.premultiplied or None in own or any(other != described[0] for other in described):
             return None
         if self._pool is None:
             memory = have.allocator.allocate(Pool.nbytes(self.ranks), shared=True, keep_file=True)
             if memory is None:
                 return None
-            group = Group(self.meetings, have.allocator, engine=self.engine)  # not this object, which has the pool
+            # Not this object, which has the pool.
+            group = Group(self.meetings, have.allocator, processor=self.processor)
             self._pool = Pool(group, memory, crowded=have.topology.crowded)
         places = [part for _, part in found]
         return PartitionedReduction(self._pool, have.allocator, parts, places, op, have.positions.has_come)

@@ -12,8 +12,8 @@ from ...buffers import Buffer, address, unowned
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...reduction import Call, Reduction
-from .engine import Engine, Program
 from .meeting import Entry, Meeting, Meetings, Ranges
+from .processor import Processor, Program
 from .staging import Staging
 
 Array = np.ndarray[Any, Any]
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 class Group:
     """One group of ranks that share memory, as seen by one of them.
 
-    peers: access to the ranks' private memory, on all of them or on none. engine: copies and reduces.
+    peers: access to the ranks' private memory, on all of them or on none. processor: copies and reduces.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Group:
         meetings: Meetings,
         allocator: Allocator,
         peers: PeerMemory | None = None,
-        engine: Engine | None = None,
+        processor: Processor | None = None,
     ) -> None:
         self.meetings = meetings
-        self.engine = engine or Engine()
-        self.staging = Staging(meetings, allocator, self.engine.chunk_bytes)
+        self.processor = processor or Processor()
+        self.staging = Staging(meetings, allocator, self.processor.chunk_bytes)
         self.rank, self.ranks = meetings.rank, meetings.ranks
         self._allocator = allocator
         self._peers = peers
@@ -61,7 +61,7 @@ class Group:
 
     def _copied(self, source: Array, target: Array) -> Program:
         """The copy, if the two are not one memory."""
-        return [(self.engine.copy, (target, source))] if address(source) != address(target) else []
+        return [(self.processor.copy, (target, source))] if address(source) != address(target) else []
 
     def _others(self, ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:
         """The other ranks with something in their range, from the next one on: not all go to the same one first."""

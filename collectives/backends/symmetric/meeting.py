@@ -39,7 +39,7 @@ _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and 
 class Entry(NamedTuple):
     """The operation that a rank is about to run; all ranks must agree on it.
 
-    elements: of what all ranks have alike; 0 where there is no such thing.
+    elements: of the array that has one size on all ranks; 0 where there is none.
     """
 
     operation: str

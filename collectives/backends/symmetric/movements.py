@@ -11,10 +11,10 @@ import numpy as np
 from ...buffers import Buffer
 from ...partition import Splits
 from ...reduction import Call
-from .engine import Program
 from .group import Group, entry_of, starts_of
 from .meeting import Entry, Meeting, Ranges
 from .operation import Movement, Operation
+from .processor import Program
 from .staging import Stages
 
 Array = np.ndarray[Any, Any]
@@ -111,7 +111,7 @@ class Movements(Group):
         size = self._share(some, movement)
         slots = [0] * self.ranks if movement.fan == 1 else [peer * size for peer in range(self.ranks)]
         leaving = {slots[peer]: movement.leaving[peer] for peer, _ in self._others(movement.leaving)}
-        coming, copy = self._others(movement.coming), self.engine.copy
+        coming, copy = self._others(movement.coming), self.processor.copy
 
         def copy_in(chunk: int, scratch: list[Array]) -> None:
             for slot, (start, stop) in leaving.items():

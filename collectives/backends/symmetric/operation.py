@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...buffers import Buffer
-from .engine import Program
 from .group import Group
 from .meeting import Entry, Meeting, Ranges
+from .processor import Program
 from .staging import Stages
 
 

@@ -3,9 +3,9 @@
     rank 0     computes .. | hands in 0 | computes .. | hands in 1 | reduces 0, reduces most of 1
     rank 1     computes ..       | hands in 0 | computes ..              | hands in 1 | reduces the rest
 
-Where ranks fill the cores of their node, to reduce beside the computing gains nothing: it takes the time of the same
-core, and what the computing has in the cache. So nobody reduces before it waits for the result, and then what there is
-goes, chunk by chunk, to whoever comes for it: a rank that is early does the others' share meanwhile. Each chunk is
+Where ranks fill the cores of their node, reducing while the program computes gains nothing: it takes time of the same
+core, and evicts the program's data from the cache. So a rank reduces only once it waits for the result. Then the ranks
+that wait share the chunks out as they come: a rank that is early does the others' share meanwhile. Each chunk is
 reduced once, in the order of ranks, and written to all ranks' arrays, so that the bits are those of `reductions`.
 """
 
@@ -155,7 +155,7 @@ class PartitionedReduction(MeetsInMemory):
         arrays = [array[first:stop] for array in self._arrays[part]]
         mine = self._pool.group.rank
         outputs = [arrays[mine], *(array for rank, array in enumerate(arrays) if rank != mine)]
-        made = self._pool.group.engine.calls(self._op, arrays, outputs, self._parts[part].dtype, [1.0] * len(arrays))
+        made = self._pool.group.processor.calls(self._op, arrays, outputs, self._parts[part].dtype, [1.0] * len(arrays))
         if len(self._calls) < _KEPT_CHUNKS:
             self._calls[number] = made
         return made

@@ -11,10 +11,10 @@ import numpy as np
 from ...buffers import Buffer
 from ...partition import even_counts
 from ...reduction import Reduction
-from .engine import Program
 from .group import Group, entry_of, starts_of
 from .meeting import Entry, Meeting, Ranges
 from .operation import Operation
+from .processor import Program
 from .staging import Stages
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ class Reductions(Group):
         me, takes = self.rank, self.rank in takers
         first, last = starts_of(even_counts(x.size, self.ranks))[me : me + 2]
         factors = [op.factor] * self.ranks
-        copy, combine = self.engine.copy, self.engine.combine
+        copy, combine = self.processor.copy, self.processor.combine
 
         def slices(chunk: int) -> tuple[Array, list[slice]]:
             part = x.flat[chunk * size : (chunk + 1) * size]
@@ -68,7 +68,7 @@ class Reductions(Group):
             factors[:] = meeting.factors
             if meeting.pull:
                 whole = [a[first:last] for a in self._arrays(meeting, x)]
-                calls = self.engine.calls(op, whole, [whole[taker] for taker in takers], x.dtype, factors)
+                calls = self.processor.calls(op, whole, [whole[taker] for taker in takers], x.dtype, factors)
                 return [*calls, self._barrier]
             if self.is_direct:
                 return self._reduce_direct(
@@ -84,7 +84,7 @@ class Reductions(Group):
         starts, me = starts_of(counts), self.rank
         size = max(1, self.staging.chunk_bytes // x.dtype.itemsize // self.ranks)
         factors = [op.factor] * self.ranks
-        copy, combine = self.engine.copy, self.engine.combine
+        copy, combine = self.processor.copy, self.processor.combine
 
         def copy_in(chunk: int, scratch: list[Array]) -> None:
             for peer, (low, high) in enumerate(_pieces(starts, chunk, size)):
@@ -102,7 +102,7 @@ class Reductions(Group):
             factors[:] = meeting.factors
             if meeting.pull:
                 mine = [a[starts[me] : starts[me + 1]] for a in self._arrays(meeting, x)]
-                return [*self.engine.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
+                return [*self.processor.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
             if self.is_direct:
                 return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
             return None
@@ -118,7 +118,7 @@ class Reductions(Group):
         itemsize, me, factors = x.dtype.itemsize, self.rank, meeting.factors
         places = meeting.addresses(outputs=False)
         size = max(_DIRECT_BLOCK // self.ranks, _DIRECT_BLOCK // 8) // itemsize
-        take, storage = self.engine.blocks.take, x.dtype.storage
+        take, storage = self.processor.blocks.take, x.dtype.storage
         blocks = [take(f"rank {rank}", size * itemsize).view(storage) for rank in range(self.ranks + 1)]
         first, last = part
         program: Program = []
@@ -129,7 +129,7 @@ class Reductions(Group):
                 if peer != me:
                     program.append(self._peers.read(peer, places[peer] + low * itemsize, block))
             result = blocks[-1][: high - low] if out is None else out.flat[low - first : high - first]
-            program += self.engine.calls(op, inputs, [result], x.dtype, factors)
+            program += self.processor.calls(op, inputs, [result], x.dtype, factors)
             for taker in takers:
                 if taker != me:
                     program.append(self._peers.write(taker, places[taker] + low * itemsize, result))

@@ -63,7 +63,7 @@ class Staging:
             stages.steps[0](0, self._buffers(dtype)[self._turn])
 
     def run(self, stages: Stages, dtype: DType, filled: bool) -> None:
-        """Runs every stage on every chunk; the same on all ranks, whoever has something to do in it.
+        """Runs every stage on every chunk; the same on all ranks, also on one that has nothing to do in a stage.
 
         filled: whether all ranks have called `fill`.
         """

@@ -1,4 +1,4 @@
-"""Numbers of which each is drawn by one rank only, whoever comes first: who does what, of work that anyone can do."""
+"""Tickets that share out work among ranks: each number is drawn by one rank only, the first to come."""
 
 from __future__ import annotations
 

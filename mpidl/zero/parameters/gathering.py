@@ -161,7 +161,7 @@ def leave(comm: Communicator, units: int) -> None:
     """
     message, table = _messages(comm, units)
     message[:] = [-1, Purpose.GONE, *[0] * (message.size - 2)]
-    comm.patient = True  # at the end of the program the others may come late
+    comm.exempt_from_watchdog = True  # at the end of the program the others may come late
 
     def task() -> None:
         comm.all_gather(table, message)

@@ -77,7 +77,7 @@ class NodeSharedParameters(ParameterStrategy):
 
     def release(self, *, inside_gathered: bool = False) -> None:
         """Returns when this rank's backward has ended; the step's agreement on what it reached says that all have."""
-        self._place.settle()
+        self._place.synchronize()
 
     def publish(self) -> None:
         """Waits until every rank has written its shards; copies of open `gathered` blocks follow them."""
@@ -87,7 +87,7 @@ class NodeSharedParameters(ParameterStrategy):
 
     def _meet(self) -> None:
         """Waits until every rank has done what it was to do to the shared memory."""
-        self._place.settle()
+        self._place.synchronize()
         self._comm.barrier()
 
     @contextmanager

@@ -36,7 +36,7 @@ def test_streams_follow_and_lead_each_other(standin: Gpu) -> None:
         streams[0].queue(lambda: seen.append(0))
         place.lead(streams[2])
         streams[2].queue(lambda: seen.append(2))
-        place.settle()
+        place.synchronize()
     streams[2].record().wait()
     assert seen == [1, 0, 2]
 

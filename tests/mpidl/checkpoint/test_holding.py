@@ -55,7 +55,7 @@ def other(comm, shared: Path) -> Iterator[subprocess.Popen | None]:
 def test_another_job_is_named_on_every_rank_and_what_it_writes_left_alone(
     comm, shared: Path, other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "PATIENCE", 0.1)
+    monkeypatch.setattr(holding, "LOCK_TIMEOUT", 0.1)
     model = torch.nn.Linear(3, 2)
     for attempt in (lambda: save(shared, model, step=1, process_group=comm), lambda: claim(shared, comm)):
         with pytest.raises(mpidl.CheckpointError) as raised:

@@ -1,4 +1,4 @@
-"""Copies and reductions of the one-copy collectives: here the host's processor; a GPU's is in `cuda.symmetric`."""
+"""Processor that copies and reduces for the one-copy collectives: here the host's; a GPU's is in `cuda.symmetric`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Array = np.ndarray[Any, Any]
 Program = list[Call]  # that carries out one rank's part of an operation
 
 
-class Engine:
-    """The host's processor. chunk_bytes: of scratch, a rank and buffer, for arrays from elsewhere."""
+class Processor:
+    """The host's processor. chunk_bytes: of scratch for each rank and buffer, for arrays in private memory."""
 
     chunk_bytes = 512 << 10
 
