@@ -38,7 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_on_all_ranks(
         self, check: Callable[[argparse.Namespace], None], argv: Sequence[str] | None = None
     ) -> argparse.Namespace:
-        """The options, checked; wrong ones end every rank with status 2 and one line. Collective."""
+        """Parses and checks the options; wrong ones end every rank with status 2 and one line. Collective."""
 
         def parse() -> argparse.Namespace:
             options = self.parse_args(argv)
@@ -49,7 +49,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def add_device(parser: Any) -> None:
-    """--device, to a parser or a group of its options; see `resolve_device`."""
+    """Adds --device to a parser or a group of its options; see `resolve_device`."""
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
 
 
@@ -71,7 +71,7 @@ class Progress:
         self._latest: deque[float] = deque(maxlen=10)
 
     def show(self, done: int, ms: float, measured: str) -> None:
-        """After step `done`, counted from 1, which took `ms`. measured: what to say of it, such as its loss."""
+        """Prints the progress after step `done`, counted from 1, which took `ms`. measured: a text such as its loss."""
         self._latest.append(ms)
         if self._speaks and (done in (self._before + 1, self._steps) or done % max(1, self._steps // 25) == 0):
             speed = self._tokens / statistics.median(self._latest) * 1e3

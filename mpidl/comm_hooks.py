@@ -80,7 +80,7 @@ class GradBucket:
         self._flat.copy_(values)
 
     def communicator(self, process_group: Communicator | None = None) -> Communicator:
-        """For operations on the bucket: the wrapper's own duplicate of its process group, apart from other wrappers'.
+        """Returns a Communicator for operations on the bucket: the wrapper's own duplicate of its process group.
 
         process_group: by default the world. Another one than the wrapper's is returned as it is.
         """

@@ -34,7 +34,7 @@ class TrainingError(MpidlError, RuntimeError):
 
 
 class CheckpointError(MpidlError, RuntimeError):
-    """A checkpoint that cannot be written, or is torn, damaged, or of another model. Raised alike on every rank."""
+    """A checkpoint that cannot be written, or is torn, damaged, or of another model. Raised on every rank."""
 
 
 class CheckpointMismatch(CheckpointError, ConfigurationError):

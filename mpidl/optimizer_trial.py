@@ -1,6 +1,6 @@
 """Trial steps of an optimizer's class of which nothing is known, on a few elements: how does it step?
 
-one parameter alone | the same in parts | with another one beside it | one after the other        equal?
+one parameter alone | the same in parts | together with another one | one after the other        equal?
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
                 second = torch.linspace(0.5, -2.0, count, dtype=torch.float64).view(shape)
                 alone = run(group, first)
                 parts = first.flatten().split((1, count - 1)) if dimensions else [first.flatten()]  # as slices are
-                wholes |= not (_alike(alone, run(group, *parts)) and alone.any())
+                wholes |= not (_equal(alone, run(group, *parts)) and alone.any())
                 both = run(group, first, second)
-                together |= not _alike(both, torch.cat([alone, run(group, second)]))
-                sequential &= _alike(both, run(group, first, second, one_by_one=True))
+                together |= not _equal(both, torch.cat([alone, run(group, second)]))
+                sequential &= _equal(both, run(group, first, second, one_by_one=True))
     return Trial(wholes, together, sequential, frozenset(noted), failed)
 
 
@@ -100,7 +100,7 @@ def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [*found.values()]
 
 
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """But for rounding, also of what is computed in single precision in between."""
     return bool((first - second).abs().max() <= 1e-6 * first.abs().max())
 
@@ -111,7 +111,7 @@ def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an optimizer's settings that look alike on all ranks when they are alike."""
+    """Returns the settings of an optimizer that can be compared between ranks: numbers, texts and lists."""
     numbers = {n: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for n, v in settings.items()}
     return {
         n: v for n, v in numbers.items() if n != "params" and isinstance(v, bool | int | float | str | tuple | list)

@@ -41,7 +41,7 @@ class Arena:
         place = self._allocate(nbytes) if start is None else self._memory[start : start + nbytes]
         self._used += size
         self.peak = max(self.peak, self._used)
-        # On the same stream as what follows, so that nobody has to wait for it.
+        # On the same stream as what follows, so that no stream has to wait for it.
         flat = place.view(part.dtype).copy_(part, non_blocking=self._pinned)
         return ArenaSlot(self._given_back, start, size, flat)
 
@@ -70,7 +70,7 @@ class ArenaSlot:
         self._given_back, self._start, self._size, self._flat = given_back, start, size, flat
 
     def load_ahead(self) -> None:
-        """Nothing to do: it is there."""
+        """Does nothing: the arena is in memory."""
 
     def fetch(self) -> torch.Tensor:
         """The bytes themselves, to be copied from before the slot goes."""

@@ -32,7 +32,7 @@ def checkpoint(
     use_reentrant: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """What `function(*args, **kwargs)` returns, which runs again in backward instead of keeping its insides.
+    """Calls `function(*args, **kwargs)`, and calls it again in backward in place of keeping its activations.
 
     function: also a module, or a method of one, whose buffers the second run leaves alone. It must do the same both
         times, and what it reads of buffers must not be what it wrote there.

@@ -92,7 +92,7 @@ class _Checkpointed:
     def __init__(self, module: torch.nn.Module, store: CheckpointStore | None, options: dict[str, Any]) -> None:
         self._module = weakref.ref(module)  # which has this object
         self._store, self._options = store, options
-        self._before = module.__dict__.get("forward")  # somebody else's, in place of the class's
+        self._before = module.__dict__.get("forward")  # one that was set in place of the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -84,7 +84,7 @@ def export_safetensors(
     A model of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
     transformers' `from_pretrained(path)` opens it.
 
-    Raises CheckpointError alike on every rank for what cannot be written, and beforehand for weights or settings there
+    Raises CheckpointError on every rank for what cannot be written, and beforehand for weights or settings there
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
     then these take their names one after another, and what is left of the former is removed last.
     """
@@ -119,9 +119,9 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     config: str | Path | None = None,
 ) -> None:
-    """The same from a checkpoint's directory, by one process that needs no model; checksums are compared.
+    """Exports weights from a checkpoint's directory, by one process that needs no model; checksums are compared.
 
-    config: a directory with the config.json, and the generation_config.json if there is one, to put beside the weights;
+    config: a directory with the config.json, and the generation_config.json if there is one, to copy to the weights;
     None: as the model had them when it was saved.
     """
     limit = byte_count(max_shard_size)
@@ -198,7 +198,7 @@ def _export(
     first = (lambda action: on_rank_0(comm, action)) if comm is not None else _alone
     all_ = (lambda action: together(comm, action)) if comm is not None else _alone
     former = first(lambda: _former(path, shapes, published))
-    unfinished = {_beside(path, file) for file in files}
+    unfinished = {_temporary(path, file) for file in files}
     UNFINISHED.update(unfinished)
     try:
         first(lambda: _create(path, files))
@@ -280,7 +280,7 @@ def _lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], limit:
     return files
 
 
-def _beside(path: Path, file: _File) -> Path:
+def _temporary(path: Path, file: _File) -> Path:
     return path / f"{file.name}.tmp"
 
 
@@ -296,7 +296,7 @@ def _create(path: Path, files: Sequence[_File]) -> None:
             f"{path}: the disk is too full: the export takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         )
     for file in files:
-        with naming(_beside(path, file)), _beside(path, file).open("wb", buffering=0) as made:
+        with naming(_temporary(path, file)), _temporary(path, file).open("wb", buffering=0) as made:
             write_all(made.fileno(), file.first)
             os.ftruncate(made.fileno(), file.bytes)
 
@@ -307,10 +307,10 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, tor
         opened: dict[str, Any] = {}
         for name, low, values in own:
             file = where[name]
-            beside, span = _beside(path, file), file.spans[name]
-            with naming(beside):
+            temporary, span = _temporary(path, file), file.spans[name]
+            with naming(temporary):
                 if file.name not in opened:
-                    opened[file.name] = stack.enter_context(beside.open("r+b", buffering=0))
+                    opened[file.name] = stack.enter_context(temporary.open("r+b", buffering=0))
                 step = BLOCK // max(span.dtype.itemsize, values.dtype.itemsize)
                 for start in range(0, values.numel(), step):
                     block = values[start : start + step].to(device="cpu", dtype=span.dtype)
@@ -318,7 +318,7 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, tor
                     write_all(opened[file.name].fileno(), as_bytes(block), at)
         for file in files:
             if file.name in opened:
-                with naming(_beside(path, file)):
+                with naming(_temporary(path, file)):
                     os.fsync(opened[file.name].fileno())
 
 
@@ -329,7 +329,7 @@ def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], for
         (path / HF_INDEX).unlink(missing_ok=True)
         folder.sync(path)
     for file in files:
-        _beside(path, file).replace(path / file.name)
+        _temporary(path, file).replace(path / file.name)
     if len(files) > 1:
         total = sum(span.end - span.begin for file in files for span in file.spans.values())
         weight_map = {name: file.name for file in files for name in file.spans}
@@ -347,7 +347,7 @@ def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], for
 def _forget(path: Path, files: Sequence[_File]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
-            _beside(path, file).unlink(missing_ok=True)
+            _temporary(path, file).unlink(missing_ok=True)
 
 
 def import_safetensors(

@@ -79,7 +79,7 @@ class TokenBatches:
 
         most: sequences of all ranks together (0: all that there are), spread evenly over the text and the
         same ones whatever the number of ranks. Every rank gets equally many batches, as sharded models must
-        run alike: a rank that has run out of sequences gets one of which no token counts.
+        run the same batches: a rank that has run out of sequences gets one of which no token counts.
         """
         available = (len(self.validation) - 1) // self.block
         count = min(most, available) if most else available

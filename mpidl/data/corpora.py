@@ -23,7 +23,7 @@ STDLIB_BYTES = 4 << 20
 
 
 def read_corpus(name: str, comm: Communicator) -> str:
-    """A text by name, the same on every rank. Collective; raises UsageError, on every rank alike.
+    """Loads a text by name, the same on every rank. Collective; raises UsageError on every rank.
 
     name: "stdlib", the Python sources of the standard library (up to 4 MiB of them); "tinyshakespeare",
     downloaded once into the cache; else the path of a UTF-8 file.

@@ -55,7 +55,7 @@ class Digits(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return len(self.labels)
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing, as nothing is random here; ImageFolder has the method, too."""
+        """Does nothing, as nothing is random here; ImageFolder has the method too."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.images[index], int(self.labels[index])

@@ -1,6 +1,6 @@
 """Batches of this rank's part of a dataset, prepared while the rank trains.
 
-    num_workers=0     a thread loads the next batches beside the training step
+    num_workers=0     a thread loads the next batches during the training step
     num_workers=n     n processes do, which are no ranks (`workers`)
 
 How far the training has come is counted in batches that were handed out, not in those that are prepared.
@@ -50,7 +50,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     prefetch_factor: batches that are prepared ahead, by each worker or, without workers, by a thread (default 2). 0,
         without workers only: every batch is loaded when it is asked for.
 
-    The loader draws nothing from the global generators of torch, numpy and python. In a thread the dataset runs beside
+    The loader draws nothing from the global generators of torch, numpy and python. In a thread the dataset runs during
     the training: what it draws from them itself mixes with what the model draws. With workers, or prefetch_factor=0,
     runs repeat exactly. Workers seed theirs when they start, with persistent_workers at the first pass alone.
 

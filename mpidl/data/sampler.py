@@ -43,7 +43,7 @@ class DistributedSampler(Sampler[int]):
     itself.
 
     epoch, seed: what the order depends on. begin: at which sample of the order the next pass begins. position: up to
-    which sample the latest pass has come. follows: whether somebody else counts.
+    which sample the latest pass has come. follows: a loader counts in place of this object.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DistributedSampler(Sampler[int]):
     def __len__(self) -> int:
         """Samples of a rank in a whole epoch, also while a part of one is left (that is `remaining`).
 
-        Schedules that count an epoch's steps by it come out alike before and after an interruption.
+        Schedules that count an epoch's steps by it are the same before and after an interruption.
         """
         return self._share(0)
 

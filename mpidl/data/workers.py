@@ -1,4 +1,4 @@
-"""Processes that load data beside a rank of an MPI job, and are no ranks themselves.
+"""Worker processes that load data for a rank of an MPI job, and are no ranks themselves.
 
 A process that is forked after MPI_Init shares the rank's connections: whatever it then does may hang or damage the
 job. One that is started afresh inherits the environment, in which the launcher says "you are rank 3": it must not act

@@ -223,13 +223,13 @@ class BackwardSteps:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All buckets have been launched: steps on what is left."""
+        """Steps on the remaining parameters, once all buckets have been launched."""
         while self._in_flight:
             self._finish_oldest()
         self._streams.clear()  # the next pass comes after this one
 
     def end(self) -> None:
-        """The pass is over: whoever reads a gradient that is used up learns it."""
+        """Ends the pass: from now on, reading a gradient that its step has used raises an error."""
         for p in self._stepped:
             if p.grad is None and self._of[p] not in self._inside:
                 p.grad = UsedGradient(p, self._names[p])

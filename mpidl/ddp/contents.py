@@ -3,7 +3,7 @@
     model.resize_token_embeddings(60)         a new parameter, or other memory in the old one
     model.load_state_dict(..., assign=True)   new parameters in the place of the old ones
     layer.weight = nn.Parameter(...)          a new one in the place of the old one
-    model.adapter = nn.Linear(4, 4)           new ones beside the others
+    model.adapter = nn.Linear(4, 4)           new parameters join the others
 
 No bucket has a place for these: each rank would train its own. Every pass compares the entries of all modules by
 identity, in loops of C, and the shapes; only where one differs is the module searched.

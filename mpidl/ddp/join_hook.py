@@ -50,7 +50,7 @@ class WrapperJoinHook(JoinHook):
             self._reducer.stand_in()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All take over the states of one that ended last."""
+        """Broadcasts the states of a rank that ended last to all."""
         self._take_over(self.rounds.root)
 
     def end(self) -> None:

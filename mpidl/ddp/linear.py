@@ -6,7 +6,7 @@
 For that a layer computes by an autograd function of this file: the same products as by torch's own, with the same bits,
 as a place in a bucket begins with a cache line, like new memory. Where a gradient cannot be written to its place
 (something is in `.grad` already, a hook of the user's is to see it, the pass is not one that is averaged, ...) it is
-computed in new memory as ever.
+computed in new memory as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUT_IN = {
     "transformers.pytorch_utils.Conv1D": False,
     "mpidl.models.gpt2.Projection": False,
 }
-_LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, if nobody has patched it
+_LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, unless it was patched
 _SMALLEST = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to call Python for it
 
 
@@ -63,7 +63,7 @@ class Destination:
             or self._weight.grad is not None
             or self._weight._backward_hooks
             or not self._watch.active
-            or self._watch.number == self._last  # what is there may be on its way through the graph
+            or self._watch.number == self._last  # the present gradient may still be read by the graph
             or not self._synchronised()
             or not will_run(accumulator)
         ):

@@ -70,10 +70,10 @@ class Reducer:
     """Averages the gradients of a module's parameters.
 
     names: the parameters to take care of, trained or not, and their names; which of them train may change between
-    passes, alike on all ranks. place: where they lie. bucket_cap: bytes. as_views: `.grad` becomes a view of the
-    bucket, else keeps its own memory. buffers: those to make alike after each pass. watch: must see the module's
+    passes, the same on all ranks. place: where they lie. bucket_cap: bytes. as_views: `.grad` becomes a view of the
+    bucket, else keeps its own memory. buffers: those to broadcast after each pass. watch: must see the module's
     forward passes. group: the user's Communicator, of which `comm` is a duplicate. ignored: names of parameters and
-    buffers that the ranks need not have alike.
+    buffers that may differ between the ranks.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Reducer:
     # ---- between passes ---------------------------------------------------------------------------------------
 
     def before_forward(self, training: bool) -> None:
-        """Before a synchronised forward pass: notes what trains, for the backward pass to agree on.
+        """Notes before a synchronised forward pass which parameters train, for the backward pass to agree on.
 
         Collective only in training mode in a `join` that ends with the first rank. training: the module's mode.
         """
@@ -169,11 +169,11 @@ class Reducer:
             self.queue.listen(self._trained_by(self._wanted))
 
     def set_static_graph(self) -> None:
-        """Before the first backward pass: as if it had been made with `static_graph`."""
+        """Sets `static_graph` as the constructor would; to be called before the first backward pass."""
         self._static_graph = self.queue.defer_launch_to_end = True
 
     def step_in_backward(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Between passes: from the next one on they step with these, or with none. Collective."""
+        """Has passes step with these optimizers from the next one on, or with none. Collective."""
         self._watch.before_forward()  # gives up a pass that an exception has cut short
         if self.steps is not None:
             self.steps.remove()
@@ -335,7 +335,7 @@ class Reducer:
         self.queue.launch_rest()
 
     def end_standing_in(self) -> None:
-        """It ends; this rank's gradients are what they were."""
+        """Ends the shadow pass; this rank's gradients are again those of before."""
         try:
             self.queue.finish()
         finally:
@@ -567,7 +567,7 @@ class Reducer:
         )
 
     def _learn(self) -> None:
-        """After the first synchronised pass: in what order gradients arrive, and for a static graph how often."""
+        """Learns from the first synchronised pass the order of gradients, and for a static graph their number."""
         if self._static_graph and not self._counts_known and not self.stands_in:
             self.queue.expected = {p: self.queue.arrivals.get(p, 0) for p in self._trained}
             self.queue.defer_launch_to_end, self._counts_known = False, True

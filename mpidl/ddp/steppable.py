@@ -84,7 +84,7 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(f"step_in_backward: {name} fails on a few elements, on which its steps were tried")
     if trial.together:
         raise ConfigurationError(
-            f"step_in_backward: a step of {name} on a parameter depends on the others beside it, or on random numbers"
+            f"step_in_backward: a step of {name} on a parameter depends on the other parameters, or on random numbers"
         )
     if not trial.sequential:
         raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")

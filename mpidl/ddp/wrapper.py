@@ -49,7 +49,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     The arguments have the names, order and meaning of `torch.nn.parallel.DistributedDataParallel`:
 
-    module: the model, on every rank alike in structure, in the host's memory or on one GPU. Forward passes, backward
+    module: the model, of one structure on every rank, in the host's memory or on one GPU. Forward passes, backward
         passes and steps may be on any streams that the program has ordered after each other.
     device_ids, output_device: None, or the one device on which the module lies, to which inputs are then moved.
     forward_sync_buffers: rank 0's buffers (running statistics, ...) are broadcast at the end of each synchronised
@@ -72,9 +72,9 @@ class DistributedDataParallel(torch.nn.Module):
     nothing: one that no backward pass follows may be on any ranks. Buckets are reduced in the same order on all ranks,
     the order in which gradients arrived in the first synchronised pass (not under find_unused_parameters), and
     contributions are added in the order of ranks: gradients are bitwise equal on all ranks and do not depend on the
-    bucket size. Parameters may be frozen and unfrozen between passes, on all ranks alike. A copy.deepcopy or a pickled
-    copy, which leaves hooks out, begins anew with its first synchronised backward pass; parameters that differ over the
-    ranks are an error there, if `init_sync` is set.
+    bucket size. Parameters may be frozen and unfrozen between passes, the same ones on all ranks. A copy.deepcopy or a
+    pickled copy, which leaves hooks out, begins anew with its first synchronised backward pass; parameters that differ
+    over the ranks are an error there, if `init_sync` is set.
 
     Raises ConfigurationError for wrong arguments, ModelMismatch where the ranks' models or settings differ.
     """
@@ -312,7 +312,7 @@ class DistributedDataParallel(torch.nn.Module):
     def register_comm_hook(self, state: Any, hook: comm_hooks.Hook) -> None:
         """Registers `hook(state, bucket)` to communicate instead of the all-reduce; see `mpidl.comm_hooks`.
 
-        To be registered once, before the first backward pass, alike on all ranks. Sparse gradients pass it by.
+        To be registered once, before the first backward pass, on all ranks. Sparse gradients are reduced without it.
         """
         comm_hooks.check(hook)
         if self._hook is not None:
@@ -324,7 +324,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._reducer.hook = self._hook
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Has backward passes make the optimizers' steps; without any they are ordinary ones again. Collective.
+        """Has backward passes make the optimizers' steps; without optimizers they step no more. Collective.
 
         optimizers: over some or all of the module's parameters, each in one of them; those of torch.optim, mpidl.optim
             and others whose step on a parameter depends on no other parameter.

@@ -49,7 +49,7 @@ def measure(comm: Communicator, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def _link(comm: Communicator, other: int) -> dict[str, float]:
-    """Between rank 0 and another, to and fro. Collective, as all must know the times."""
+    """Measures messages from rank 0 to another and back. Collective, as all must know the times."""
     found = {}
     for name, nbytes in (("latency", 8), ("bytes_per_second", _LINK_BYTES)):
         data = np.zeros(nbytes, np.uint8)

@@ -33,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
 
     process_group: the Communicator of all ranks that train the model; by default the world, joined when first needed.
     mesh: a `Mesh`, in place of process_group: one decision of all its ranks, those of pp and tp too.
-    device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's, alike on every rank.
+    device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's, the same on every rank.
 
     explain_after: a scale that falls this many times in a row is explained by a warning on rank 0, and once it is
         below 1 by a TrainingError on every rank: which parameter's gradient is not finite, on which rank. Gradients are
@@ -82,7 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Makes the scale larger or smaller, or `new_scale`, which must be alike on every rank. See torch's."""
+        """Makes the scale larger or smaller, or `new_scale`, which must be the same on every rank. See torch's."""
         before = self.get_scale()
         super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
         if self._enabled:

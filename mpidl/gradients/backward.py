@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_flatten
 
 
 def tensors_with_gradient(value: Any) -> Iterator[torch.Tensor]:
-    """Those of `tensors_in` through which gradients flow."""
+    """Yields the tensors of `tensors_in` through which gradients flow."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside any nest of lists, tuples, mappings and objects."""
+    """Yields the tensors inside any nest of lists, tuples, mappings and objects."""
     yield from _search(value, set())
 
 
@@ -102,7 +102,7 @@ def replacement_test(model: torch.nn.Module, parameters: Container[torch.Tensor]
 
 
 def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
-    """These nodes of autograd's graph and all that follow them, each once."""
+    """Yields these nodes of autograd's graph and all that follow them, each once."""
     seen: set[Any] = {None}
     pending = list(nodes)
     while pending:

@@ -113,7 +113,7 @@ class BucketQueue:
             self.mark_ready(bucket, index)
 
     def mark_ready(self, bucket: GradientBucket, index: int) -> None:
-        """The pass is through with a parameter; launches what is now filled, in order."""
+        """Marks a parameter as finished in this pass; launches the buckets that are now filled, in order."""
         bucket.ready[index] = True
         if self.synchronise and not self.defer_launch_to_end:
             while self._next < len(self.buckets) and all(self.buckets[self._next].ready):

@@ -164,7 +164,7 @@ class GradientBucket:
 
     layout: where each parameter lies, and how the bucket is cut over the ranks; by default not cut. flat: the storage,
     `layout.padded` elements, or None while it is not needed. views: the parameters' places in it. ready: per parameter,
-    whether this backward pass is through with it. launched: whether this pass has started the collective. work: the
+    whether this backward pass has finished it. launched: whether this pass has started the collective. work: the
     collective under way. streams: those whose work has filled it in this pass (`Place.stream`).
     """
 

@@ -41,7 +41,7 @@ def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator
     """(parameter, rank) of every `.grad` that is not finite, the model's last parameters first; None if all are.
 
     Collective. model: a plain one or a DistributedDataParallel; for another's gradients see
-    `ZeroOptimizer.find_nonfinite`. What DDP has averaged is spoilt on every rank alike: to learn which rank it came
+    `ZeroOptimizer.find_nonfinite`. An average of DDP is not finite on any rank: to learn which rank it came
     from, look at a backward pass within `no_sync`, or have a NonfiniteWatch on the model.
     """
     if trainer_of_model(model) is not None:

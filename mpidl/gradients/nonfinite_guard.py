@@ -53,7 +53,7 @@ Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
 
 
 class NonfiniteGuard:
-    """Decides for all ranks alike whether a step is taken.
+    """Decides for all ranks together whether a step is taken.
 
     model: plain or DistributedDataParallel, the one that is called. optimizer: its own, if that is a ZeroOptimizer.
     on_nan: "stop": TrainingError on every rank; "skip": a warning on rank 0, and `allows` is False.

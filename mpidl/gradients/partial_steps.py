@@ -22,7 +22,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 class PartialSteps:
     """optimizer: whose state and groups' settings are used, as they are at each step. It must step on each parameter by
-    itself, and note nothing beside a state of each.
+    itself, and keep only a state of each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,7 @@ class PooledCommunicator:
         self._drain: Callable[[], None] | None = None
 
     def set_drain(self, drain: Callable[[], None] | None) -> None:
-        """Sets what all ranks call together before the next engine, or the end of the program.
+        """Sets the function that all ranks call together before the next engine, or the end of the program.
 
         drain: completes operations that single ranks have left; the same on every rank; must not keep the engine.
         """
@@ -38,13 +38,13 @@ class PooledCommunicator:
         self.comm.register_drain_hook(drain)
 
     def give_back(self) -> None:
-        """Lets another engine take it. An operation that is left may wait for the other ranks until the drain."""
+        """Makes it free for another engine. An operation in flight may wait for the other ranks until the drain."""
         if self._drain is not None:
             self.comm.exempt_from_watchdog = True
         self.free = True
 
     def take(self) -> None:
-        """Drains it for another engine. Collective."""
+        """Drains it and takes it for another engine. Collective."""
         self.free = False
         if self._drain is not None:
             self._drain()

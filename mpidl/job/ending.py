@@ -1,6 +1,6 @@
 """Ends the job when one rank ends, with one report.
 
-    an exception that nobody catches, in any thread    the rank's traceback, status 1
+    an uncaught exception, in any thread               the rank's traceback, status 1
     Ctrl-C, SIGINT                                     one line, status 130; also while the rank waits inside MPI
     sys.exit(3) while others wait for the rank         the watchdog's report, status 3
     a failure in the background, of which the          one line, status 1, or that of the program if it is not 0
@@ -9,8 +9,8 @@
 A directory that is being written when the job ends so is removed (`UNFINISHED`), and so are files that stand for the
 running job (`STANDING`).
 
-Often all ranks fail alike, or all are interrupted. The ranks of a node share a page that the first of them claims, and
-on which it writes what it says: the others keep quiet unless they have something else to say.
+Often all ranks fail with one error, or all are interrupted. The ranks of a node share a page. The first of them claims
+it and writes its message there: the others print nothing unless they have another message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNHEARD: dict[Path, tuple[Communicator, str]] = {}  # why what was to be there i
 
 
 def end_job_with_any_rank(comm: Communicator) -> None:
-    """Takes over the hooks for what nobody catches, SIGINT where Python has it, and sys.exit. Collective."""
+    """Takes over the hooks for uncaught exceptions, SIGINT where Python has it, and sys.exit. Collective."""
     ending = _Ending(comm)
     sys.excepthook = ending.of_program
     threading.excepthook = ending.of_thread
@@ -75,7 +75,7 @@ class _Ending:
         self._failed(kind, error, trace, "")
 
     def of_thread(self, failure: threading.ExceptHookArgs) -> None:
-        """threading.excepthook: what the thread was to do is not done, and somebody may wait for it."""
+        """threading.excepthook: the thread's work is not done, and other ranks may wait for it."""
         if failure.exc_type is SystemExit or failure.exc_value is None:
             return
         name = failure.thread.name if failure.thread else "a thread"
@@ -123,7 +123,7 @@ class _Ending:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        if before != -1:  # somebody else's, such as asyncio's
+        if before != -1:  # another library's, such as asyncio's
             signal.set_wakeup_fd(before)
             os.close(reading)
             os.close(writing)
@@ -135,7 +135,7 @@ class _Ending:
     def do_not_listen(self) -> None:
         """Stops listening in a forked child, whose bytes would come to its parent."""
         if self._writing is not None and (other := signal.set_wakeup_fd(-1)) != self._writing:
-            signal.set_wakeup_fd(other)  # somebody else's
+            signal.set_wakeup_fd(other)  # another library's
         self._writing = None
 
     def _notice(self, number: int, frame: FrameType | None) -> NoReturn:
@@ -174,7 +174,7 @@ def _end(comm: Communicator, status: int) -> NoReturn:
         gone = path.with_suffix(".gone")
         with contextlib.suppress(OSError):  # it has been finished, or another rank has been here
             path.rename(gone)  # at once: from here on it cannot be finished any more
-        # Every rank removes it, and what another may have been about to remove beside it: one that left that to another
+        # Every rank removes it, and also what another rank may be about to remove: a rank that left that to the other
         # would end the job before all is gone.
         for useless in {gone, *path.parent.glob("step-*.gone")}:
             shutil.rmtree(useless, ignore_errors=True)

@@ -49,7 +49,7 @@ class JoinRounds:
 
     @property
     def share(self) -> float:
-        """All ranks for one that has batches."""
+        """Number of all ranks divided by that of ranks with batches."""
         return self._comm.size / len(self.active)
 
     def tell(self, number: int, stage: Stage = Stage.NOTIFIED) -> int | None:
@@ -87,10 +87,10 @@ class JoinHook:
         """The part of a rank without batches in the collectives that follow a `notify_join_context` of the others."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """After the last rank has ended, on every rank. is_last_joiner: whether this is one that ended last."""
+        """Runs on every rank after the last rank has ended. is_last_joiner: this rank is one that ended last."""
 
     def end(self) -> None:
-        """The block is left, also by an exception."""
+        """Runs when the block is left, also by an exception."""
 
 
 class Joinable:

@@ -2,7 +2,7 @@
 
     comm = mpidl.init()
 
-An exception that nobody catches on one rank would leave the others waiting for ever. After `init` it ends the whole
+An uncaught exception on one rank would leave the others waiting for ever. After `init` it ends the whole
 job, with that rank's traceback on standard error and a status that is not zero (`ending`).
 """
 

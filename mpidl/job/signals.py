@@ -86,7 +86,7 @@ class StopSignal:
         sys.exit(STOPPED)
 
     def close(self) -> None:
-        """Gives the signals back to whoever had them."""
+        """Restores the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}

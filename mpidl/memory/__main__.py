@@ -151,7 +151,7 @@ def table(rows: Sequence[Estimate]) -> str:
 
 
 def heading(options: argparse.Namespace, count: float) -> str:
-    """What the table is about."""
+    """Makes the heading of the table."""
     suffix, size = next(((s, v) for s, v in reversed(_SUFFIXES.items()) if count >= v), ("", 1.0))
     named = f"{options.model}, " if options.model else ""
     where = "1 node" if options.nodes == 1 else f"{options.nodes} nodes"

@@ -24,7 +24,7 @@ class Measurement:
     """Bytes of this rank, now.
 
     parameters: what is whole or sharded, and the model's buffers (running statistics, ...). optimizer: its state and
-    fp32 masters. buckets: storage for gradients on their way that holds none to keep. activations: what autograd keeps
+    fp32 masters. buckets: storage for gradients in flight that holds none to keep. activations: what autograd keeps
     for backward. offloaded: optimizer state and masters elsewhere (`Offload`), in no total. rss, pss: of the process as
     a whole, with Python, torch and all else in it.
     """

@@ -38,7 +38,7 @@ STATE_BYTES = {
     **dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta", "rprop"), 8),
     **dict.fromkeys(("amsgrad",), 12),
 }
-_ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one on its way
+_ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one in flight
 _UNITS_AHEAD = 2  # units of stage 3 that are whole: the one that runs and the next; and the model's own
 
 
@@ -46,7 +46,7 @@ _UNITS_AHEAD = 2  # units of stage 3 that are whole: the one that runs and the n
 class Estimate:
     """Bytes a rank.
 
-    optimizer: its state and fp32 masters. buckets: gradients on their way, and units of stage 3 that are whole.
+    optimizer: its state and fp32 masters. buckets: gradients in flight, and units of stage 3 that are whole.
     offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total.
     """
 
@@ -132,7 +132,7 @@ def estimate(
     shard_ranks: over how many neighbours state is cut, in hybrid sharding; by default over all ranks.
     reduce_dtype: as `dtype`, of gradients and their buckets in stages 1 to 3 (`zero.Precision`); by default that of the
         parameters.
-    step_in_backward: the backward pass makes the step, so that no gradients are kept beside the buckets by which they
+    step_in_backward: the backward pass makes the step, so that no gradients are kept but the buckets by which they
         pass: `DistributedDataParallel.step_in_backward`, or ZeroOptimizer's argument.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
@@ -152,7 +152,7 @@ def estimate(
         cap *= DTYPES[dtype].itemsize / reduced.itemsize
     if isinstance(model, torch.nn.Module):
         if unit:
-            raise ConfigurationError("unit: got one beside a model, whose own units are known")
+            raise ConfigurationError("unit: got one together with a model, whose own units are known")
         whole = _of_model(model, dtype, reduced, state, cap)
     else:
         whole = _of_number(model, DTYPES[dtype or "fp32"], reduced, state, cap, unit)
@@ -238,7 +238,7 @@ def _state_bytes(optimizer: str | float | type[torch.optim.Optimizer]) -> float:
 
 @dataclass(frozen=True)
 class _State:
-    """Of an optimizer. each: bytes a parameter. scales: with the dtype of what is stepped on, else given as it is."""
+    """State of an optimizer. each: bytes a parameter. scales: they grow with the dtype of the stepped values."""
 
     each: float
     scales: bool

@@ -126,9 +126,9 @@ class AddAndNorm(nn.Module):
         self.dense = nn.Linear(inputs, config.embd)
         self.LayerNorm = _norm(config)
 
-    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[batch, time, inputs] and [batch, time, embd] -> the latter's shape."""
-        y: torch.Tensor = self.LayerNorm(F.dropout(self.dense(x), self.dropout, self.training) + beside)
+        y: torch.Tensor = self.LayerNorm(F.dropout(self.dense(x), self.dropout, self.training) + residual)
         return y
 
 

@@ -115,7 +115,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each after a norm and beside a residual connection."""
+    """One layer: attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

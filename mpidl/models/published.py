@@ -1,4 +1,4 @@
-"""The settings beside published weights, with which transformers' `from_pretrained` opens them.
+"""Settings files of published weights, with which transformers' `from_pretrained` opens them.
 
 config.json               the architecture and its sizes: of a GPT2 or BERT of this package, or a model of transformers
 generation_config.json    how the latter generates text, if it does

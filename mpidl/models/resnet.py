@@ -1,4 +1,4 @@
-"""ResNet-18, 34, 50, 101 and 152: blocks of convolutions beside a shortcut, in four stages.
+"""ResNet-18, 34, 50, 101 and 152: blocks of convolutions with a shortcut, in four stages.
 
     stem -> layer1 -> layer2 -> layer3 -> layer4 -> mean over the image -> fc
             width     2 width   4 width   8 width      channels (4 times that in bottlenecks), at half the resolution

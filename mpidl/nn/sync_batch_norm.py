@@ -4,11 +4,12 @@
     backward    each rank: (sum dy, sum dy x^)              -> one all_reduce -> the gradient of its own samples
 
 M2 is the sum of squared distances from the mean. Combining M2s, rather than sums of squares, keeps the variance right
-where it is small beside the mean. Source: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm
-for Computing Sample Variances", generalised from two sets to one a rank. Layer and gradient: Ioffe and Szegedy 2015,
-"Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift", algorithm 1.
+where it is small compared with the mean. Source: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise
+Algorithm for Computing Sample Variances", generalised from two sets to one a rank. Layer and gradient: Ioffe and
+Szegedy 2015, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift",
+algorithm 1.
 
-These collectives run in the middle of forward and backward passes, beside those of DDP and ZeRO. They have a duplicate
+These collectives run in the middle of forward and backward passes, between those of DDP and ZeRO. They have a duplicate
 of the Communicator to themselves, one for all layers: on one and the same Communicator, order of issue would have to
 be the same on all ranks over both kinds together, and it is not where a rank's buckets fill earlier because it reached
 other parameters (`find_unused_parameters`). It also spares a small sum the wait behind a large bucket.
@@ -186,8 +187,8 @@ def _whole_statistics(
     """Count, mean and M2 (float64, one a channel) of all ranks' samples; bitwise the same everywhere. Collective.
 
     They go through the host's memory wherever x is: the host has to see the count and what is wrong with an input.
-    flows: whether a gradient will flow back to x. It goes with the statistics, like all that the ranks must have
-    alike, so that they raise the same error where it is not so.
+    flows: a gradient will flow back to x. It is sent with the statistics, like all that must be the same on the ranks,
+    so that they raise the same error where it differs.
     """
     own = torch.zeros(_HEADER + 2 * channels, dtype=torch.float64)
     found = x.shape[1] if x.dim() >= 2 else -1

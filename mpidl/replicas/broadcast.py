@@ -19,10 +19,10 @@ def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: 
 
     tensors: on every rank the same number, shapes and dtypes, in the same order; of any layout in memory.
     """
-    alike: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
+    by_dtype: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device.type), []).append(tensor.data)
-    for group in alike.values():
+        by_dtype.setdefault((tensor.dtype, tensor.device.type), []).append(tensor.data)
+    for group in by_dtype.values():
         chunks = _chunks(group)
         sizes = [sum(t.numel() for t in chunk) for chunk in chunks if len(chunk) > 1]
         room = group[0].new_empty(min(sum(sizes), _TOGETHER // group[0].itemsize))

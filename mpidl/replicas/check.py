@@ -3,8 +3,8 @@
     parameters, states, groups ->  8 bytes a tensor  ->  8 bytes a rank  ->  compared; only if these differ the
                                                                             checksums of all tensors are, to name one
 
-Replicas that have drifted apart, by a faulty memory, a rank that skipped a step by itself, or a random draw that should
-have been alike, go on training without any error.
+Replicas that have come to differ, by a faulty memory, a step that one rank skipped, or a random draw that should have
+been the same, go on training without any error.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def check_replicas(
     Collective. what:
         a module, plain or DistributedDataParallel: its parameters. At stage 3 of ZeRO none is replicated.
         an optimizer: a torch one's states and groups; a ZeroOptimizer's groups, as its states are shards.
-        a mapping of names to tensors, arrays, numbers or nests of them that should be alike: shared results, a loss.
+        a mapping of names to tensors, arrays, numbers or nests of them that should be equal: shared results, a loss.
 
-    buffers: also the modules' buffers. DDP makes them alike after each backward pass, ZeRO in each step.
+    buffers: also the modules' buffers. DDP makes them equal after each backward pass, ZeRO in each step.
     gather: also what stage 3 gathers, node by node: takes the memory of the whole model on each node.
     process_group: the ranks that compare; else those of the first DDP or ZeroOptimizer, else the world.
     """

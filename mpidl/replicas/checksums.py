@@ -56,9 +56,9 @@ def difference(comm: Communicator, sums: Mapping[str, bytes]) -> str | None:
     if (everyone == mine).all():  # on all ranks or on none
         return None
     differing = list(_differing(all_gather_object(comm, dict(sums))))
-    name, apart, rest = differing[0]
+    name, few, rest = differing[0]
     more = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
-    return f"{name} on {_ranks(apart)} from {_ranks(rest)}{more}"
+    return f"{name} on {_ranks(few)} from {_ranks(rest)}{more}"
 
 
 def _differing(everyone: list[dict[str, bytes]]) -> Iterator[tuple[str, list[int], list[int]]]:

@@ -81,7 +81,7 @@ class Options:
     mesh: Mesh | None
 
     def flags(self) -> dict[str, bool]:
-        """Those that are True or False."""
+        """Returns the options that are True or False."""
         return {
             "share_in_node": self.share_in_node,
             "reshard_after_forward": self.reshard_after_forward,

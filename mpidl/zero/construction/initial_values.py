@@ -168,7 +168,7 @@ class Construction:
         theirs = broadcast_object(comm, mine)
         torch.set_rng_state(theirs)
         try:
-            # A module's error is raised everywhere, as all of them run alike.
+            # A module's error is raised everywhere, as all ranks run the same modules.
             check_everywhere(
                 comm, lambda: calls.run(self._dtypes, lambda tensor, value: write_all(targets[tensor], value))
             )

@@ -54,7 +54,7 @@ class ModuleCalls:
 
     @torch.no_grad()
     def run(self, dtypes: dict[torch.Tensor, torch.dtype], deliver: Deliver) -> None:
-        """Calls the modules, and hands over each parameter when it is through.
+        """Calls the modules, and hands over each parameter when it is finished.
 
         dtypes: of parameters on the meta device, before any conversion. A buffer must have storage and is set in place.
         """
@@ -107,7 +107,7 @@ def _tensors(module: torch.nn.Module, recurse: bool) -> Iterable[torch.Tensor]:
 
 
 def _unset(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """No number, so that what nobody sets is found."""
+    """Fills a tensor with NaN, so that a value that no module sets is found."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
 

@@ -3,7 +3,7 @@
 Every operator that would make or change a tensor is recorded and run on the meta device, where it makes shapes only.
 Numbers and lists that a constructor reads off a tensor are computed then and there; if random numbers went into it, all
 those before have to be drawn for it, and once more later. A random operation moves the generator to a place of its own,
-by which the next one tells what it goes on from: from there, or from a state that somebody has set meanwhile. The idea
+by which the next one tells what it goes on from: from there, or from a state that was set meanwhile. The idea
 is torchdistx's `deferred_init`.
 """
 
@@ -50,7 +50,7 @@ def deferred_init(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Mod
     seeded since. So one call builds the whole model. A `build` that looks at random values needs one seed on all ranks.
     Parameters may be frozen and tied afterwards, but not written to or converted: do that in `build`.
 
-    Raises ConfigurationError naming an operation that cannot be recorded: on a GPU, on memory of somebody else's.
+    Raises ConfigurationError naming an operation that cannot be recorded: on a GPU, or on another owner's memory.
     """
     recording, before = Recording(), torch.get_rng_state()
     try:

@@ -7,7 +7,7 @@ The cone of a storage are the operations that its final values depend on: what a
 not count. Random operations draw from one stream of numbers, so all of them run, in their order; of those in no cone
 only the numbers drawn matter. A cone runs as soon as its last random operation is reached, with the generator put back
 to where each of the others began. So everything random runs about once, and one cone's tensors are held at a time,
-beside the generator's state before each random operation, 5 KB.
+and the generator's state before each random operation, 5 KB.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@
 | `state_mapping` | the state of every slice as a mapping |
 
 To add a place to offload to: its name and checks in `settings.Offload`; a storage with the public methods of
-`swap_file.SwapFile`, in a file beside that one; and its construction in `optimizer.OffloadedOptimizer.__init__`, where
+`swap_file.SwapFile`, in a file next to that one; and its construction in `optimizer.OffloadedOptimizer.__init__`, where
 "disk" calls `disk_space.open_file`. Nothing else knows which storage it is.
 
 Sources: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,

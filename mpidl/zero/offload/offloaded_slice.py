@@ -91,7 +91,7 @@ class OffloadedSlice(Slice):
         self.gradient = None if gradient is None else self.of(gradient)
 
     def write_back(self) -> None:
-        """Nothing to do: the step has delivered the new values."""
+        """Does nothing: the step has delivered the new values."""
 
     @torch.no_grad()
     def deliver(self, start: int, stop: int, new: torch.Tensor) -> None:

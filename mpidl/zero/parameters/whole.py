@@ -52,7 +52,7 @@ class WholeParameters:
     def block(
         self, module: torch.nn.Module | None, writable: bool, from_rank: int | None
     ) -> AbstractContextManager[None]:
-        """Those of `module`, or all, are whole inside; afterwards masters follow what was changed. Collective.
+        """Context in which the parameters of `module`, or all, are whole; then masters follow changes. Collective.
 
         Wrong arguments are refused at once; the block raises what `ZeroOptimizer.gathered` says.
         """
@@ -111,7 +111,7 @@ class WholeParameters:
         if not unlike.any():
             return None
         return (
-            f"{_names(self._model, held, unlike)}: changed inside gathered, but not alike on all ranks, each of which "
+            f"{_names(self._model, held, unlike)}: changed inside gathered, but differently on the ranks, each of which "
             "has kept its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
             "optimizer.load_model_state_dict(...) sets the weights right"
         )

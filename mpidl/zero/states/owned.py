@@ -95,7 +95,7 @@ class OwnedState:
     # ---- what offload adds -----------------------------------------------------------------------------------------
 
     def unseen(self) -> set[torch.nn.Parameter]:
-        """Those with new values, of a delayed update, that the next step will show. The same on every rank."""
+        """Returns the parameters whose new values a delayed update shows in the next step. The same on every rank."""
         waiting = set() if self._offloaded is None else set(self._offloaded.unseen())
         return {p for p, part in self._slices.items() if part in waiting}
 

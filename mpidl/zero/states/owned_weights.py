@@ -1,4 +1,4 @@
-"""This rank's slices of the weights that train, for what keeps a second set of them beside the optimizer's: an average.
+"""This rank's slices of the trained weights, for EMA, which keeps averages of them.
 
     averages   [ rank 0's slices ] [ rank 1's slices ]      of the shapes of `values`, in memory of their own
     values     [ rank 0's slices ] [ rank 1's slices ]      fp32 masters where there are any

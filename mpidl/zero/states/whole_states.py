@@ -214,7 +214,7 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) ->
         return f"got groups of {sizes} parameters; needs {own}"
     for wanted, group in zip(groups, saved, strict=True):
         for key, value in wanted.items():
-            if key != "params" and key in group and not _is_alike(group[key], value):
+            if key != "params" and key in group and not _is_equal(group[key], value):
                 return f"got {key} {group[key]!r} in a group that has {value!r}"
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         return "state: needs a dictionary of each parameter's, by its number"
@@ -231,12 +231,12 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) ->
     return None
 
 
-def _is_alike(given: Any, own: Any) -> bool:
+def _is_equal(given: Any, own: Any) -> bool:
     """Tells if a setting is a number, or a sequence of as many, where the group's own one is; None fits anything."""
     if given is None:
         return True
     if isinstance(own, list | tuple):
-        return isinstance(given, list | tuple) and len(given) == len(own) and all(map(_is_alike, given, own))
+        return isinstance(given, list | tuple) and len(given) == len(own) and all(map(_is_equal, given, own))
     return not isinstance(own, int | float) or isinstance(given, int | float | torch.Tensor)
 
 
@@ -266,14 +266,14 @@ def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]],
     return {"param_groups": state_dict["param_groups"], "state": entries}
 
 
-def _beside(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+def _to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     return tensor.to(where if tensor.dim() else tensor.device, copy=True)
 
 
 def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
     if not isinstance(told, ShardedStateSpec):
         # As torch does: but for numbers, it goes where the parameter is.
-        move = partial(_beside, where=part.values.device)
+        move = partial(_to_device, where=part.values.device)
         return mark_replicated(tree_map_only(torch.Tensor, move, told))
     counts = part.counts(p, over.size)
     where = part.values.device

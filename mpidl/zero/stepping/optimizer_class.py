@@ -93,7 +93,7 @@ def needs(
         trial = try_steps(lambda given: optimizer_class(given, **settings), groups)
         if trial.together:
             raise ConfigurationError(
-                f"optimizer_class: {name} cannot be sharded: a step on a parameter depends on the others beside it, or "
+                f"optimizer_class: {name} cannot be sharded: a step on a parameter depends on the other parameters, or "
                 "on random numbers"
             )
         if step_in_backward and not trial.sequential:
@@ -134,5 +134,5 @@ def _refuse_differentiable(group: Mapping[str, Any]) -> None:
 
 
 def frozen(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Its settings, of which tensors are copies, as an optimizer or a scheduler may change them in place."""
+    """Copies a group's settings, tensors too, as an optimizer or a scheduler may change these in place."""
     return {key: value.clone() if torch.is_tensor(value) else value for key, value in without_parameters(group).items()}

@@ -209,7 +209,7 @@ class WholeSteps(InnerOptimizer):
             each.part.values.detach().copy_(part)
 
     def _mine(self, batch: Sequence[_Owned]) -> list[_Owned]:
-        """Those that this rank owns."""
+        """Returns the parameters that this rank owns."""
         return [each for each in batch if each.owner == self._comm.rank]
 
     def _splits(self, batch: Sequence[_Owned]) -> tuple[list[int], list[int]]:

@@ -296,7 +296,7 @@ def test_gpt2_on_the_command_line(capsys) -> None:
         ("--params 1e9 --ranks 4 --batch 2", "need --layers, --hidden, --heads, --sequence too"),
         ("--model lenet --ranks 4", "--model: got 'lenet'"),
         ("--model gpt2 --ranks 4 --heads 3", "--model gpt2 has its own"),
-        ("--model resnet18 --ranks 4 --unit 3", "unit: got one beside a model"),
+        ("--model resnet18 --ranks 4 --unit 3", "unit: got one together with a model"),
     ],
 )
 def test_wrong_options_are_one_line_and_status_2(capsys, line: str, message: str) -> None:
