@@ -2,7 +2,7 @@
 # make lint   ruff and mypy                               make clean   remove environments and caches
 # make test-hosts  the tests of collectives over test hosts that are made on this machine (root only; docs/hosts.md)
 # make test-gpu  the tests that need a GPU, on 1, 2 and 4 ranks, with a table of what passed (docs/gpu.md)
-# make bench-gpu the benchmarks on a GPU, on 2 and 4 ranks, beside the bounds; ARGS go to bench_collectives.py
+# make bench-gpu the benchmarks on a GPU, on 2 and 4 ranks, with the bounds; ARGS go to bench_collectives.py
 # make bench  the benchmarks on NP ranks; ARGS go to make bench-collectives or make bench-training
 #
 # Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
@@ -70,7 +70,7 @@ test: $(VENV)/.test
 	    echo "== tests on $$n ranks ($(MPI))"; \
 	    phase env $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi $(CHOICE) $(SLOWEST) $(ARGS); \
 	done; \
-	echo "== tests without MPI, beside those that start jobs"; \
+	echo "== tests without MPI, and at the same time those that start jobs"; \
 	rest=$$(mktemp); \
 	env $(IN_STEP) $(PY) -m pytest -q --jobs none $(CHOICE) $(SLOWEST) $(ARGS) >"$$rest" 2>&1 & \
 	trap "kill $$! 2>/dev/null; rm -f '$$rest'" EXIT; \

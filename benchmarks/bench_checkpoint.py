@@ -1,4 +1,4 @@
-"""Times saving and loading a GPT-2 with Adam's states, beside plain copies of the same bytes and two peers, in one job.
+"""Times saving and loading a GPT-2 with Adam's states, plain copies of the same bytes and two peers, in one job.
 
     mpirun -n 4 python benchmarks/bench_checkpoint.py --dir /some/disk --json checkpoint.json
 
@@ -86,7 +86,7 @@ class Bench:
         self.extra: dict[str, float] = {}
 
     def round(self, number: int, name: str, act: Callable[[], Any]) -> Any:
-        """Once; round 0 for memory, the others for time."""
+        """Runs an action once; round 0 measures memory, the others time."""
         gc.collect()
         self.comm.barrier()
         if number == 0:
@@ -118,7 +118,7 @@ def sync_copies(sources: list[Path], targets: list[Path]) -> None:
 
 
 def trained(config: GPT2Config, call: Callable[[GPT2], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """What `call` makes of a model, after a step, so that Adam's states are there."""
+    """Builds a model by `call` and makes a step, so that Adam's states exist."""
     torch.manual_seed(0)
     made, optimizer = call(GPT2(config))
     tokens = torch.arange(8)[None] % config.vocab_size

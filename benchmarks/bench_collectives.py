@@ -3,11 +3,11 @@
     mpirun -n 4 python benchmarks/bench_collectives.py --ops all_reduce --algorithms symmetric,ring,mpi,gloo
 
 For each operation and size the algorithms take turns, repetition by repetition and in random order, so that drift of
-the machine and the state of its caches hit all alike. A repetition's time is the slowest rank's, between a barrier and
-its own end; a row's is their median. "bytes" is the operation's larger buffer (the gathered, the scattered, the reduced
-whole). algbw is bytes / time; busbw what the links carry: algbw times 2 (p - 1) / p for all_reduce, (p - 1) / p for
-reduce_scatter, all_gather, all_to_all, gather and scatter, 1 for broadcast and reduce. Every combination's result is
-checked; "wrong" counts elements.
+the machine and the state of its caches hit all equally. A repetition's time is the slowest rank's, between a barrier
+and its own end; a row's is their median. "bytes" is the operation's larger buffer (the gathered, the scattered, the
+reduced whole). algbw is bytes / time; busbw what the links carry: algbw times 2 (p - 1) / p for all_reduce, (p - 1) / p
+for reduce_scatter, all_gather, all_to_all, gather and scatter, 1 for broadcast and reduce. Every combination's result
+is checked; "wrong" counts elements.
 
 buffer: "user" is any array, "symmetric" one of Communicator.empty; of all_gather the output is then one for the node
 (Communicator.shared), and the input lies in it. "copy" is no collective but the memory's limit: each rank copies as
@@ -168,7 +168,7 @@ def call_of(comm: Communicator, op: str, algorithm: str, arrays: Arrays, buffer:
 def call_on_gpu(
     setting: Setting, comm: Communicator, op: str, name: str, arrays: Arrays, buffer: str
 ) -> Callable[[], Any] | None:
-    """As `call_of`, of what serves GPUs."""
+    """Makes the call of an algorithm that serves GPUs; see `call_of`."""
     if name in setting.groups:
         return None if buffer == "symmetric" and name != "ipc" else ours(setting.groups[name], op, arrays)
     if (buffer == "symmetric") != (name == "copy"):
@@ -194,7 +194,7 @@ def _tried(comm: Communicator, call: Callable[[], Any]) -> Callable[[], Any] | N
 
 
 def ours(comm: Communicator, op: str, arrays: Arrays, **settings: Any) -> Callable[[], Any]:
-    """This project's operation."""
+    """Makes the call of this project's operation."""
     method, x, out = getattr(comm, op), arrays.x, arrays.out
     if op in ("all_reduce", "broadcast", "reduce"):
         return lambda: method(x, **settings)
@@ -222,7 +222,7 @@ def _copy(comm: Communicator, op: str, arrays: Arrays) -> Callable[[], Any] | No
 
 
 def seen(tensor: torch.Tensor) -> Any:
-    """As mpi4py takes it; on a GPU by its address."""
+    """Converts a tensor to an argument of mpi4py; on a GPU by its address."""
     if not tensor.is_cuda:
         return tensor.numpy()
     return [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), datatype(describe(tensor.dtype))]
@@ -279,7 +279,7 @@ def _gloo(comm: Communicator, op: str, arrays: Arrays, group: Any = None) -> Cal
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """What links carry for a byte of the larger buffer."""
+    """Bytes that links carry for a byte of the larger buffer."""
     share = (ranks - 1) / ranks
     return {"all_reduce": 2 * share, "broadcast": 1.0, "reduce": 1.0}.get(op, share)
 
@@ -327,7 +327,7 @@ def parse(comm: Communicator) -> argparse.Namespace:
 
 @dataclass
 class Setting:
-    """Where it is measured.
+    """The device of a measurement, and its tools.
 
     synchronize: waits for queued work. groups: on a GPU, by way. nccl: a group of torch.distributed, or None. sharing:
     ranks on a GPU. bandwidth: of a copy there, bytes read and written a second.

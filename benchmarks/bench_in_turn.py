@@ -4,11 +4,11 @@
         mpirun -n 2 python benchmarks/bench_training.py --batch 1 --block-size 32
 
 For each engine the command is started with `--engines` and that name. While the ranks of one job make a step those of
-all others sleep, and every turn has another order, so that a machine whose speed changes within minutes is alike for
+all others sleep, and every turn has another order, so that a machine whose speed changes within minutes is the same for
 all, and none always comes after the same one. A ratio is the median over all turns of the ratios within them.
 
 Two launches of one program do not take the same time either: medians of 16 steps in turn differed by 3.5 % on the
-machine of docs/zero.md. So all jobs are started anew, as often as --launches says; beside the median stand the ratios
+machine of docs/zero.md. So all jobs are started anew, as often as --launches says; next to the median stand the ratios
 of the lowest and the highest launch. Memory is measured by `bench_training.py`, where each engine is alone.
 """
 

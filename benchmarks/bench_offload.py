@@ -1,4 +1,4 @@
-"""What offloaded optimizer state saves and costs: bytes in memory by category, and milliseconds a step.
+"""Measures what offloaded optimizer state saves and costs: bytes in memory by category, and milliseconds a step.
 
     mpirun -n 2 python benchmarks/bench_offload.py --steps 5
 
@@ -29,7 +29,7 @@ WAYS = ("none", "disk", "cpu delayed", "disk delayed")
 
 @dataclass
 class Row:
-    """Of one way. Bytes of rank 0, and milliseconds. loss: the last one."""
+    """Result of one way to offload: bytes of rank 0, and milliseconds. loss: the last one."""
 
     offload: str
     parameters: int

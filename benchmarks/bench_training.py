@@ -56,7 +56,7 @@ BETWEEN_LOOKS = 0.02  # seconds, at the memory of a node
 
 @dataclass
 class Engine:
-    """loss(x, y) runs forward; backward(loss), step() the rest. close() ends it."""
+    """Engine under test: loss(x, y) runs forward; backward(loss), step() the rest. close() ends it."""
 
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], Any]
@@ -65,18 +65,18 @@ class Engine:
 
 
 class Stopwatch:
-    """The parts of a step by the host's clock, and the memory in use."""
+    """Measures the parts of a step by the host's clock, and the memory in use."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._before, self._parts = time.perf_counter(), dict.fromkeys(PARTS, 0.0)
 
     def took(self, part: str) -> None:
-        """What was since the last call is of this part."""
+        """Adds the time since the last call to this part."""
         self._parts[part] += time.perf_counter() - self._before
 
     def go_on(self) -> None:
-        """What comes is of the next part."""
+        """Begins the next part."""
         self._before = time.perf_counter()
 
     def parts(self) -> dict[str, float]:
@@ -89,27 +89,23 @@ class Stopwatch:
 
 
 class EventStopwatch(Stopwatch):
-    """By events of the GPU, for which nobody waits before the end of the step."""
+    """Measures by events of the GPU, without a wait before the end of the step."""
 
     def __init__(self, gpu: gpu_limits.Gpu) -> None:
         self._gpu = gpu
 
     def begin(self) -> None:
-        """See Stopwatch."""
         self._gpu.synchronize()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.go_on()
 
     def took(self, part: str) -> None:
-        """See Stopwatch."""
         self._spans.append((part, self._last, self._mark()))
 
     def go_on(self) -> None:
-        """See Stopwatch."""
         self._last = self._mark()
 
     def parts(self) -> dict[str, float]:
-        """See Stopwatch."""
         found = dict.fromkeys(PARTS, 0.0)
         self._gpu.synchronize()
         for part, begin, end in self._spans:
@@ -117,7 +113,6 @@ class EventStopwatch(Stopwatch):
         return found
 
     def used_mib(self) -> float:
-        """See Stopwatch."""
         return self._gpu.used_mib()
 
     @staticmethod
@@ -226,7 +221,7 @@ def tokens_of_the_standard_library(comm: Communicator) -> np.ndarray:
 
 
 def give_back_free_memory(device: str) -> None:
-    """So that an engine does not inherit what the one before it has freed but an allocator has kept."""
+    """Returns memory that allocators keep to the system, so that an engine does not inherit that of the one before."""
     if device == "cuda":
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # not glibc

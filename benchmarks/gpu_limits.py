@@ -31,29 +31,27 @@ BOUNDS = {("ipc", "symmetric"): (0.6, 10.0), ("staged", "user"): (None, 2.0)}
 
 
 def missing() -> str:
-    """Why no GPU can be used here, in one line; empty if one can."""
+    """Explains in one line why no GPU can be used here; empty if one can."""
     return driver.missing() if torch.cuda.is_available() else "torch sees no CUDA GPU"
 
 
 def moved_bytes(op: str, nbytes: int, ranks: int) -> int | None:
-    """What a rank reads and writes in an operation that copies nothing twice. nbytes: of the larger buffer."""
+    """Bytes that a rank reads and writes in an operation that copies nothing twice. nbytes: of the larger buffer."""
     written = {"all_reduce": nbytes, "reduce_scatter": nbytes // ranks, "all_to_all": nbytes}.get(op)
     return None if written is None else nbytes + written
 
 
 class EventClock(Clock):
-    """Between two events on the current stream, when all before is done and the caches hold something else."""
+    """Clock between two events on the current stream, once all work before is done and the caches hold other data."""
 
     def __init__(self, l2_bytes: int) -> None:
         self._other = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
 
     def ready(self) -> None:
-        """See Clock."""
         self._other.zero_()
         torch.cuda.synchronize()
 
     def seconds(self, call: Any) -> float:
-        """See Clock."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -118,7 +116,7 @@ def by_way(way: str) -> Iterator[None]:
 
 
 def groups(comm: Communicator, ways: Sequence[str], device: str) -> dict[str, Communicator]:
-    """Of all ranks, one for each of the ways that works between all of them. Collective."""
+    """Makes a group of all ranks for each of the ways that works between all of them. Collective."""
     made = {}
     for way in ways:
         if way in TRANSPORTS:
@@ -133,7 +131,7 @@ def groups(comm: Communicator, ways: Sequence[str], device: str) -> dict[str, Co
 
 
 def told(rows: Sequence[Any]) -> list[str]:
-    """A line for each way on each kind of arrays: beside the limit and gloo, with the bounds that it keeps or misses.
+    """Formats a line for each way and kind of arrays: compared with the limit and gloo, and the bounds kept or missed.
 
     rows: `GpuRow`s of one operation and size.
     """

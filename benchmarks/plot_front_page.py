@@ -1,4 +1,4 @@
-"""Draws the picture of README: a step's time, a node's memory, and all-reduce, beside the peers'.
+"""Draws the picture of README: a step's time, a node's memory, and all-reduce, with those of the peers.
 
     python benchmarks/plot_front_page.py training.json collectives.json --out docs/front_page.svg
 

@@ -1,4 +1,4 @@
-"""Measures the memory of DDP and of ZeRO's stages by category, and draws it beside the estimate.
+"""Measures the memory of DDP and of ZeRO's stages by category, and draws it next to the estimate.
 
     mpirun -n 2 python benchmarks/plot_memory.py --json memory.json --plot memory.png
     python benchmarks/plot_memory.py --from memory.json --plot memory.png
@@ -80,7 +80,7 @@ def run(name: str, comm: Communicator, config: GPT2Config, options: argparse.Nam
 
 
 def predict(name: str, comm: Communicator, config: GPT2Config, options: argparse.Namespace) -> Estimate:
-    """The same by formula; the project's attention keeps no scores."""
+    """Estimates the memory by formula; the project's attention keeps no scores."""
     with torch.device("meta"):
         model = GPT2(config)
     sizes = {"hidden": config.embd, "heads": config.heads, "layers": config.layers}

@@ -127,7 +127,7 @@ def shifts(ranks: int) -> Schedule:
 
 
 def calibrate(comm: Communicator, iters: int | None) -> Cluster:
-    """This machine as a cluster of one node. Collective."""
+    """Measures this machine as a cluster of one node. Collective."""
     times, made, scratch = {}, shifts(comm.size), Scratch()
     for nbytes in (SMALL, LARGE):
         leaving, coming = (

@@ -1,4 +1,4 @@
-"""What `bench_training.py` and `bench_in_turn.py` print, draw and compare.
+"""Report of `bench_training.py` and `bench_in_turn.py`: tables, pictures and comparisons.
 
 It imports nothing of this project's, so that a program that starts MPI jobs can use it.
 """
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass
 class Run:
-    """What one round of an engine gave.
+    """Result of one round of an engine.
 
     seconds: [counted steps, parts], on the slowest rank. peak, node_peak: MiB of the largest rank, of a node's ranks
     together; NaN where they are unknown.
@@ -130,7 +130,7 @@ def compare(times: Mapping[str, Seconds], say: Callable[..., None], bounded: boo
     """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than.
 
     times: of each engine, a step's in each turn or round; or [launches, turns], and then the lowest and the highest
-    launch's ratio stand beside the median. bounded: whether BOUNDS hold here.
+    launch's ratio stand next to the median. bounded: whether BOUNDS hold here.
     """
 
     def ratios(ours: str, *others: str) -> Seconds:

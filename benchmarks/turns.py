@@ -4,7 +4,7 @@
     Caller(path)        of each rank of a job: with turn(): ...
 
 A job's ranks connect to a socket in the file system. A turn is a word to each of them, and an answer from each; a job
-that ends too early, or a program that calls no more, is seen at once by whoever waits for it.
+that ends too early, or a program that calls no more, is seen at once by the process that waits for it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Caller:
     def turn(self) -> Iterator[dict[str, Any]]:
         """Waits until it is this job's turn; the turn ends with the context. What is put into the dict is answered.
 
-        Raises ConnectionError if nobody calls any more.
+        Raises ConnectionError if the program that calls has ended.
         """
         try:
             self._line.hear()
@@ -140,7 +140,7 @@ class Job:
         return [self._hear(line) for line in self._ranks]
 
     def end(self) -> None:
-        """After the last turn: waits until it has ended. Raises JobFailed if that is not well."""
+        """Waits for the end of the job, after its last turn. Raises JobFailed for a status that is not 0."""
         try:
             status = self._process.wait(_TIME_TO_END)
         except subprocess.TimeoutExpired:

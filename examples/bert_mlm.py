@@ -93,14 +93,14 @@ def configure(options: argparse.Namespace, vocab_size: int) -> BERTConfig:
 
 
 def learning_rate(options: argparse.Namespace, step: int) -> float:
-    """At a step from 1: linearly up to --lr, then linearly down."""
+    """Learning rate at a step from 1: linearly up to --lr, then linearly down."""
     up = step / (options.warmup + 1)
     down = (options.steps + 1 - step) / max(1, options.steps - options.warmup)
     return float(options.lr * min(up, down, 1.0))
 
 
 class Score(NamedTuple):
-    """Of some gaps: the sum of their losses, how many were filled rightly, how many there are."""
+    """Score of some gaps: the sum of their losses, the number filled rightly, and the number of all."""
 
     loss_sum: torch.Tensor
     right: int

@@ -150,7 +150,7 @@ def configure(options: argparse.Namespace, vocab_size: int) -> GPT2Config:
 
 
 def store_of(folder: Path | None) -> mpidl.activations.CheckpointStore | None:
-    """Where inputs of checkpointed blocks lie: on disk, or where they are."""
+    """Makes the store of inputs of checkpointed blocks on disk, if a folder is given."""
     try:
         return mpidl.activations.CheckpointStore(offload=folder) if folder else None
     except mpidl.ConfigurationError as error:
@@ -158,9 +158,9 @@ def store_of(folder: Path | None) -> mpidl.activations.CheckpointStore | None:
 
 
 def parallelise(options: argparse.Namespace, model: GPT2, device: torch.device) -> tuple[Any, Any, Any]:
-    """What to call for the loss, the optimizer, and the context in which gradients only accumulate.
+    """Returns the function for the loss, the optimizer, and the context in which gradients only accumulate.
 
-    With --dtype bf16 or fp16 ZeRO keeps the parameters in 16 bits beside fp32 masters, DDP computes by autocast.
+    With --dtype bf16 or fp16 ZeRO keeps the parameters in 16 bits and masters in fp32; DDP computes by autocast.
     """
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
@@ -205,7 +205,7 @@ def learning_rate(options: argparse.Namespace, step: int) -> float:
 
 
 def without_nan(value: Any) -> Any:
-    """What JSON can hold: null in place of what is no number."""
+    """Converts a value for JSON: null in place of NaN and infinity."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -214,7 +214,7 @@ def without_nan(value: Any) -> Any:
 
 
 def mean_over_ranks(comm: Any, value: float) -> float:
-    """The mean of a number over all ranks."""
+    """Averages a number over all ranks."""
     total = np.array([value])
     comm.all_reduce(total, "avg")
     return float(total[0])

@@ -94,7 +94,7 @@ def parse(comm: Any) -> argparse.Namespace:
 
 
 def load_data(comm: Any, options: argparse.Namespace) -> tuple[Any, Any]:
-    """What to train on and what to validate with."""
+    """Loads the data to train on and to validate with."""
 
     def read() -> tuple[Any, Any]:
         if options.data is None:
@@ -213,7 +213,7 @@ class Training:
         return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
     def epoch(self, number: int, show: Callable[[str], None]) -> tuple[float, float]:
-        """Trains on all images once: loss and accuracy, taken on the way."""
+        """Trains on all images once; returns the mean loss and accuracy of the passes."""
         self.sampler.set_epoch(number)
         self.images.set_epoch(number)
         self.call.train()

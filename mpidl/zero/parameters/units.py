@@ -74,10 +74,10 @@ def cut(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
 
     rule: the modules that are units, besides those marked by `unit`: module classes, or a function of a module. By
     default none where any is marked, else the blocks of the model: each entry of every `torch.nn.ModuleList` or
-    `ModuleDict` in which two or more modules, compiled or not, are of one class and have modules inside, and of every `Sequential` in
-    which all are. A unit inside a unit belongs to the outer one. A parameter that several units share, or a unit and a
-    module outside, belongs to the lowest module with a forward pass that contains them all, which becomes a unit around
-    them. Raises ConfigurationError for classes of which the model has no module.
+    `ModuleDict` in which two or more modules, compiled or not, are of one class and have modules inside, and of every
+    `Sequential` in which all are. A unit inside a unit belongs to the outer one. A parameter that several units share,
+    or a unit and a module outside, belongs to the lowest module with a forward pass that contains them all, which
+    becomes a unit around them. Raises ConfigurationError for classes of which the model has no module.
     """
     if rule is not None and not _is_function(rule):
         rule = _classes(rule, "units")

@@ -111,8 +111,8 @@ class WholeParameters:
         if not unlike.any():
             return None
         return (
-            f"{_names(self._model, held, unlike)}: changed inside gathered, but differently on the ranks, each of which "
-            "has kept its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
+            f"{_names(self._model, held, unlike)}: changed inside gathered, but not equally on all ranks, each of "
+            "which has kept its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
             "optimizer.load_model_state_dict(...) sets the weights right"
         )
 

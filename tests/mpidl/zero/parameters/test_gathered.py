@@ -72,9 +72,7 @@ def test_changes_of_one_rank_alone_are_refused_on_every_rank(comm, what: str, wa
             if comm.rank == comm.size - 1:
                 CHANGES[what](model)
 
-    with pytest.raises(
-        mpidl.TrainingError, match=rf"^{named}.*: changed inside gathered, but differently.*from_rank=0"
-    ):
+    with pytest.raises(mpidl.TrainingError, match=rf"^{named}.*: changed inside gathered, but not.*from_rank=0"):
         change()
     plain = made(Several)
     optimizer.load_model_state_dict(plain.state_dict())
@@ -235,7 +233,7 @@ def test_an_inner_block_does_not_begin_with_what_is_not_alike(comm, way: str) ->
             with optimizer.gathered(model.blocks[0]):
                 raise AssertionError
 
-    with pytest.raises(mpidl.TrainingError, match=r"^head\.weight: changed inside gathered, but differently"):
+    with pytest.raises(mpidl.TrainingError, match=r"^head\.weight: changed inside gathered, but not equally"):
         change()
     optimizer.load_model_state_dict(made(Several).state_dict())
     check(model, optimizer, made(Several))
