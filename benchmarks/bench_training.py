@@ -95,17 +95,21 @@ class EventStopwatch(Stopwatch):
         self._gpu = gpu
 
     def begin(self) -> None:
+        """Implements `Stopwatch.begin`."""
         self._gpu.synchronize()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.go_on()
 
     def took(self, part: str) -> None:
+        """Implements `Stopwatch.took`."""
         self._spans.append((part, self._last, self._mark()))
 
     def go_on(self) -> None:
+        """Implements `Stopwatch.go_on`."""
         self._last = self._mark()
 
     def parts(self) -> dict[str, float]:
+        """Implements `Stopwatch.parts`."""
         found = dict.fromkeys(PARTS, 0.0)
         self._gpu.synchronize()
         for part, begin, end in self._spans:
@@ -113,6 +117,7 @@ class EventStopwatch(Stopwatch):
         return found
 
     def used_mib(self) -> float:
+        """Implements `Stopwatch.used_mib`."""
         return self._gpu.used_mib()
 
     @staticmethod

@@ -48,10 +48,12 @@ class EventClock(Clock):
         self._other = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
 
     def ready(self) -> None:
+        """Implements `Clock.ready`."""
         self._other.zero_()
         torch.cuda.synchronize()
 
     def seconds(self, call: Any) -> float:
+        """Implements `Clock.seconds`."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
