@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import mpidl
 from mpidl.memory.counted import storage_bytes
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.step_in_backward import CallsBlocksTwice, Counts, Decays, Deep, ReadsLastWeight, check_equal, decayed
 from tests.mpidl.zero.reference import Several, data, made
-from tests.mpidl.zero.stepping.test_step_in_backward import Counts, Decays, Deep, check_alike, decayed
 
 pytestmark = pytest.mark.mpi
 SMALL = {"bucket_cap_mb": 0.002}
@@ -104,7 +103,7 @@ def train(
     ids=str,
 )
 def test_the_bits_of_the_step_after_the_pass(comm, case: dict[str, Any]) -> None:
-    check_alike(train(comm, True, **case), train(comm, False, **case))
+    check_equal(train(comm, True, **case), train(comm, False, **case))
 
 
 def several(comm, **settings: Any) -> tuple[nn.Module, mpidl.DistributedDataParallel, torch.optim.SGD]:
@@ -132,7 +131,7 @@ def follow(
         run(models[1][1], step)
         models[1][2].step()
         models[1][2].zero_grad()
-        check_alike(stepping.state_dict(), models[1][0].state_dict())
+        check_equal(stepping.state_dict(), models[1][0].state_dict())
 
 
 @pytest.mark.parametrize("settings", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
@@ -176,7 +175,7 @@ def test_checkpointed_activations(comm, settings: dict[str, Any], reentrant: boo
             optimizer.step()
             optimizer.zero_grad()
         found.append(model.state_dict())
-    check_alike(*found)
+    check_equal(*found)
 
 
 class Tables(nn.Module):
@@ -224,7 +223,7 @@ def test_sparse_gradients_dtypes_and_backwards_that_give_none(comm) -> None:
                 o.zero_grad()
         assert model.silent.eq(1).all()
         found.append((model.state_dict(), [o.state_dict() for o in optimizers]))
-    check_alike(*found)
+    check_equal(*found)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
@@ -269,7 +268,7 @@ def test_a_closure(comm) -> None:
         assert optimizer.step(lambda: closure(ddp)) == closure(plain)
         after.step()
         after.zero_grad()
-        check_alike(model.state_dict(), other.state_dict())
+        check_equal(model.state_dict(), other.state_dict())
     optimizer.step()  # without a pass
 
 
@@ -285,7 +284,7 @@ def test_a_pass_before_step_is_refused(comm) -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(mpidl.TrainingError, match=r"step\(\) was not called after it.*no_sync"):
         loss.backward()
-    check_alike(before, model.state_dict())
+    check_equal(before, model.state_dict())
     optimizer.step()
     first, second = (lambda x: (x[:, 0], x[:, 1]))(ddp(data(comm.rank)))
     first.sum().backward(retain_graph=True)
@@ -407,7 +406,7 @@ def test_on_and_off_between_passes(comm) -> None:
             called(data(comm.rank, step), order).square().sum().backward()
             o.step()
             o.zero_grad()
-        check_alike(model.state_dict(), other.state_dict())
+        check_equal(model.state_dict(), other.state_dict())
 
     both(0)
     ddp.step_in_backward(optimizer)
@@ -433,7 +432,7 @@ def test_copies_begin_without_it_and_nothing_is_kept(comm) -> None:
     for called, o in ((twin, own), (ddp, optimizer)):
         called(data(comm.rank)).sum().backward()
         o.step()
-    check_alike(twin.module.state_dict(), model.state_dict())
+    check_equal(twin.module.state_dict(), model.state_dict())
     where = weakref.ref(ddp._reducer)
     del ddp, called
     gc.collect()
@@ -441,7 +440,7 @@ def test_copies_begin_without_it_and_nothing_is_kept(comm) -> None:
     model(data(comm.rank)).sum().backward()
     optimizer.step()  # an ordinary one
     with pytest.raises(AssertionError):
-        check_alike(twin.module.state_dict(), model.state_dict())
+        check_equal(twin.module.state_dict(), model.state_dict())
 
 
 def test_errors_are_those_of_the_pass_without_it(comm) -> None:
@@ -480,21 +479,11 @@ def test_training_goes_on_after_an_error_of_the_optimizer(comm) -> None:
     everyone = mpidl.all_gather_object(comm, model.state_dict())
     assert all(p.grad is None for p in model.parameters())
     for other in everyone:
-        check_alike(other, everyone[0])
+        check_equal(other, everyone[0])
 
 
 def test_late_gradients_are_refused(comm) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in (*self.blocks, *self.blocks):
-                x = checkpoint(block, x, use_reentrant=True)
-            return x
-
-    model = made(Twice)
+    model = made(CallsBlocksTwice)
     ddp = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-6)
     ddp.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(mpidl.TrainingError, match="a gradient arrived twice in one backward pass"):
@@ -503,18 +492,7 @@ def test_late_gradients_are_refused(comm) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_weights_read_after_their_gradient_are_an_error_of_torch(comm, fused: bool) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(6)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x @ self.blocks[5].weight.detach()
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = made(Reads)
+    model = made(lambda: ReadsLastWeight(6))
     ddp = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-6)
     ddp.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
     with pytest.raises(RuntimeError, match="modified by an inplace"):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import mpidl
 from mpidl.memory.counted import storage_bytes
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.step_in_backward import CallsBlocksTwice, Counts, Decays, Deep, ReadsLastWeight, check_equal, decayed
 from tests.mpidl.zero import reference as zero
 
 pytestmark = pytest.mark.mpi
@@ -26,14 +26,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 HALF = mpidl.Precision(param_dtype=torch.bfloat16)
 Groups = Callable[[nn.Module], Any]
-
-
-def decayed(model: nn.Module) -> list[dict[str, Any]]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() > 1]},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-2},
-    ]
 
 
 def train(
@@ -71,21 +63,6 @@ def train(
     return losses, zeros.model_state_dict(), zeros.state_dict()
 
 
-def check_alike(one: Any, other: Any) -> None:
-    """To the bit, whatever is nested."""
-    if torch.is_tensor(one):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            check_alike(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        for mine, theirs in zip(one, other, strict=True):
-            check_alike(mine, theirs)
-    else:
-        assert one == other
-
-
 @zero.every_way
 @pytest.mark.parametrize(
     "case",
@@ -101,29 +78,14 @@ def check_alike(one: Any, other: Any) -> None:
     ids=str,
 )
 def test_the_bits_of_the_step_after_the_pass(comm, way: str, case: dict[str, Any]) -> None:
-    check_alike(train(comm, way, True, **case), train(comm, way, False, **case))
+    check_equal(train(comm, way, True, **case), train(comm, way, False, **case))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", ["stage 2", "stage 3 gathered"])
 def test_shards_in_groups(comm, way: str) -> None:
     groups = {"shard_group": comm.split(comm.rank // 2)} if comm.size % 2 == 0 else {}
-    check_alike(train(comm, way, True, **groups), train(comm, way, False, **groups))
-
-
-class Deep(nn.Module):
-    """Twelve equal blocks, and little beside them."""
-
-    def __init__(self, width: int = 32, checkpointed: bool | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(12)])
-        self.head = nn.Linear(width, 1)
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x) if self.checkpointed is None else checkpoint(block, x, use_reentrant=self.checkpointed)
-        return self.head(x)
+    check_equal(train(comm, way, True, **groups), train(comm, way, False, **groups))
 
 
 def peak(comm, way: str, in_backward: bool) -> tuple[float, float]:
@@ -176,7 +138,7 @@ def test_checkpointed_activations(comm, way: str, reentrant: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         found.append(optimizer.model_state_dict())
-    check_alike(*found)
+    check_equal(*found)
 
 
 @zero.every_way
@@ -273,30 +235,6 @@ def test_buffers_of_rank_0_come_with_the_step(comm, way: str) -> None:
     assert all(each == everyone[0] for each in everyone)
 
 
-class Counts(torch.optim.SGD):
-    """Notes in its groups how many steps it has made."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        return super().step(closure)
-
-
-class Decays(torch.optim.SGD):
-    """Its steps become smaller, by a count of its own."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        rates = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] /= self.count
-        super().step(closure)
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "match"),
     [
@@ -318,35 +256,14 @@ def test_what_cannot_be_stepped_part_by_part_is_refused(comm, kind: Any, setting
 
 @zero.every_way
 def test_late_gradients_are_refused(comm, way: str) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in (*self.blocks, *self.blocks):
-                x = checkpoint(block, x, use_reentrant=True)
-            return x
-
-    model, _ = zero.engine(comm, Twice, way, step_in_backward=True)
+    model, _ = zero.engine(comm, CallsBlocksTwice, way, step_in_backward=True)
     with pytest.raises(mpidl.TrainingError, match=r"a gradient of blocks\.\d.* came after the step on it"):
         model(zero.data(comm.rank).requires_grad_()).sum().backward()
 
 
 @zero.every_way
 def test_weights_read_after_their_gradient_are_an_error_of_torch(comm, way: str) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x @ self.blocks[2].weight.detach()
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model, _ = zero.engine(comm, Reads, way, step_in_backward=True)
+    model, _ = zero.engine(comm, ReadsLastWeight, way, step_in_backward=True)
     x = model(zero.data(comm.rank).requires_grad_())
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         x.sum().backward()
@@ -361,13 +278,13 @@ def test_damage_is_refused_before_a_step(comm, way: str) -> None:
     if comm.size > 1:
         with pytest.raises(mpidl.ModelMismatch, match="lr"):
             zero.plainly(model, comm.rank, 0).backward()
-        check_alike(before, optimizer.model_state_dict())
+        check_equal(before, optimizer.model_state_dict())
     optimizer.param_groups[0]["lr"] = 0.1
     loss = zero.plainly(model, comm.rank, 0)
     model.extra = nn.Linear(2, 2)
     with pytest.raises(mpidl.TrainingError, match=r"extra\.weight: it came into the model"):
         loss.backward()
-    check_alike(before, optimizer.model_state_dict())
+    check_equal(before, optimizer.model_state_dict())
 
 
 @pytest.mark.parametrize("way", ["stage 2", "stage 3"])
@@ -382,5 +299,5 @@ def test_checkpoints_do_not_know(comm, way: str, tmp_path: Any) -> None:
     for m, o in ((model, optimizer), (other, plain)):
         zero.plainly(m, comm.rank, 1).backward()
         o.step()
-    check_alike(optimizer.model_state_dict(), plain.model_state_dict())
+    check_equal(optimizer.model_state_dict(), plain.model_state_dict())
     mpidl.checkpoint.load(where, model, optimizer)
