@@ -20,17 +20,22 @@ from mpidl.errors import ConfigurationError, ModelMismatch, TrainingError
 from mpidl.memory import measure_activations
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
 from tests.mpidl.small_models import Gaps, Images, Mixture, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
 DROPPING = GPT2Config(vocab_size=37, block_size=8, layers=3, heads=2, embd=18, dropout=0.2)
+
+
+def zero_engine(stage: int, **settings: Any) -> tuple[str, dict[str, Any]]:
+    return f"zero{stage}", settings
+
+
+# Each engine's name for `train`, and its settings.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {"find_unused_parameters": True}),
-    "zero1": ("zero1", {}),
-    "zero2": ("zero2", {}),
-    "zero3": ("zero3", {}),
-    "zero3-gathered": ("zero3", {"share_in_node": False}),
-    "zero3-small-units": ("zero3", {"share_in_node": False, "units": nn.Linear}),
+    **{way: zero_engine(**settings) for way, settings in WAYS.items()},
+    "stage 3 gathered, small units": zero_engine(**WAYS["stage 3 gathered"], units=nn.Linear),
 }
 
 
@@ -46,13 +51,13 @@ def dropping() -> nn.Module:
     ("make", "engine"),
     [
         *((dropping, engine) for engine in ENGINES),
-        *((Mixture, engine) for engine in ("ddp", "zero2", "zero3-gathered", "zero3-small-units")),
-        *((Images, engine) for engine in ("ddp", "zero1", "zero3-gathered")),
+        *((Mixture, engine) for engine in ("ddp", "stage 2", "stage 3 gathered", "stage 3 gathered, small units")),
+        *((Images, engine) for engine in ("ddp", "stage 1", "stage 3 gathered")),
     ],
 )
 def test_engines_train_the_same_with_checkpoints(comm, tmp_path: Path, make: Callable[[], nn.Module], engine) -> None:
     name, settings = ENGINES[engine]
-    if make is Mixture and engine == "zero3-small-units":
+    if make is Mixture and engine == "stage 3 gathered, small units":
         settings = {**settings, "units": nn.Tanh}  # the blocks have parameters alone that are tied or frozen in part
     recipe = Recipe(steps=2, micro=2, clip=1.0, engine=settings)
     trained = []
@@ -97,7 +102,7 @@ def test_checkpoints_after_the_engine_and_taken_off_again(comm, engine) -> None:
         assert largest_difference(dict(whole), dict(plain.state_dict())) < 2e-5
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "zero1"])
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "stage 1"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_torch_in_both_modes(comm, engine, reentrant: bool) -> None:
     class Calling(nn.Module):
@@ -172,7 +177,7 @@ def test_other_models_cut_over_ranks(comm, make: Callable[[], nn.Module]) -> Non
     assert_same(passed(model, 0), passed(plain, 0))
 
 
-@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3", "zero3-gathered"])
+@pytest.mark.parametrize("engine", WAYS)
 def test_groups_of_ranks_beside_data_parallel_ones(comm, engine) -> None:
     """Pairs of ranks hold the same activations, and each pair has sequences of its own."""
     group = comm.split(comm.rank // 2, comm.rank)

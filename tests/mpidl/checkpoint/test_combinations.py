@@ -19,6 +19,7 @@ from mpidl.checkpoint.reading import Reader
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
 from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, fresh, largest_difference
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 BF16 = mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])
@@ -37,14 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "late from 3": {"offload": late("disk", 3), "precision": BF16},
     "late from 4 cpu": {"offload": late("cpu", 4)},
 }
-WAYS = {
-    "1 hybrid": ("zero1", {"hybrid": True}),
-    "2": ("zero2", {}),
-    "2 hybrid": ("zero2", {"hybrid": True}),
-    "3": ("zero3", {}),
-    "3 gathered": ("zero3", {"share_in_node": False}),
-    "3 gathered hybrid": ("zero3", {"share_in_node": False, "hybrid": True}),
-}
+HYBRID = ", hybrid"  # after a way: shards in groups
 
 
 def group_of(comm):
@@ -53,9 +47,9 @@ def group_of(comm):
 
 
 def run_of(comm, way: str, model: nn.Module | None = None, rank: int = 0, **settings: Any) -> Run:
-    engine, of_engine = WAYS[way]
-    of_engine = {**of_engine, **settings}
-    if of_engine.pop("hybrid", False):
+    of_engine = {**WAYS[way.removesuffix(HYBRID)], **settings}
+    engine = f"zero{of_engine.pop('stage')}"
+    if way.endswith(HYBRID):
         of_engine["shard_group"] = group_of(comm)
     return Run(engine, comm, fresh(MODELS["gpt2"], rank) if model is None else model, **of_engine)
 
@@ -75,13 +69,13 @@ def assert_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor
 @pytest.mark.parametrize(
     ("way", "setting"),
     [
-        ("1 hybrid", "late disk bf16"),
-        ("2", "late from 3"),
-        ("2 hybrid", "disk bf16"),
-        ("3", "late disk"),
-        ("3 gathered", "late disk bf16"),
-        ("3 gathered hybrid", "late from 4 cpu"),
-        ("3 gathered hybrid", "late cpu bf16"),
+        ("stage 1, hybrid", "late disk bf16"),
+        ("stage 2", "late from 3"),
+        ("stage 2, hybrid", "disk bf16"),
+        ("stage 3", "late disk"),
+        ("stage 3 gathered", "late disk bf16"),
+        ("stage 3 gathered, hybrid", "late from 4 cpu"),
+        ("stage 3 gathered, hybrid", "late cpu bf16"),
     ],
 )
 def test_a_resumed_run_and_one_that_saves_have_the_bits_of_one_that_does_neither(
@@ -109,9 +103,9 @@ def test_every_way_loads_every_other(comm, shared: Path) -> None:
     losses = alone.steps(0, 3)
     expected = alone.weights()
     offload = {"offload": Offload("disk", **SMALL)}
-    ways = ["1 hybrid", "3", "3 gathered hybrid"]
+    ways = ["stage 1, hybrid", "stage 3", "stage 3 gathered, hybrid"]
     made = {(way, away): (way, offload if away else {}) for way in ways for away in (False, True)}
-    names = {which: "-".join(map(str, which)).replace(" ", "-") for which in made}
+    names = {which: "-".join(map(str, which)).replace(", ", "-").replace(" ", "-") for which in made}
     for which, (way, settings) in made.items():
         run = run_of(comm, way, **settings)
         run.steps(0, 2)
@@ -134,14 +128,14 @@ def test_every_way_loads_every_other(comm, shared: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "late"])
 def test_a_pending_update_is_seen_at_once_where_nothing_is_delayed(comm, shared: Path, engine: str) -> None:
-    run = run_of(comm, "3", offload=late("disk"), precision=BF16)
+    run = run_of(comm, "stage 3", offload=late("disk"), precision=BF16)
     run.steps(0, 3)
     run.save(shared, 3)
     expected = run.weights()
     if engine == "late":  # nor does a checkpoint without one leave one behind
         run.optimizer.flush()
         run.save(shared, 4)
-        other = run_of(comm, "2 hybrid", rank=1, offload=late("cpu"), precision=BF16)
+        other = run_of(comm, "stage 2, hybrid", rank=1, offload=late("cpu"), precision=BF16)
         other.steps(0, 2)
         assert other.optimizer._parts.offloaded.pending
     else:
@@ -160,7 +154,7 @@ def test_a_pending_update_on_other_ranks(comm, shared: Path) -> None:
         alone.steps(0, 2)
         alone.save(shared / "one", 2)
     comm.barrier()
-    run = run_of(comm, "3 gathered hybrid", rank=1, offload=late("cpu"), precision=BF16)
+    run = run_of(comm, "stage 3 gathered, hybrid", rank=1, offload=late("cpu"), precision=BF16)
     run.load(shared / "one")
     assert run.optimizer._parts.offloaded.pending
     assert run.optimizer._parts.offloaded.steps == 2
@@ -175,7 +169,7 @@ def test_a_pending_update_on_other_ranks(comm, shared: Path) -> None:
         half.close()
 
 
-@pytest.mark.parametrize("way", ["2 hybrid", "3", "3 gathered hybrid"])
+@pytest.mark.parametrize("way", ["stage 2, hybrid", "stage 3", "stage 3 gathered, hybrid"])
 def test_models_without_values_and_checkpointed_blocks(comm, shared: Path, way: str) -> None:
     """With dropout, whose masks a checkpointed block draws twice."""
     config = GPT2Config(vocab_size=64, block_size=16, layers=3, heads=2, embd=16, dropout=0.2)

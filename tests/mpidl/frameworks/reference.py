@@ -11,6 +11,7 @@ import transformers
 
 import mpidl
 from collectives import Communicator
+from tests.mpidl.zero import ways
 
 STEPS, SEQUENCES, LENGTH = 4, 2, 8
 """Steps of a run, sequences that a rank takes in each, tokens of a sequence."""
@@ -18,12 +19,7 @@ STEPS, SEQUENCES, LENGTH = 4, 2, 8
 MAX_NORM = 0.05
 """Gradients have norms of about 1, so that every step clips."""
 
-WAYS: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2, "bucket_cap_mb": 0.01},
-    "zero3": {"stage": 3},
-    "zero3-gathered": {"stage": 3, "share_in_node": False},
-}
+WAYS = {**ways.WAYS, "stage 2": {**ways.WAYS["stage 2"], "bucket_cap_mb": 0.01}}
 ADAM = {"lr": 1e-2, "weight_decay": 0.01}
 
 

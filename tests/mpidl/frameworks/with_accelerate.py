@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
     """Runs all; prints "done" where all is as it must be."""
     comm = mpidl.init()
     expected = reference(comm.size)
-    for way in ("zero2", "zero3", "zero3-gathered", "ddp"):
+    for way in ("stage 2", "stage 3", "stage 3 gathered", "ddp"):
         found = Loop(way).run(comm.rank)
         check(comm, way, found, expected)
         for by_mpidl in (True, False):

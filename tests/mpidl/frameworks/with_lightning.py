@@ -106,18 +106,18 @@ def main(folder: Path) -> None:
     comm = mpidl.init()
     expected = reference(comm.size)
     for way, manual in (
-        ("zero1", True),
-        ("zero2", False),
-        ("zero3", False),
-        ("zero3-gathered", False),
-        ("zero3-gathered", True),
+        ("stage 1", True),
+        ("stage 2", False),
+        ("stage 3", False),
+        ("stage 3 gathered", False),
+        ("stage 3 gathered", True),
         ("ddp", False),
     ):
         module = Module(way, manual)
         fit(comm.rank, module)
         found = Run(module.losses, module.norms, weights_of(module.model, module.optimizer))
         check(comm, f"{way}, manual: {manual}", found, expected)
-    for way in ("zero3", "zero3-gathered", "ddp"):
+    for way in ("stage 3", "stage 3 gathered", "ddp"):
         resume(comm.rank, way, folder / f"{way}-{comm.rank}.ckpt")
     print("done", flush=True)
 

@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
     comm = mpidl.init()
     own = folder / f"rank{comm.rank}"
     expected = reference(comm.size)
-    for way in ("zero1", "zero3", "zero3-gathered", "ddp", "ddp-inside"):
+    for way in ("stage 1", "stage 3", "stage 3 gathered", "ddp", "ddp-inside"):
         found, model, optimizer = train(comm, own / way, way)
         check(comm, way, found, expected)
         if way != "ddp":
@@ -132,9 +132,9 @@ def main(folder: Path) -> None:
             again = transformers.GPT2LMHeadModel.from_pretrained(folder / way)
             assert all(torch.equal(p, found.weights[name]) for name, p in again.named_parameters())
             assert again.config.n_embd == made().config.n_embd
-    for way in ("zero2", "zero3", "ddp"):
+    for way in ("stage 2", "stage 3", "ddp"):
         check(comm, f"{way}, micro-batches", train(comm, own / f"{way}-micro", way, micro=2)[0], expected)
-    for way in ("zero3", "zero3-gathered", "ddp"):
+    for way in ("stage 3", "stage 3 gathered", "ddp"):
         resume(comm, own / f"{way}-saved", way)
     resize(comm.rank)
     print("done", flush=True)
