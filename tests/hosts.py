@@ -230,7 +230,7 @@ def _one_line(text: str) -> str:
 
 
 def _status(returned: int) -> int:
-    """What a shell calls it: 128 and the signal's number if a signal ended it."""
+    """Converts a status to a shell's: 128 and the signal's number if a signal ended the process."""
     return returned if returned >= 0 else 128 - returned
 
 

@@ -107,7 +107,7 @@ class Training:
         )
 
     def ranks_of(self, run: int) -> int:
-        """How many ranks a run has."""
+        """Number of ranks of a run."""
         counts = [self._options.ranks, *self._options.then]
         return counts[min(run, len(counts) - 1)]
 
@@ -135,7 +135,7 @@ class Training:
         return max((int(name[5:]) for name in names if re.fullmatch(r"step-\d{8}", name)), default=0)
 
     def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Returns True while a checkpoint is being written."""
         try:
             return any(name.endswith(".tmp") for name in os.listdir(self.checkpoints))
         except FileNotFoundError:
@@ -205,7 +205,7 @@ def main() -> int:
 
 
 def compare(training: Training, reference: dict[str, Any], before: set[str], tolerance: float) -> list[str]:
-    """What is not as it should be. tolerance: by how much losses may differ."""
+    """Lists what differs from the reference. tolerance: by how much losses may differ."""
     folder, wrong = training.folder, []
     results = json.loads((folder / "results.json").read_text())
     runs = json.loads((folder / "runs.json").read_text())

@@ -354,7 +354,7 @@ def test_mpirun_ends_all_ranks_after_its_timeout(tmp_path: Path, mpirun: Launche
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
+    """Returns True while a process runs; one that has ended but was not waited for does not."""
     try:
         os.kill(pid, 0)
         status = Path(f"/proc/{pid}/stat")

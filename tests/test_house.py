@@ -1,4 +1,4 @@
-"""Who may import whom, and what every module must have."""
+"""Rules of the source: which modules may import which, and that every module has a docstring."""
 
 import ast
 from collections.abc import Iterable
@@ -119,7 +119,7 @@ LAYERS = {
 
 
 def imports_within(package: str, sources: dict[str, str]) -> dict[str, set[str]]:
-    """For each module of a package the others that it imports, also in functions and for types alone.
+    """Finds the modules that each module of a package imports, also in functions and for types alone.
 
     With a module come the folders that it lies in, without those that the importing module lies in itself.
 
@@ -234,7 +234,7 @@ def exported(module: str) -> set[str]:
 
 
 def private_imports(source: str) -> list[str]:
-    """What a source outside of collectives imports of it that is not public."""
+    """Lists the imports of collectives by another source that are not public."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

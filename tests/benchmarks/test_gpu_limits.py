@@ -1,4 +1,4 @@
-"""What the benchmarks say of GPUs: limits, bounds, and that there is none; and their course, without a GPU."""
+"""Benchmarks on GPUs: limits, bounds, and that there is none; and their course, without a GPU."""
 
 from __future__ import annotations
 

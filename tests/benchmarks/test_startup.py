@@ -1,4 +1,4 @@
-"""What starting a job costs: its benchmark runs, and the import brings in little beyond torch and mpi4py."""
+"""Cost of starting a job: its benchmark runs, and the import brings in little beyond torch and mpi4py."""
 
 from __future__ import annotations
 

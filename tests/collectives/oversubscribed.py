@@ -65,7 +65,7 @@ def check(comm: Communicator, operation: str, algorithm: str, size: int, root: i
 
 
 def bitwise_equal(comm: Communicator, algorithm: str, size: int) -> bool:
-    """Whether an average of numbers that must be rounded is the same on all ranks."""
+    """Returns True if an average of numbers that must be rounded is the same on all ranks."""
     x = np.random.default_rng(comm.rank).standard_normal(size, np.float32)
     comm.all_reduce(x, "avg", algorithm=algorithm)
     of_rank_0 = x.copy()

@@ -1,4 +1,4 @@
-"""What every collective must give, computed by each rank alone in float64 from all ranks' known inputs."""
+"""Expected results of every collective, computed by each rank alone in float64 from all ranks' known inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def named(comm: Communicator, operation: str, algorithm: str) -> str:
 
 
 def serves(op: str, dtype: str, algorithm: str) -> bool:
-    """Whether the combination makes sense: averages need floats, MPI reduces no 16-bit floats."""
+    """Returns True for a valid combination: averages need floats, MPI reduces no 16-bit floats."""
     if op == "avg" and "float" not in dtype:
         return False
     return not (algorithm == "mpi" and dtype in ("float16", "bfloat16"))

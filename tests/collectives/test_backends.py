@@ -14,7 +14,7 @@ from collectives.reduction import Reduction
 
 
 class Own(Backend):
-    """By a backend of the test's."""
+    """A backend of the test's."""
 
     name = "own"
 

@@ -20,7 +20,7 @@ SHAPES += [("float32", 200_003 + number) for number in range(6)] + [("bfloat16",
 
 
 def inputs(comm: Communicator) -> list[list[torch.Tensor]]:
-    """By rank the list of its arrays."""
+    """Lists the arrays of each rank."""
     return [[values(size, rank, dtype) for dtype, size in SHAPES] for rank in range(comm.size)]
 
 

@@ -61,7 +61,7 @@ def test_communicators_can_be_made_and_closed_again_and_again(comm: Communicator
 
 @pytest.fixture
 def count_dropped(comm: Communicator) -> Callable[[], int]:
-    """How many Communicators this test has dropped that are not freed; collective."""
+    """Counts the Communicators that this test has dropped and that are not freed; collective."""
     gc.collect()
     comm.split(None)
     known = set(dropped._dropped)

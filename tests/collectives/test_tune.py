@@ -23,7 +23,7 @@ FLOAT = describe("float32")
 
 
 def backends(*kinds: type[Backend]) -> dict[str, Backend]:
-    """Of these kinds, and schedules, for what they say of themselves: without a group."""
+    """Makes backends of these kinds, and schedules, without a group."""
     made = {kind.name: object.__new__(kind) for kind in (Library, *kinds)}
     for name in ("ring", "tree"):
         made[name] = object.__new__(ScheduleBackend)

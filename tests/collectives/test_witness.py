@@ -1,4 +1,4 @@
-"""Where ranks are, as the process sees it that has started them."""
+"""The ranks' positions as seen by the process that has started them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several examples are tried on."""
+"""Data for the tests of several examples."""
 
 from __future__ import annotations
 

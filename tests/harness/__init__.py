@@ -1,1 +1,1 @@
-"""What the tests run on: agreement of the ranks after each test, a time limit for each, starting mpirun."""
+"""Harness of the tests: agreement of the ranks after each test, a time limit for each, starting mpirun."""

@@ -1,4 +1,4 @@
-"""What every rank knows of the others after a test.
+"""Agreement of the ranks on the outcome of a test.
 
 Each rank tells every other one its outcome over a communicator of its own and hears theirs, without
 blocking, so that it can give up: a rank that failed and is missed by others that still wait for it must not

@@ -31,7 +31,7 @@ _ROUND = (2, 3, 2, 4)  # more ranks than cores take longer
 
 
 def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
-    """Of a run on this number of ranks; 0 for a run without MPI. The same in every process."""
+    """Chooses the tests that a run on so many ranks leaves out; 0 for one without MPI. The same in every process."""
     left: list[pytest.Item] = []
     for test, cases in groupby(items, _test):
         chosen: list[pytest.Item] = []
@@ -43,7 +43,7 @@ def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
 
 
 def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.Item]:
-    """What does not run on this number of ranks; of cases that run on some numbers alone, what is not chosen."""
+    """Lists the cases of a test that do not run on this number of ranks."""
     turns = {case: begin + number for number, case in enumerate(cases[:: -(-len(cases) // _CASES)])}
     if mark := cases[0].get_closest_marker("each"):
         turns = {case: number for number, case in enumerate(_one_of_each(cases, mark.args[0]))}

@@ -38,7 +38,7 @@ _SHOWN = 10  # names in a message
 
 @dataclass
 class Outcome:
-    """What one rank tells the others of a test. stop: why it wants the run to end, as from pytest.exit."""
+    """One rank's outcome of a test, for the others. stop: why it wants the run to end, as from pytest.exit."""
 
     failures: list[str] = field(default_factory=list)
     sections: list[tuple[str, str]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass
 class Crash:
-    """What pytest's summary shows of a failure."""
+    """A failure as pytest's summary shows it."""
 
     message: str
 
@@ -279,7 +279,7 @@ def _fail_once(reports: list[pytest.TestReport], text: str, sections: list[tuple
 
 
 def _difference(found: list[tuple[list[str], list[str]]]) -> str:
-    """How the ranks' collected tests and errors differ."""
+    """Describes how the ranks' collected tests and errors differ."""
     lines = ["the ranks collected different tests"]
     common = set.intersection(*(set(names) for names, _ in found))
     for rank, (names, errors) in enumerate(found):

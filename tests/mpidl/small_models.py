@@ -147,7 +147,7 @@ def sequences(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Recipe:
-    """How to train. optimizer and settings; micro: micro-steps a step; sync_each: communicate in each of them."""
+    """Recipe of a training. micro: micro-steps a step; sync_each: communicate in each of them."""
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     settings: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-3, "eps": 1e-6})
@@ -223,7 +223,7 @@ def _mean(comm: Communicator | None, value: float) -> float:
 
 
 def fresh(make: Callable[[], nn.Module], rank: int = 0) -> nn.Module:
-    """The same model on every rank but for weights that only rank 0 has right: engines must broadcast them."""
+    """Makes a model of one structure on every rank, whose weights only rank 0 has right: engines broadcast them."""
     torch.manual_seed(7)
     model = make()
     if rank:

@@ -1,4 +1,4 @@
-"""Forward passes on one rank alone, beside those that all ranks train with: nothing waits, and nothing changes."""
+"""Forward passes on one rank alone, between those that all ranks train with: nothing waits, and nothing changes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Single:
 
 
 def trains(comm: Communicator, way: str) -> tuple[Any, nn.Module, Any]:
-    """What is called, the plain model and its optimizer."""
+    """Returns the callable, the plain model and its optimizer."""
     if way in zero.WAYS:
         model, optimizer = zero.engine(comm, Normed, way)
         return model, model, optimizer

@@ -44,7 +44,7 @@ class Stack(nn.Module):
 
 
 class Counter:
-    """What large collectives any Communicator of this process was asked for since `clear`."""
+    """Counts the large collectives of this process's Communicators since `clear`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: dict[str, int] = {}
@@ -80,7 +80,7 @@ class Counter:
 
 
 def engine(comm, way: str, model: nn.Module) -> tuple[Any, Any, Any]:
-    """What to call, the optimizer, and what has no_sync."""
+    """Returns the callable, the optimizer, and the object with no_sync."""
     if way == "ddp":
         call = mpidl.DistributedDataParallel(model, process_group=comm)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -110,8 +110,8 @@ FORMULAS = {
 
 
 @pytest.fixture(autouse=True)
-def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks run alike, so that none has to help another out before its turn, however busy the machine is."""
+def ranks_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the ranks in step, so that none has to help another out before its turn, however busy the machine is."""
     monkeypatch.setattr("mpidl.zero.parameters.sharded._FIRST_POLL_S", 60.0)
 
 

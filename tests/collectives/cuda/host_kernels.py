@@ -46,7 +46,7 @@ typedef half SHORT; typedef float A;
 
 
 def build(folder: Path, kernel: kernels.Kernel) -> ctypes.CDLL:
-    """It as a library with `run`."""
+    """Compiles the kernel to a library with `run`."""
     assert COMPILER
     text, inputs, outputs = kernels.source(kernel).replace(kernels._FP16, _FP16), kernel.inputs, kernel.outputs
     arguments = [f"in[{n}]" for n in range(inputs)] + [f"out[{n}]" for n in range(outputs)]

@@ -139,7 +139,7 @@ def _work_off(works: queue.SimpleQueue[Any], errors: list[BaseException], pauses
 
 
 def _is_shared(address: int) -> bool:
-    """Whether a file with a name is mapped there."""
+    """Returns True if a file with a name is mapped there."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             start, stop = (int(end, 16) for end in line.split()[0].split("-"))
@@ -184,7 +184,7 @@ class Gpu(device.Device):
         self._default = Stream(self)
 
     def raise_errors(self) -> None:
-        """As on a GPU, an error of something queued shows later, and stays."""
+        """Raises the first error of queued work. As on a GPU it comes late, and is raised by all later calls."""
         if self.errors:
             raise RuntimeError(f"the stand-in failed: {self.errors[0]!r}") from self.errors[0]
 
@@ -270,7 +270,7 @@ class Gpu(device.Device):
         return unowned(self._reach(place, size * dtype.itemsize, device=True)[0], size, dtype.storage)
 
     def _reach(self, place: int, nbytes: int, device: bool = False) -> tuple[int, bool]:
-        """Where the bytes can be touched, and whether they are device memory."""
+        """Returns the address of the bytes in this process, and True for device memory."""
         with self._lock:
             found = bisect_right(self._starts, place) - 1
             if found >= 0:
@@ -406,7 +406,7 @@ class Gpu(device.Device):
         self.current_stream.queue(lambda: ctypes.memmove(to, kept.data_ptr(), nbytes))
 
     def get(self, array: Any) -> torch.Tensor:
-        """Its values, once the current stream has come so far."""
+        """Returns the array's values, once the current stream has computed them."""
         self.raise_errors()
         if isinstance(array, Tensor):
             place, shape, dtype = array.data_ptr(), tuple(array.shape), array.dtype

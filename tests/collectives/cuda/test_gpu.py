@@ -1,4 +1,4 @@
-"""What only a GPU can show: that the kernels compute there what they do on the host, and that streams are kept."""
+"""Tests that need a GPU: the kernels compute there what they do on the host, and that streams are kept."""
 
 from __future__ import annotations
 

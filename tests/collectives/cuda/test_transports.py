@@ -1,4 +1,4 @@
-"""Which way is taken, what MPIDL_CUDA asks for, and libraries and GPUs that say what is not so; on the stand-in."""
+"""Choice of the transport, what MPIDL_CUDA asks for, and false claims of libraries and GPUs, on a stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints keep until the backward pass, and that they give it back."""
+"""Memory that checkpoints keep until the backward pass, and its release."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_checkpointed_blocks_keep_their_inputs_alone(kind: str, every: int, tmp_
 
 
 def block_bytes() -> int:
-    """What a block that is not checkpointed keeps, counted by itself: its input and its insides."""
+    """Counts the bytes that a block without a checkpoint keeps: its input and its activations."""
     block = Block(DROPPING)
     with measure_activations(block) as saved:
         y = block(torch.randn(12, 8, 16, requires_grad=True) * 1)

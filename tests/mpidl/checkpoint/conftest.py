@@ -1,4 +1,4 @@
-"""A directory that all ranks share, and weights that are alike on all of them."""
+"""A directory that all ranks share, and weights that are equal on all of them."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_models_without_values_and_checkpointed_blocks(comm, shared: Path, way: 
 
 
 def mapped(optimizer: Any) -> dict[tuple[int, int], int]:
-    """Where its file is mapped, and how many bytes of it are in this process's memory."""
+    """Lists the mappings of the optimizer's file, and their bytes in this process's memory."""
     inode = str(os.fstat(optimizer._parts.offloaded._file._file.fileno()).st_ino)
     found = {}
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):

@@ -64,7 +64,7 @@ def flip(path: Path, at: int, bit: int) -> None:
     path.write_bytes(data)
 
 
-class Patient:
+class DamagedCheckpoint:
     """A checkpoint that rank 0 damages and restores."""
 
     def __init__(self, comm, folder: Path) -> None:
@@ -79,22 +79,22 @@ class Patient:
             damage()
         self.comm.barrier()
 
-    def heal(self) -> None:
-        def restore() -> None:
+    def restore(self) -> None:
+        def copy_back() -> None:
             shutil.rmtree(self.path)
             shutil.copytree(self._sound, self.path)
 
-        self.do(restore)
+        self.do(copy_back)
 
 
 @pytest.fixture(params=["ddp", "zero3"])
-def sick(request, comm, shared: Path) -> tuple[Run, Patient]:
+def damaged_run(request, comm, shared: Path) -> tuple[Run, DamagedCheckpoint]:
     """A run that has gone on since it was saved, and its checkpoint."""
     run = Run(request.param, comm)
     run.steps(0, 1)
     run.save(shared, 1, extra={"tensor": torch.arange(5)})
     run.steps(1, 2)
-    return run, Patient(comm, shared / "step-00000001")
+    return run, DamagedCheckpoint(comm, shared / "step-00000001")
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -117,57 +117,57 @@ CASES: dict[str, tuple[Callable[[Path, str], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_file_is_named(sick: tuple[Run, Patient], case: str) -> None:
-    run, patient = sick
+def test_a_damaged_file_is_named(damaged_run: tuple[Run, DamagedCheckpoint], case: str) -> None:
+    run, damaged = damaged_run
     damage, said = CASES[case]
-    patient.do(lambda: damage(patient.path, patient.file))
-    assert_refused(run, lambda: run.load(patient.path), str(patient.path / patient.file), said)
-    patient.heal()
-    assert run.load(patient.path).step == 1
+    damaged.do(lambda: damage(damaged.path, damaged.file))
+    assert_refused(run, lambda: run.load(damaged.path), str(damaged.path / damaged.file), said)
+    damaged.restore()
+    assert run.load(damaged.path).step == 1
 
 
-def test_any_flipped_bit_is_found(sick: tuple[Run, Patient]) -> None:
+def test_any_flipped_bit_is_found(damaged_run: tuple[Run, DamagedCheckpoint]) -> None:
     """At random places of random files; every one is read by somebody."""
-    run, patient = sick
+    run, damaged = damaged_run
     rng = random.Random(run.comm.size)
     files = [f"rank{rank:05d}-000.safetensors" for rank in range(run.comm.size)]
     for _ in range(12):
-        path = patient.path / rng.choice(files)
+        path = damaged.path / rng.choice(files)
         at, bit = rng.randrange(path.stat().st_size), rng.randrange(8)
         run.comm.barrier()
-        patient.do(lambda path=path, at=at, bit=bit: flip(path, at, bit))
-        assert_refused(run, lambda: run.load(patient.path), str(path))
+        damaged.do(lambda path=path, at=at, bit=bit: flip(path, at, bit))
+        assert_refused(run, lambda: run.load(damaged.path), str(path))
         if run.comm.rank == 0:
             with pytest.raises(mpidl.CheckpointError, match=path.name):
-                verify(patient.path)
+                verify(damaged.path)
         run.comm.barrier()
-        patient.do(lambda path=path, at=at, bit=bit: flip(path, at, bit))
-    assert run.load(patient.path).step == 1
+        damaged.do(lambda path=path, at=at, bit=bit: flip(path, at, bit))
+    assert run.load(damaged.path).step == 1
 
 
-def test_any_change_of_the_index_is_found(sick: tuple[Run, Patient]) -> None:
-    run, patient = sick
+def test_any_change_of_the_index_is_found(damaged_run: tuple[Run, DamagedCheckpoint]) -> None:
+    run, damaged = damaged_run
     rng = random.Random(run.comm.size)
-    path = patient.path / "index.json"
+    path = damaged.path / "index.json"
     for _ in range(12):
         at, bit = rng.randrange(path.stat().st_size), rng.randrange(8)
         before = json.loads(path.read_text())
         run.comm.barrier()
-        patient.do(lambda at=at, bit=bit: flip(path, at, bit))
+        damaged.do(lambda at=at, bit=bit: flip(path, at, bit))
         try:
             alike = json.loads(path.read_bytes().decode()) == before  # 1e-06 may become 1E-06
         except ValueError:
             alike = False
         run.comm.barrier()
         if not alike:
-            assert_refused(run, lambda: run.load(patient.path), str(path))
-        patient.do(lambda at=at, bit=bit: flip(path, at, bit))
-    patient.do(lambda: os.truncate(path, 1000))
-    assert_refused(run, lambda: run.load(patient.path), str(path), "damaged or cut short")
-    patient.do(lambda: replace(path, b'{"format": "another"}'))
-    assert_refused(run, lambda: run.load(patient.path), str(path), "is not the index of an mpidl checkpoint")
-    patient.do(path.unlink)
-    assert_refused(run, lambda: run.load(patient.path), str(patient.path))
+            assert_refused(run, lambda: run.load(damaged.path), str(path))
+        damaged.do(lambda at=at, bit=bit: flip(path, at, bit))
+    damaged.do(lambda: os.truncate(path, 1000))
+    assert_refused(run, lambda: run.load(damaged.path), str(path), "damaged or cut short")
+    damaged.do(lambda: replace(path, b'{"format": "another"}'))
+    assert_refused(run, lambda: run.load(damaged.path), str(path), "is not the index of an mpidl checkpoint")
+    damaged.do(path.unlink)
+    assert_refused(run, lambda: run.load(damaged.path), str(damaged.path))
 
 
 @pytest.mark.parametrize("lacks", ["ranks", "own", "files", "tensors", "model", "a tensor", "a dtype"])
@@ -196,9 +196,9 @@ def test_an_index_that_is_whole_but_wrong_is_named(comm, shared: Path, lacks: st
 
 
 def test_a_file_that_fails_while_it_is_read_into_memory_is_named_and_so_is_what_that_means(
-    sick: tuple[Run, Patient], monkeypatch
+    damaged_run: tuple[Run, DamagedCheckpoint], monkeypatch
 ) -> None:
-    run, patient = sick
+    run, damaged = damaged_run
     fill = Reader.fill
 
     def fails(reader: Reader, *arguments: Any) -> None:
@@ -208,21 +208,21 @@ def test_a_file_that_fails_while_it_is_read_into_memory_is_named_and_so_is_what_
 
     monkeypatch.setattr(Reader, "fill", fails)
     with pytest.raises(mpidl.CheckpointError, match=r"here: Input/output error.*; a part of it is loaded: load all"):
-        run.load(patient.path)
+        run.load(damaged.path)
     monkeypatch.undo()
-    run.load(patient.path)
+    run.load(damaged.path)
 
 
-def test_a_file_of_another_checkpoint_is_not_taken(sick: tuple[Run, Patient], shared: Path) -> None:
+def test_a_file_of_another_checkpoint_is_not_taken(damaged_run: tuple[Run, DamagedCheckpoint], shared: Path) -> None:
     """Of the same names, shapes and size; only the values differ."""
-    run, patient = sick
+    run, damaged = damaged_run
     run.save(shared / "other", 1, extra={"tensor": torch.arange(5)})
-    patient.do(lambda: shutil.copy(shared / "other" / "step-00000001" / patient.file, patient.path / patient.file))
-    assert_refused(run, lambda: run.load(patient.path), str(patient.path / patient.file))
+    damaged.do(lambda: shutil.copy(shared / "other" / "step-00000001" / damaged.file, damaged.path / damaged.file))
+    assert_refused(run, lambda: run.load(damaged.path), str(damaged.path / damaged.file))
 
 
-def test_no_permission_on_one_rank_is_told_to_all(sick: tuple[Run, Patient], monkeypatch) -> None:
-    run, patient = sick
+def test_no_permission_on_one_rank_is_told_to_all(damaged_run: tuple[Run, DamagedCheckpoint], monkeypatch) -> None:
+    run, damaged = damaged_run
     opened = os.open
 
     def refuse(path: Any, *arguments: Any, **settings: Any) -> int:
@@ -231,7 +231,7 @@ def test_no_permission_on_one_rank_is_told_to_all(sick: tuple[Run, Patient], mon
         return opened(path, *arguments, **settings)
 
     monkeypatch.setattr("mpidl.checkpoint.tensorfile.os.open", refuse)
-    said = assert_refused(run, lambda: run.load(patient.path), "cannot be opened: Permission denied", ".safetensors")
+    said = assert_refused(run, lambda: run.load(damaged.path), "cannot be opened: Permission denied", ".safetensors")
     assert run.comm.size == 1 or f"(on rank {run.comm.size - 1})" in said
 
 
@@ -278,10 +278,10 @@ def test_torn_ones_are_passed_over(comm, shared: Path) -> None:
     for step in range(4):
         losses += run.steps(step, step + 1)
         run.save(shared, step + 1)
-    patient = Patient(comm, shared / "step-00000004")
-    patient.do(lambda: (shared / "step-00000004" / "rank00000-000.safetensors").unlink())
-    patient.do(lambda: (shared / "step-00000003" / "index.json").unlink())
-    patient.do(lambda: shutil.copytree(shared / "step-00000002", shared / "step-00000005.tmp"))
+    damaged = DamagedCheckpoint(comm, shared / "step-00000004")
+    damaged.do(lambda: (shared / "step-00000004" / "rank00000-000.safetensors").unlink())
+    damaged.do(lambda: (shared / "step-00000003" / "index.json").unlink())
+    damaged.do(lambda: shutil.copytree(shared / "step-00000002", shared / "step-00000005.tmp"))
     found, passed = newest(shared)
     assert found == shared / "step-00000002"
     assert len(passed) == 3

@@ -31,7 +31,7 @@ TOKENS = torch.arange(16).view(2, 8)
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """By the index of several files, or of the only one."""
+    """Loads all tensors, by the index of several files or from the only one."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What must not be read or written, by the system's own refusals: to files root, who may all, is somebody else here."""
+"""Files that must not be read or written, refused by the system: the tests drop root's rights to files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOBODY = 65534
 
 @contextmanager
 def as_an_ordinary_user() -> Iterator[None]:
-    """For files alone, of this thread and those that it starts: MPI reads the memory of processes of its own user."""
+    """Drops rights to files alone, of this thread and those it starts: MPI reads memory of its own user's processes."""
     become = ctypes.CDLL(None).setfsuid if os.geteuid() == 0 else lambda user: None
     become(NOBODY)
     try:

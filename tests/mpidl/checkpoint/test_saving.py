@@ -39,7 +39,7 @@ pytestmark = pytest.mark.mpi
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a directory beside the running job's lock."""
+    """Lists a directory without the running job's lock."""
     return sorted(path.name for path in folder.iterdir() if path.name != holding.NAME)
 
 

@@ -1,4 +1,4 @@
-"""What an index and a header may say: every mutation of them is refused, or can be read within what the files hold."""
+"""Checks of an index and a header: every mutation of them is refused, or can be read within what the files hold."""
 
 from __future__ import annotations
 

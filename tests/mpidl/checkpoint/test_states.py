@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights, and what engines hold besides replicas."""
+"""Content of a checkpoint besides weights, and values of engines that differ between ranks."""
 
 from __future__ import annotations
 

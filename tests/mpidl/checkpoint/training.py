@@ -63,7 +63,7 @@ class Run:
         self.schedule.step()
 
     def steps(self, first: int, last: int) -> list[float]:
-        """Trains; the losses of all ranks' samples."""
+        """Trains, and returns the losses of all ranks' samples."""
         losses = []
         for step in range(first, last):
             losses.append(self.micro_step(step))
@@ -71,13 +71,13 @@ class Run:
         return losses
 
     def save(self, path: Any, step: int, **more: Any) -> Any:
-        """To `path`, with the schedule."""
+        """Saves to `path`, with the schedule."""
         return mpidl.checkpoint.save(
             path, self.call, self.optimizer, self.schedule, step=step, process_group=self.comm, **more
         )
 
     def load(self, path: Any, **more: Any) -> Any:
-        """From `path`, with the schedule."""
+        """Loads from `path`, with the schedule."""
         return mpidl.checkpoint.load(path, self.call, self.optimizer, self.schedule, process_group=self.comm, **more)
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@
     operator     runs on the inner tensors at its place in the current stream: after all that this was told to wait for
     collectives  run in the stand-in's own threads, at any time that their streams allow
 
-So whoever uses the result of a collective without the stream having waited reads what is not there yet. That is also
+So a use of a collective's result before the stream has waited reads old values. That is also
 told without luck: each operator notes on which stream it reads and writes what memory, and must be ordered after those
 that wrote and read it before (`Order`).
 
@@ -168,7 +168,7 @@ _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 
 
 class Order:
-    """Which accesses to memory are ordered after which, by streams, events, and what the host has waited for.
+    """Order of accesses to memory, by streams, events, and the host's waits.
 
     Each piece of work of a stream has a number. clocks: of each stream, what of all streams it comes after. Work that
     the host queues comes after all that any of its threads has waited for.
@@ -238,7 +238,7 @@ class Order:
                 self._remove(other)
 
     def forget_all(self) -> None:
-        """The same of all memory."""
+        """Forgets the accesses to all memory."""
         with self._lock:
             self._accesses.clear()
             self._near.clear()
@@ -306,7 +306,7 @@ class Stream(standin.Stream):
 
 
 class _Mapping:
-    """As of the stand-in for the collectives, but where torch's operators can reach it."""
+    """Memory like that of the collectives' stand-in, but where torch's operators can reach it."""
 
     def __init__(self, file: int, nbytes: int) -> None:
         self.file, self.nbytes = file, nbytes

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi
 
 
 def told(gpu: Any) -> list[str]:
-    """What it has told so far, which counts no longer."""
+    """Returns the errors so far, and clears them."""
     texts = [str(error) for error in gpu.errors]
     gpu.errors.clear()
     return texts

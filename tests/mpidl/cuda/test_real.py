@@ -1,4 +1,4 @@
-"""What only a GPU can show of training: autocast, compiled models, streams and graphs of CUDA."""
+"""Tests of training that need a GPU: autocast, compiled models, streams and graphs of CUDA."""
 
 from __future__ import annotations
 

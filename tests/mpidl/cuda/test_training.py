@@ -1,4 +1,4 @@
-"""What training with DDP and ZeRO has beside the plain step, on a GPU as in the host's memory."""
+"""Features of training with DDP and ZeRO beyond the plain step, on a GPU as in the host's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ ZERO: dict[str, tuple[str, dict[str, Any]]] = {
 SHORT = Recipe(steps=3, clip=0.5)
 
 
-def alike(comm: Communicator, place: Any, engine: str, recipe: Recipe, model: str = "gpt2", bound: float = 1e-4) -> Any:
+def compared(
+    comm: Communicator, place: Any, engine: str, recipe: Recipe, model: str = "gpt2", bound: float = 1e-4
+) -> Any:
     """Trains on the device and in the host's memory, by the same engine and ranks; gives the former."""
     expected = train(fresh(MODELS[model]), recipe, engine, comm)
     found = train(placed(fresh(MODELS[model], comm.rank), place), recipe, engine, comm)
@@ -44,7 +46,7 @@ def test_mixed_precision(comm: Communicator, place: Any, way: str, dtype: torch.
     engine, settings = ZERO[way]
     precision = mpidl.Precision(dtype, torch.float32, [nn.LayerNorm])
     recipe = Recipe(steps=2, clip=0.5, engine={**settings, "precision": precision})
-    found = alike(comm, place, engine, recipe, bound=2e-2)
+    found = compared(comm, place, engine, recipe, bound=2e-2)
     assert found.model.lm_head.weight.dtype == dtype
 
 
@@ -73,7 +75,7 @@ def test_an_optimizer_that_needs_whole_parameters(comm: Communicator, place: Any
     """Its state goes over the ranks and back, between steps; numbers of steps stay in the host's memory."""
     engine, settings = ZERO[way]
     recipe = Recipe(torch.optim.Adafactor, {"lr": 1e-3}, steps=3, clip=0.5, engine=settings)
-    found = alike(comm, place, engine, recipe)
+    found = compared(comm, place, engine, recipe)
     found.optimizer.load_state_dict(found.state)
     model = found.model
     for step in (3, 4):
@@ -101,7 +103,7 @@ def test_offload(comm: Communicator, place: Any, tmp_path: Path, way: str, offlo
     if offload == "half":
         settings = {**settings, "precision": mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])}
     recipe = Recipe(steps=4, clip=0.5, engine={**settings, "offload": chosen})
-    found = alike(comm, place, engine, recipe, bound=2e-2 if offload == "half" else 1e-4)
+    found = compared(comm, place, engine, recipe, bound=2e-2 if offload == "half" else 1e-4)
     measured = mpidl.memory.measure(found.model, found.optimizer)
     assert measured.offloaded > 8 * sum(p.numel() for p in found.model.parameters()) / comm.size * 0.99
     assert all(not part.is_cuda for part in found.optimizer.state)
@@ -239,7 +241,7 @@ def test_hybrid_sharding(comm: Communicator, place: Any, way: str) -> None:
     """Shards over pairs of ranks, or single ones, which the others repeat."""
     shards = comm.split(comm.rank // 2 if comm.size > 2 else comm.rank)
     engine, settings = ZERO[way]
-    alike(comm, place, engine, Recipe(steps=3, clip=0.5, engine={**settings, "shard_group": shards}))
+    compared(comm, place, engine, Recipe(steps=3, clip=0.5, engine={**settings, "shard_group": shards}))
 
 
 def test_sync_batch_norm(comm: Communicator, place: Any) -> None:

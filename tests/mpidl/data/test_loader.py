@@ -39,7 +39,7 @@ class Numbers(Dataset):
 
 
 class Whereabouts(Dataset):
-    """What a worker knows of MPI: sample, process, variables of a rank, whether MPI is initialised."""
+    """A worker's view of MPI: sample, process, variables of a rank, whether MPI is initialised."""
 
     def __len__(self) -> int:
         return 24
@@ -53,7 +53,7 @@ class Whereabouts(Dataset):
 
 
 class Draws(Dataset):
-    """What the global generators of a worker give: torch's, numpy's and python's."""
+    """Random numbers of a worker's global generators: torch's, numpy's and python's."""
 
     def __len__(self) -> int:
         return 8

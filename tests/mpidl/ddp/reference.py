@@ -1,4 +1,4 @@
-"""What a pass on each rank gives by itself, to judge averaged gradients by."""
+"""Gradients of a pass on each rank by itself, to judge averaged gradients by."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_two_wrappers(comm, initial: bool) -> None:
 
 
 class Counter(mpidl.Joinable):
-    """How many batches all ranks have had, counted by all of them after each batch."""
+    """Counts the batches of all ranks, by a collective after each batch."""
 
     def __init__(self, comm: Any) -> None:
         self.comm, self.total, self.last = comm, 0, False

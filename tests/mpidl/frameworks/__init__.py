@@ -1,1 +1,1 @@
-"""A Trainer of transformers, a loop with accelerate and a Lightning module beside mpidl."""
+"""A Trainer of transformers, a loop with accelerate and a Lightning module with mpidl."""

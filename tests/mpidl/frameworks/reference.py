@@ -24,7 +24,7 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.01}
 
 
 def made() -> Any:
-    """The same weights on every rank."""
+    """Makes a model with the same weights on every rank."""
     torch.manual_seed(1)
     config = transformers.GPT2Config(vocab_size=32, n_positions=LENGTH, n_layer=2, n_head=2, n_embd=16)
     config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False})
@@ -39,7 +39,7 @@ def sequences(rank: int) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """What a run gave: the mean loss of each step, the norm of its gradients before clipping, and the weights."""
+    """Result of a run: the mean loss of each step, the norm of its gradients before clipping, and the weights."""
 
     losses: list[float]
     norms: list[float]

@@ -1,4 +1,4 @@
-"""Frameworks train beside mpidl on 2 ranks as one process does, with clipping that cuts in every step."""
+"""Frameworks train with mpidl on 2 ranks as one process does, with clipping that cuts in every step."""
 
 from __future__ import annotations
 

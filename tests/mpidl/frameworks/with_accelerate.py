@@ -1,4 +1,4 @@
-"""A loop with accelerate in every engine, beside one process; its own checkpoints, and mpidl's.
+"""A loop with accelerate in every engine, compared with one process; its own checkpoints, and mpidl's.
 
 Usage: with_accelerate.py FOLDER    FOLDER: empty, the same on every rank.
 """

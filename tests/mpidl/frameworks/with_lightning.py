@@ -1,4 +1,4 @@
-"""A Lightning module in every engine, beside one process; its own checkpoints.
+"""A Lightning module in every engine, compared with one process; its own checkpoints.
 
 Usage: with_lightning.py FOLDER    FOLDER: empty, the same on every rank.
 """
@@ -91,7 +91,7 @@ def fit(rank: int, module: Module, epochs: int = 1, path: Path | None = None) ->
 
 
 def resume(rank: int, way: str, path: Path) -> None:
-    """One epoch, and the second of it by another trainer, beside two of one trainer."""
+    """Compares one epoch and a second by another trainer with two epochs of one trainer."""
     whole, first, second = Module(way), Module(way), Module(way)
     fit(rank, whole, epochs=2)
     fit(rank, first).save_checkpoint(path)

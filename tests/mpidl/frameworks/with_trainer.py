@@ -1,4 +1,4 @@
-"""A Trainer of transformers in every engine, beside one process; its export, and its own checkpoints.
+"""A Trainer of transformers in every engine, compared with one process; its export, and its own checkpoints.
 
 Usage: with_trainer.py FOLDER    FOLDER: empty, the same on every rank.
 """
@@ -69,7 +69,7 @@ def dataset(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def run_of(trainer: transformers.Trainer, model: Any, optimizer: Any) -> Run:
-    """What the trainer has logged, and what it has made of the weights."""
+    """Returns the trainer's log and weights."""
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses, norms = ([float(entry[key]) for entry in steps] for key in ("loss", "grad_norm"))
     return Run(losses, norms, weights_of(model, optimizer))

@@ -1,4 +1,4 @@
-"""Loss scaling: all ranks decide alike, and as a single process on the whole batch would."""
+"""Loss scaling: all ranks decide the same, and as a single process on the whole batch would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small_model() -> nn.Module:
 
 
 def wrap(model: nn.Module, engine: str, comm: Communicator, **settings: Any) -> tuple[nn.Module, Any]:
-    """What is called, and the optimizer."""
+    """Returns the callable and the optimizer."""
     if engine == "ddp":
         return mpidl.DistributedDataParallel(model, process_group=comm), torch.optim.SGD(model.parameters(), **settings)
     return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, int(engine[-1]), process_group=comm, **settings)

@@ -1,4 +1,4 @@
-"""How parameters are cut into buckets and buckets into shards."""
+"""Cuts of parameters into buckets and of buckets into shards."""
 
 from __future__ import annotations
 

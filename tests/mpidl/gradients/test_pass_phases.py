@@ -53,7 +53,7 @@ class Engine:
         self.watch.attach(self.model)
 
     def backward(self) -> list[str]:
-        """What one pass runs."""
+        """Runs one pass."""
         self.seen = []
         self.model(torch.ones(1, 2)).sum().backward()
         return self.seen

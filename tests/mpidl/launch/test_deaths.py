@@ -1,4 +1,4 @@
-"""Which process ended first."""
+"""The order in which processes end."""
 
 from __future__ import annotations
 

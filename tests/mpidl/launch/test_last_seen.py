@@ -1,4 +1,4 @@
-"""What a rank that is gone was in, and who waited for it."""
+"""The last operation of a rank that has ended, and the ranks that waited for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process is which rank."""
+"""The processes of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command writes, on its way through the restart wrapper."""
+"""Output of a command, passed on by the restart wrapper."""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ def test_training_equals_a_single_process_on_the_whole_batch(comm, engine: str) 
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-10)
 
 
-class Apart(nn.Module):
+class LayerPerRank(nn.Module):
     """After the shared normalized part every rank goes through a layer of its own."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -396,7 +396,7 @@ class Apart(nn.Module):
 def test_buckets_that_fill_at_other_times_on_other_ranks_do_not_get_in_the_way(comm) -> None:
     """Rank 0's first bucket is under way before its normalization's backward, the last rank's only after it."""
     torch.manual_seed(0)
-    model = mpidl.SyncBatchNorm.convert_sync_batchnorm(Apart(comm.rank, comm.size), comm)
+    model = mpidl.SyncBatchNorm.convert_sync_batchnorm(LayerPerRank(comm.rank, comm.size), comm)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, find_unused_parameters=True)
     for _ in range(3):
         model.zero_grad()

@@ -23,8 +23,8 @@ from mpidl.optim import (
 pytestmark = pytest.mark.mpi
 
 
-def alike(comm, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the same on all ranks, to the bit."""
+def equal_on_all(comm, tensor: torch.Tensor) -> bool:
+    """Returns True if a tensor is the same on all ranks, to the bit."""
     own = tensor.detach().contiguous().flatten()
     everything = torch.empty(comm.size * own.numel(), dtype=own.dtype)
     comm.all_gather(everything, own)
@@ -49,7 +49,7 @@ def test_parameters_of_any_kind_become_their_mean(comm) -> None:
         mean = everything.double().view(comm.size, *own.shape).mean(0)
         rtol = 1e-2 if own.dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(p.detach().double(), mean, rtol=rtol, atol=rtol)
-        assert alike(comm, p)
+        assert equal_on_all(comm, p)
         assert view.data_ptr() == p.data_ptr()  # in place
         assert p.stride() == own.stride()
 
@@ -67,7 +67,7 @@ def test_weights_are_averaged_when_it_is_time(comm, period: int, warmup: int) ->
         weights -= lr * slopes[step]
         if step + 1 > warmup and (step + 1 - warmup) % period == 0:
             weights[:] = weights.mean(0)
-            assert alike(comm, p)
+            assert equal_on_all(comm, p)
         np.testing.assert_allclose(p.detach().numpy(), weights[comm.rank], rtol=1e-12)
 
 
@@ -103,7 +103,7 @@ def test_a_loaded_state_keeps_the_beat(comm) -> None:
     for value, each in ((p, optimizer), (q, other)):
         value.grad = torch.full((1,), float(comm.rank))
         each.step()
-        assert alike(comm, value)
+        assert equal_on_all(comm, value)
     assert torch.equal(p, q)
     with pytest.raises(ConfigurationError, match=r"lacks 'averager'"):
         other.load_state_dict(other.optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""DDP and all stages of ZeRO give the same bits in fp32 at the same number of ranks, whoever is late.
+"""DDP and all stages of ZeRO give the same bits in fp32 at the same number of ranks, whichever rank is late.
 
 Gradients are added in the order of the ranks wherever buckets and shards cut them, and an optimizer's update of an
 element depends on that element alone. That holds for torch's loops over parameters and its foreach kernels. The fused
@@ -63,7 +63,7 @@ def run(comm, engine: str, model: str, training: dict[str, Any], delays: int = 0
 
 
 def differences(expected: Trained, found: Trained) -> list[str]:
-    """What is not the same to the bit; sharded weights are looked at where they are whole, on rank 0."""
+    """Lists what differs in any bit; sharded weights are compared where they are whole, on rank 0."""
     names = [name for name in expected.weights if name in found.weights]
     differ = [name for name in names if not torch.equal(found.weights[name], expected.weights[name])]
     return differ if np.array_equal(found.losses, expected.losses) else ["losses", *differ]

@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def run(number: int, ranks: int, *arguments: str, **variables: str) -> str:
-    """What a Python program prints that runs on so many hosts with so many ranks each."""
+    """Runs a Python program on so many hosts with so many ranks each, and returns its output."""
     settings = {"PYTHONPATH": str(launch.ROOT), **variables}
     done = on_hosts(*arguments, number=number, ranks=ranks, timeout=100, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,7 +29,7 @@ def over_hosts(*arguments: str) -> list[dict]:
 
 
 def reports(job: Path, *arguments: str, **variables: str) -> list[dict]:
-    """What ranks of two hosts with two ranks each print."""
+    """Reports of the ranks of two hosts with two ranks each."""
     printed, text = [], run(2, 2, str(job), *arguments, **variables).strip()  # ranks' lines may stand on one
     while text:
         report, end = json.JSONDecoder().raw_decode(text)

@@ -1,4 +1,4 @@
-"""What frameworks ask of a model and its optimizer beside training: they move it, and save what state_dict() gives."""
+"""Uses of a model and its optimizer by frameworks besides training: they move it, and save its state_dict()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeroOptimizer's arguments: what is refused, with which words, alike on every rank, and leaves the model as it was."""
+"""ZeroOptimizer's arguments: wrong ones raise the same error on every rank, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_parameters_in_place_of_the_model_are_told_what_to_write(comm, given: di
 
 
 def picture(model: nn.Module) -> dict:
-    """What of a model and its modules a refused call must leave alone."""
+    """Copies all that a refused call must leave unchanged in a model and its modules."""
     found: dict = {"parameters": [(id(p), type(p), p.data_ptr(), dict(p.__dict__)) for p in model.parameters()]}
     for name, module in model.named_modules():
         hooks = {k: dict(v) for k, v in module.__dict__.items() if k.endswith("_hooks")}

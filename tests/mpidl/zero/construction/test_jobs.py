@@ -1,4 +1,4 @@
-"""What a rank's process really holds while a model that is larger than its share is built."""
+"""Memory of a rank's process while a model that is larger than its share is built."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hooks(model: nn.Module) -> list[str]:
-    """Whatever is called beside the modules, and what modules and parameters have of their own instead of a class's."""
+    """Calls besides the modules', and attributes of modules and parameters in place of a class's."""
     found = []
     for module in model.modules():
         found += [name for name, value in vars(module).items() if name.endswith("_hooks") and value]

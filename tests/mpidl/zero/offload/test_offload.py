@@ -62,7 +62,7 @@ def whole(optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def differences(expected: tuple[Any, Any], found: tuple[Any, Any]) -> list[str]:
-    """What of weights and optimizer states is not the same to the bit; on rank 0."""
+    """Lists the weights and optimizer states that differ in any bit; on rank 0."""
     differ = [name for name, tensor in expected[0].items() if not torch.equal(found[0][name], tensor)]
     entries, others = (state.get("state", {}) for _, state in (expected, found))
     assert entries.keys() == others.keys()

@@ -1,4 +1,4 @@
-"""What ranks make of whole parameters inside `gathered`: alike, or one of them for all; anything else is refused."""
+"""Changes of whole parameters inside `gathered`: the same on all ranks, or one rank's for all; others are refused."""
 
 from __future__ import annotations
 

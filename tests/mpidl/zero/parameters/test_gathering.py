@@ -61,8 +61,8 @@ def trained(comm, adapted: bool = False, steps: int = STEPS, **settings: Any):
 
 
 @pytest.fixture
-def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks run alike, so that none has to help another out before its turn, however busy the machine is."""
+def ranks_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the ranks in step, so that none has to help another out before its turn, however busy the machine is."""
     monkeypatch.setattr("mpidl.zero.parameters.sharded._FIRST_POLL_S", 60.0)
 
 
@@ -72,7 +72,7 @@ def padded(sizes: Sequence[int], ranks: int) -> int:
     return -(-lines // ranks) * ranks * 64
 
 
-def test_each_unit_is_gathered_once_forward_and_once_backward(comm, alike) -> None:
+def test_each_unit_is_gathered_once_forward_and_once_backward(comm, ranks_in_step) -> None:
     """The last block stays from forward to backward, as it is the first that backward needs."""
     _, _, seen = trained(comm)
     if comm.size == 1:
@@ -83,7 +83,7 @@ def test_each_unit_is_gathered_once_forward_and_once_backward(comm, alike) -> No
         assert step["gathered_bytes"] == (2 * BLOCKS - 1) * block + head
 
 
-def test_units_are_gathered_ahead_once_their_order_is_known(comm, alike) -> None:
+def test_units_are_gathered_ahead_once_their_order_is_known(comm, ranks_in_step) -> None:
     _, _, seen = trained(comm)
     if comm.size > 1:
         assert seen[0]["ahead"] < BLOCKS
@@ -92,8 +92,8 @@ def test_units_are_gathered_ahead_once_their_order_is_known(comm, alike) -> None
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_no_more_than_three_units_are_whole_at_a_time(comm, alike, adapted: bool) -> None:
-    """The one that computes, the next, and the model's own; frozen ones are let go in backward as well."""
+def test_no_more_than_three_units_are_whole_at_a_time(comm, ranks_in_step, adapted: bool) -> None:
+    """The one that computes, the next, and the model's own; frozen ones are released in backward as well."""
     _, optimizer, _ = trained(comm, adapted)
     if comm.size > 1:
         block, scale = padded([WIDTH * WIDTH, WIDTH], comm.size), padded([1], comm.size) * adapted
@@ -102,7 +102,7 @@ def test_no_more_than_three_units_are_whole_at_a_time(comm, alike, adapted: bool
         assert not any(unit.is_held for unit in optimizer._parts.parameters._units)
 
 
-def test_units_may_stay_whole_from_forward_to_backward(comm, alike) -> None:
+def test_units_may_stay_whole_from_forward_to_backward(comm, ranks_in_step) -> None:
     _, optimizer, seen = trained(comm, reshard_after_forward=False)
     if comm.size > 1:
         assert all(step["gathers"] == BLOCKS + 1 for step in seen)

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: new parameters are on their way while the next forward pass begins; nobody uses them too early."""
+"""Stages 1 and 2: new parameters are gathered while the next forward pass begins, which waits before it uses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = pytest.mark.parametrize("way", ["stage 1", "stage 2"])
 
 
 class Late:
-    """A gather that happens when somebody waits for it, and no sooner."""
+    """A gather that happens when `wait` is called, and no sooner."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run: Callable[[], Any] | None = run

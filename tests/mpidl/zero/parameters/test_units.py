@@ -1,4 +1,4 @@
-"""Which modules are units by default, and what is said of rules and models that cannot be cut well."""
+"""Units by default, and errors for rules and models that cannot be cut well."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_blocks_are_units_whatever_else_is_in_their_list(comm, name: str) -> Non
 
 
 class Apart(nn.Module):
-    """Modules of one class in a dictionary beside others, and blocks below."""
+    """Modules of one class in a dictionary with others, and blocks below."""
 
     def __init__(self) -> None:
         super().__init__()
