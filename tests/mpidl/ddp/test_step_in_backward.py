@@ -359,7 +359,7 @@ def test_what_needs_all_gradients_is_refused(comm) -> None:
 
 
 class TakesAll(torch.optim.SGD):
-    """Its step on a parameter depends on the others."""
+    """Its step on a parameter depends on the other parameters."""
 
     def step(self, closure: Any = None) -> Any:
         given = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -378,7 +378,7 @@ def test_what_cannot_step_on_a_bucket_is_refused(comm) -> None:
         (lambda: mpidl.optim.PostLocalSGDOptimizer(torch.optim.SGD(own), averager), "averages weights in them"),
         (lambda: Counts(own), "Counts changes count of its groups"),
         (lambda: Decays(own), "Decays makes other steps on one parameter after another"),
-        (lambda: TakesAll(own), "a step of TakesAll on a parameter depends on the others"),
+        (lambda: TakesAll(own), "a step of TakesAll on a parameter depends on the other parameters"),
         (lambda: torch.optim.SGD([*own, *stranger.parameters()]), r"shape \(2, 2\) that is none of the module's"),
         (lambda: torch.optim.SGD(own, differentiable=True), "differentiable=True"),
         (lambda: "SGD", "got str; needs optimizers"),

@@ -85,7 +85,7 @@ WRONG = {
     ),
     "a class of one's own that looks at several parameters": (
         {"optimizer_class": Clipping},
-        "Clipping cannot be sharded: a step on a parameter depends on the others",
+        "Clipping cannot be sharded: a step on a parameter depends on the other parameters",
     ),
     "one that fails in the trial, offloaded": (
         {"optimizer_class": Failing, "offload": "cpu"},

@@ -381,9 +381,14 @@ def test_settings_of_groups_and_groups_added_later(comm) -> None:
             Matrices,
             {"optimizer_class": OfTheGroup},
             mpidl.ConfigurationError,
-            "OfTheGroup cannot be sharded: a step on a parameter depends on the others",
+            "OfTheGroup cannot be sharded: a step on a parameter depends on the other parameters",
         ),
-        (Matrices, {"optimizer_class": OfTheGroup, "lr": 1e-7}, mpidl.ConfigurationError, "depends on the others"),
+        (
+            Matrices,
+            {"optimizer_class": OfTheGroup, "lr": 1e-7},
+            mpidl.ConfigurationError,
+            "depends on the other parameters",
+        ),
         (Mixture, {"optimizer_class": OwnGroups}, mpidl.ConfigurationError, "OwnGroups makes 2 groups of the 1"),
     ],
 )
