@@ -66,8 +66,8 @@ def train(peer: bool) -> None:
 
 def launch(peer: bool, ranks: int) -> dict[str, float]:
     """Starts a job; seconds of each stage. Raises SystemExit with what it said if it fails."""
-    beside = Path(sys.executable).parent
-    launcher = str(beside / "mpirun") if (beside / "mpirun").exists() else shutil.which("mpirun") or "mpirun"
+    own = Path(sys.executable).parent
+    launcher = str(own / "mpirun") if (own / "mpirun").exists() else shutil.which("mpirun") or "mpirun"
     program = [__file__, "--program", "torch" if peer else "mpidl"]
     if peer:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]

@@ -36,8 +36,8 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """ZeRO's cut of a bucket. shard: this rank's elements. reduce_scatter(whole): starts the mean of that part."""
+class BucketShards:
+    """Shards of a bucket under ZeRO. shard: this rank's elements. reduce_scatter(whole): starts the mean of these."""
 
     shard: slice
     reduce_scatter: Callable[[torch.Tensor], Handle]
@@ -54,7 +54,7 @@ class GradBucket:
         views: Sequence[torch.Tensor],
         of: Sequence[Any],
         duplicates: Mapping[Communicator, Communicator] | None = None,
-        cut: Cut | None = None,
+        cut: BucketShards | None = None,
     ) -> None:
         self._index, self._last, self._flat = index, last, flat
         self._views, self._parameters = list(views), list(of)

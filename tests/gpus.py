@@ -106,8 +106,8 @@ def follow(run: Run, command: Sequence[str], cwd: Path = ROOT) -> Run:
 
 def tested(options: Sequence[str]) -> list[Run]:
     """The tests on every number of ranks and without MPI."""
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else "mpirun"
+    own = Path(sys.executable).parent / "mpirun"
+    mpirun = str(own) if own.exists() else "mpirun"
     folders = [] if any(option.startswith("tests/") for option in options) else FOLDERS
     pytest = [sys.executable, "-m", "pytest", "-v", "--color=no", "--gpu", *folders, *options]
     runs = [

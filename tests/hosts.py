@@ -4,7 +4,7 @@
     sudo .venv/bin/python tests/hosts.py --rate 1gbit -- python benchmarks/bench_collectives.py --ops all_reduce
 
 A host is a set of Linux namespaces: its network, host name and /dev/shm are its own, the files and the cores are the
-machine's. All hosts hang on one switch, and mpirun runs beside it and starts ranks on the hosts as it would by ssh:
+machine's. All hosts hang on one switch, and mpirun runs outside and starts ranks on the hosts as it would by ssh:
 
     switch    10.77.0.254    a bridge; mpirun
       |-- host1    10.77.0.1    ranks 0 .. r-1     each link full duplex, as fast as the machine or --rate
@@ -208,14 +208,14 @@ def _job(options: argparse.Namespace, pids: dict[str, int], folder: Path) -> tup
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """The caller's variables; `python` and `mpirun` are those beside this program's interpreter.
+    """The caller's variables; `python` and `mpirun` are those next to this program's interpreter.
 
     The hosts share the machine's cores and do not know it, so threads are counted out here.
     """
-    beside = str(Path(sys.executable).parent)
+    own = str(Path(sys.executable).parent)
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     environment = {"OMP_NUM_THREADS": threads, **OPEN_MPI, **os.environ}
-    environment["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    environment["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
     return environment
 
 

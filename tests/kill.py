@@ -6,7 +6,7 @@
 
 The GPT-2 example trains under `python -m mpidl.launch`. Random ranks get SIGKILL: while the job starts, some steps
 after a checkpoint, and, every third time, while one is being written. At the end every loss since the last restart, and
-the validation loss, must be those of a training that nobody disturbed, to the bit, or with --then to 1e-5; every run
+the validation loss, must be those of an undisturbed training, to the bit, or with --then to 1e-5; every run
 must have gone on from a checkpoint at least as new as the newest that was seen complete before the kill; nothing may be
 left in /dev/shm, in the directory for temporary files, or among the processes. As root it all happens in namespaces of
 its own, so that this is known of all of /dev/shm and the whole process table; otherwise of what bears the job's marks.
@@ -76,8 +76,8 @@ class Training:
         self.environment = launch.environment(TMPDIR=str(folder / "tmp"), PYTHONPATH=str(ROOT), **changes)
 
     def command(self, results: str, *more: str) -> list[str]:
-        beside = Path(sys.executable).parent / "mpirun"
-        mpirun = str(beside) if beside.exists() else "mpirun"
+        own = Path(sys.executable).parent / "mpirun"
+        mpirun = str(own) if own.exists() else "mpirun"
         example = [sys.executable, str(ROOT / "examples" / "gpt2_zero3.py"), *SIZE, *QUIET, *more]
         if self._options.then:
             example += ["--global-batch", str(GLOBAL_BATCH)]

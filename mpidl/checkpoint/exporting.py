@@ -26,7 +26,7 @@ from collectives import Communicator
 
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import on_rank_0, together
-from ..job.ending import UNFINISHED
+from ..job.ending import TEMP_PATHS
 from ..models.pretrained import published_names
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
 from . import folder, index
@@ -199,7 +199,7 @@ def _export(
     all_ = (lambda action: together(comm, action)) if comm is not None else _alone
     former = first(lambda: _former(path, shapes, published))
     unfinished = {_temporary(path, file) for file in files}
-    UNFINISHED.update(unfinished)
+    TEMP_PATHS.update(unfinished)
     try:
         first(lambda: _create(path, files))
         all_(lambda: _write(path, files, own()))
@@ -211,7 +211,7 @@ def _export(
         _forget(path, files)
         raise
     finally:
-        UNFINISHED.difference_update(unfinished)
+        TEMP_PATHS.difference_update(unfinished)
 
 
 def _alone(action: Callable[[], Any]) -> Any:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigurationError
-from ..job.ending import UNFINISHED
+from ..job.ending import TEMP_PATHS
 from . import holding, index, parts
 from .index import Index
 from .regular import read_regular, size_of
@@ -110,7 +110,7 @@ def clean(folder: Path) -> None:
     """
     if holding.is_another_s(folder):
         return
-    under_way = {path.absolute() for path in UNFINISHED}
+    under_way = {path.absolute() for path in TEMP_PATHS}
     for path in sorted(folder.iterdir()):
         if not path.suffix or not _LEFT.fullmatch(path.name) or path.absolute() in under_way:
             continue

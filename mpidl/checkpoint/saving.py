@@ -16,7 +16,7 @@ from collectives import Communicator
 
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import on_rank_0, together
-from ..job.ending import STANDING
+from ..job.ending import JOB_FILES
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
@@ -129,7 +129,7 @@ def claim(path: str | Path, process_group: Communicator | None = None) -> None:
         holding.hold(where)
 
     on_rank_0(default_communicator(process_group), take)
-    STANDING.add(Path(path).resolve() / holding.NAME)
+    JOB_FILES.add(Path(path).resolve() / holding.NAME)
 
 
 def wait(model: torch.nn.Module) -> Path | None:
@@ -169,7 +169,7 @@ def _begin(part: ModelPart, path: Path, step: int, found: Collected) -> Path:
     own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
     needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES * (1 + len(part.names))
     temporary = on_rank_0(comm, lambda: folder.begin(path, step, part.names))
-    STANDING.add(path.resolve() / holding.NAME)
+    JOB_FILES.add(path.resolve() / holding.NAME)
 
     def check() -> None:
         if not (temporary / part.name).is_dir():

@@ -8,7 +8,7 @@ thread polls for all of them and renames the directory:
     rank00001.json         all is on the disk; lists the files
     rank00001.failed       why it failed, if that could be written
 
-`wait` raises a failure. If the program ends without a `wait`, rank 0 ends the job with it (`ending.UNHEARD`).
+`wait` raises a failure. If the program ends without a `wait`, rank 0 ends the job with it (`ending.BACKGROUND_ERRORS`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collectives import Communicator
 
 from ..errors import CheckpointError
 from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
-from ..job.ending import UNFINISHED, UNHEARD
+from ..job.ending import BACKGROUND_ERRORS, TEMP_PATHS
 from ..job.objects import all_gather_object
 from . import folder, index, parts
 from .collect import Piece, rank_name
@@ -93,12 +93,12 @@ class Saving:
 
     def run(self) -> None:
         """Writes now. Raises CheckpointError on every rank, after the directory is removed. Collective."""
-        UNFINISHED.update(self._unfinished)
+        TEMP_PATHS.update(self._unfinished)
         try:
             part, failure, cause = attempt(self._write_once)
         except BaseException:  # of this rank alone, such as an interrupt
             shutil.rmtree(self._temporary, ignore_errors=True)
-            UNFINISHED.difference_update(self._unfinished)
+            TEMP_PATHS.difference_update(self._unfinished)
             raise
         error = error_of(all_gather_object(self._comm, failure))
         if error is None:
@@ -110,13 +110,13 @@ class Saving:
         self._agreed = True
         if error is not None:
             self._remove()
-        UNFINISHED.difference_update(self._unfinished)
+        TEMP_PATHS.difference_update(self._unfinished)
         if error is not None:
             raise self._explained(str(error)) from cause
 
     def start(self) -> None:
         """Writes in a thread, while the program goes on. Collective."""
-        UNFINISHED.update(self._unfinished)
+        TEMP_PATHS.update(self._unfinished)
         with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
             self._mark("writing").touch()
         self._comm.barrier()
@@ -135,7 +135,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        UNHEARD.pop(self._temporary, None)
+        BACKGROUND_ERRORS.pop(self._temporary, None)
         if not self._agreed:
             found = all_gather_object(self._comm, self._failures)
             error = error_of([f for f, _ in found]) or error_of([f for _, f in found[:1]])
@@ -143,7 +143,7 @@ class Saving:
             if error is not None:
                 self._remove()
                 self._error = str(error)
-            UNFINISHED.difference_update(self._unfinished)
+            TEMP_PATHS.difference_update(self._unfinished)
         if self._error is not None:
             raise self._explained(self._error)
         return self.path
@@ -154,7 +154,7 @@ class Saving:
         if self._comm.rank == 0:
             _, failed_to_finish, error = attempt(lambda: self._finish(self._all_parts(part, failed)))
             if error is not None:
-                UNHEARD[self._temporary] = self._comm, str(self._explained(str(error)))
+                BACKGROUND_ERRORS[self._temporary] = self._comm, str(self._explained(str(error)))
         self._failures = (failed, failed_to_finish)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -29,7 +29,8 @@ class FirstPass:
         begins: Callable[[], None],
         arrives: Callable[[torch.Tensor], None],
     ) -> None:
-        watch.concerns, watch.are_replaced = partial(goes_to, parameters), replacement_test(module, set(parameters))
+        watch.is_training_backward = partial(goes_to, parameters)
+        watch.are_replaced = replacement_test(module, set(parameters))
         watch.phases = PassPhases(begun=(begins,))
         self._handles = [p.register_post_accumulate_grad_hook(arrives) for p in parameters]
 

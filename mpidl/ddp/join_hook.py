@@ -29,9 +29,9 @@ class WrapperJoinHook(JoinHook):
         self._synchronised_norms, self._divide_by_active = synchronised_norms, divide_by_active
 
     @property
-    def share(self) -> float:
+    def mean_correction(self) -> float:
         """The factor of the mean over all ranks."""
-        return self.rounds.share if self._divide_by_active else 1.0
+        return self.rounds.mean_correction if self._divide_by_active else 1.0
 
     def begin(self, rounds: JoinRounds, number: int) -> None:
         """The block begins."""
@@ -44,10 +44,10 @@ class WrapperJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """The begin of a backward pass, and its end, in turn."""
-        if self._reducer.stands_in:
-            self._reducer.end_standing_in()
+        if self._reducer.is_join_shadow:
+            self._reducer.end_shadow_pass()
         else:
-            self._reducer.stand_in()
+            self._reducer.begin_shadow_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Broadcasts the states of a rank that ended last to all."""

@@ -59,7 +59,7 @@ class Joining(Protocol):
     rounds: JoinRounds
 
     @property
-    def share(self) -> float:
+    def mean_correction(self) -> float:
         """The factor of the mean over all ranks."""
 
     def tell(self, stage: Stage) -> None:
@@ -103,15 +103,15 @@ class Reducer:
         self.rebuilt = False
         self.order_root = 0  # whose order of arrival counts
         self.joining: Joining | None = None
-        self.stands_in = False  # this rank has no batches left, and a backward pass of the others is under way
+        self.is_join_shadow = False  # this rank has no batches left, and contributes zeros to a pass of the others
         self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank meanwhile
-        self.share = 1.0  # what the mean over all ranks is multiplied by
+        self.mean_correction = 1.0  # factor of the mean over all ranks
         self._place = place
         self._arena = BucketMemory(comm, place.device)
         self._averages: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
         self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._quietly: set[torch.Tensor] = set()  # parameters to which passes under no_sync gave something
+        self._accumulated_under_no_sync: set[torch.Tensor] = set()
         self._without: set[torch.Tensor] = set()  # parameters to which the pass under way came, and gave no gradient
         self._incomplete: IncompletePass | None = None  # on every rank, or on none
         self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
@@ -136,7 +136,7 @@ class Reducer:
         )
         self.queue.defer_launch_to_end = static_graph
         self._watch = watch
-        watch.concerns, watch.are_replaced = self.reached_from, replacement_test(module, names)
+        watch.is_training_backward, watch.are_replaced = self.reached_from, replacement_test(module, names)
         watch.phases = PassPhases(
             begun=(
                 self._refuse_double_backward,
@@ -187,7 +187,7 @@ class Reducer:
                 self._foreign,
                 reduce=self._begin_reduction,
                 complete=self._complete,
-                is_unreduced=lambda p: p in self._quietly and p.grad is not None,
+                is_unreduced=lambda p: p in self._accumulated_under_no_sync and p.grad is not None,
             )
         self._arena = BucketMemory(self.comm, self._place.device)
         self._lay_out([p for bucket in self.queue.buckets for p in bucket.parameters])
@@ -231,7 +231,7 @@ class Reducer:
         trained = set(self._trained)
         self._average_left_behind([p for p in former if p not in trained])
         if former:
-            self._quietly |= {p for p in trained.difference(former) if p.grad is not None}
+            self._accumulated_under_no_sync |= {p for p in trained.difference(former) if p.grad is not None}
         self._sparse = sparse_parameters(self._module) & trained
         self.queue.expected = {}
         self.queue.defer_launch_to_end = self._static_graph
@@ -243,7 +243,7 @@ class Reducer:
         """Parameters that were frozen after passes under no_sync gave them something: no pass will average that."""
         if not frozen:
             return
-        given = np.array([p in self._quietly and p.grad is not None for p in frozen], np.uint8)
+        given = np.array([p in self._accumulated_under_no_sync and p.grad is not None for p in frozen], np.uint8)
         self.comm.all_reduce(given, "max")
         for p, anywhere in zip(frozen, given, strict=True):
             if anywhere and p in self._sparse:
@@ -251,7 +251,7 @@ class Reducer:
             elif anywhere:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 self.comm.all_reduce(p.grad, "avg")
-            self._quietly.discard(p)
+            self._accumulated_under_no_sync.discard(p)
 
     def retire(self) -> None:
         """Takes the hooks off the parameters; gradients stay. A pass that an exception has cut short is given up."""
@@ -322,37 +322,38 @@ class Reducer:
     def _begin_round(self) -> None:
         if self.joining is not None and self.queue.synchronise:
             self.joining.tell(Stage.BACKWARD)
-            self.share, self.order_root = self.joining.share, self.joining.rounds.root
+            self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.rounds.root
 
-    def stand_in(self) -> None:
-        """A backward pass of the other ranks begins, to which this one contributes zeros."""
+    def begin_shadow_pass(self) -> None:
+        """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
         assert self.joining is not None
-        self.share, self.order_root, self.stands_in = self.joining.share, self.joining.rounds.root, True
+        self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.rounds.root
+        self.is_join_shadow = True
         self._agree_on_buckets()
         self._own = {p: p.grad for p in self._trained}
         for p in self._own:
             p.grad = None
         self.queue.launch_rest()
 
-    def end_standing_in(self) -> None:
+    def end_shadow_pass(self) -> None:
         """Ends the shadow pass; this rank's gradients are again those of before."""
         try:
             self.queue.finish()
         finally:
-            self.stands_in = False
+            self.is_join_shadow = False
             self.queue.reset()
             for p, gradient in self._own.items():
                 p.grad = gradient
             self._own = {}
 
     def leave_join(self) -> None:
-        """Passes are those of all ranks again."""
-        if self.stands_in:  # an exception ends it
+        """Ends the block: passes are those of all ranks again."""
+        if self.is_join_shadow:  # an exception ends it
             self._own, own = {}, self._own
             self.queue.reset()
             for p, gradient in own.items():
                 p.grad = gradient
-        self.joining, self.stands_in, self.share, self.order_root = None, False, 1.0, 0
+        self.joining, self.is_join_shadow, self.mean_correction, self.order_root = None, False, 1.0, 0
 
     # ---- within a pass ----------------------------------------------------------------------------------------
 
@@ -376,7 +377,7 @@ class Reducer:
         """Moves a complete gradient into its place in the bucket, unless it lies there already."""
         parameter = bucket.parameters[index]
         if not self.queue.synchronise:
-            self._quietly.add(parameter)
+            self._accumulated_under_no_sync.add(parameter)
             return
         gradient = parameter.grad
         if gradient is None:  # as of a function whose backward returns None
@@ -440,7 +441,7 @@ class Reducer:
     def _gives(self, parameter: torch.nn.Parameter) -> bool:
         """Returns whether passes of this rank gave the parameter a gradient since the last one that was averaged."""
         arrived = parameter in self.queue.arrivals and parameter not in self._without
-        return arrived or (parameter in self._quietly and parameter.grad is not None)
+        return arrived or (parameter in self._accumulated_under_no_sync and parameter.grad is not None)
 
     def _begin_reduction(self, bucket: GradientBucket, number: int) -> comm_hooks.Handle:
         """Starts the reduction by the user's hook, or else by an operation of the bucket's own."""
@@ -456,11 +457,11 @@ class Reducer:
         values = comm_hooks.result_of(handle)
         if values is not None and values.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(values)
-        if self.share != 1.0:
-            bucket.flat.mul_(self.share)
+        if self.mean_correction != 1.0:
+            bucket.flat.mul_(self.mean_correction)
 
     def _finish(self) -> None:
-        if self.joining is not None and not self.stands_in:
+        if self.joining is not None and not self.is_join_shadow:
             self.joining.tell(Stage.END_OF_BACKWARD)
         results, self._results, self._opaque = self._results, [], False
         for bucket, handle in results:
@@ -473,7 +474,7 @@ class Reducer:
                 if p in self._sparse:
                     mean = mean_of_sparse(self.comm, p, p.grad)
                     if p in reached:
-                        p.grad = mean if self.share == 1.0 else mean * self.share
+                        p.grad = mean if self.mean_correction == 1.0 else mean * self.mean_correction
                 elif self.steps is not None:
                     continue  # it has what it is to have
                 elif p not in reached:
@@ -485,7 +486,7 @@ class Reducer:
                     p.grad = bucket.views[index].clone()
                 else:
                     p.grad.copy_(bucket.views[index])
-        self._kept, self._quietly, self._without = {}, set(), set()
+        self._kept, self._accumulated_under_no_sync, self._without = {}, set(), set()
         if self.steps is not None:
             self.steps.step([p for p in self._trained if p in self._sparse and p in reached])
             self.steps.end()
@@ -530,7 +531,7 @@ class Reducer:
                 fine = arrivals.get(p, 0) == self.queue.expected[p]
             else:
                 fine = p in arrivals or p in before or self._find_unused or self._static_graph
-            if not fine and not self.stands_in:
+            if not fine and not self.is_join_shadow:
                 missed_by[number] = self.comm.rank
         if not self._static_graph and (missed_by >= 0).any():
             forwards = self._watch.forwards if self._incomplete is None else self._incomplete.forwards
@@ -568,7 +569,7 @@ class Reducer:
 
     def _learn(self) -> None:
         """Learns from the first synchronised pass the order of gradients, and for a static graph their number."""
-        if self._static_graph and not self._counts_known and not self.stands_in:
+        if self._static_graph and not self._counts_known and not self.is_join_shadow:
             self.queue.expected = {p: self.queue.arrivals.get(p, 0) for p in self._trained}
             self.queue.defer_launch_to_end, self._counts_known = False, True
         if self.rebuilt:

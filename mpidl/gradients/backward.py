@@ -75,10 +75,10 @@ def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any] | None) -> bool:
-    """Within a backward pass that came by these nodes of the graph: whether it goes to any of the parameters.
+    """Returns True in a backward pass that goes to any of the parameters and came by these nodes of the graph.
 
-    It does not for torch.autograd.grad to inputs or activations. Where the pass reaches no parameter on this rank at
-    all, others wait for it all the same, so that only a pass that leaves nodes out counts as one of that kind.
+    False for torch.autograd.grad to inputs or activations. Other ranks wait also for a pass that reaches no parameter
+    on this rank, so that only a pass that leaves nodes out counts as one to inputs or activations.
 
     nodes: None for a forward pass with other tensors in place of all parameters, where no rank reaches any.
     """
@@ -201,7 +201,8 @@ class _OutputHook:
             return
         if not watch.active or watch._interrupted:
             # Parameters that are replaced for good are an error, which the pass finds.
-            if not watch.concerns(None if self._replaced and not watch.are_replaced() else self._following):
+            nodes = None if self._replaced and not watch.are_replaced() else self._following
+            if not watch.is_training_backward(nodes):
                 return
             watch.begin()
         watch._waiting.discard(self)
@@ -215,15 +216,15 @@ class BackwardWatch:
 
     active: whether a pass is under way. number: of the pass, or of the last; from 1 on. phases: may be set, also by
     one of `begun`, which then runs the new ones itself.
-    concerns(nodes): asked when the gradient of an output arrives, with the nodes of autograd's graph that follow
-    the output, whether this backward pass is one through the model's parameters. nodes: None where other tensors were
-    in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`. forwards: number of
-    forward passes with gradients.
+    is_training_backward(nodes): called when the gradient of an output arrives, with the nodes of autograd's graph that
+    follow the output; returns True if this backward pass goes to the model's parameters. nodes: None where other
+    tensors were in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`. forwards:
+    number of forward passes with gradients.
     """
 
     def __init__(self) -> None:
         self.active, self.number = False, 0
-        self.concerns: Callable[[list[Any] | None], bool] = lambda _: True
+        self.is_training_backward: Callable[[list[Any] | None], bool] = lambda _: True
         self.are_replaced: Callable[[], bool] = lambda: False
         self._pass: Callable[[], Any] = lambda: None
         self.phases = PassPhases()

@@ -4,10 +4,10 @@
     Ctrl-C, SIGINT                                     one line, status 130; also while the rank waits inside MPI
     sys.exit(3) while others wait for the rank         the watchdog's report, status 3
     a failure in the background, of which the          one line, status 1, or that of the program if it is not 0
-    program ends without having heard (`UNHEARD`)
+    program ends without a `wait` for it (`BACKGROUND_ERRORS`)
 
-A directory that is being written when the job ends so is removed (`UNFINISHED`), and so are files that stand for the
-running job (`STANDING`).
+A directory that is being written when the job ends so is removed (`TEMP_PATHS`), and so are files that stand for the
+running job (`JOB_FILES`).
 
 Often all ranks fail with one error, or all are interrupted. The ranks of a node share a page. The first of them claims
 it and writes its message there: the others print nothing unless they have another message.
@@ -38,9 +38,9 @@ from ..digest import DIGEST, digest
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks
 _NOTICE_S = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
-UNFINISHED: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
-STANDING: set[Path] = set()  # files of all ranks
-UNHEARD: dict[Path, tuple[Communicator, str]] = {}  # why what was to be there is not, by directory; whose it is
+TEMP_PATHS: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
+JOB_FILES: set[Path] = set()  # files of all ranks, such as locks
+BACKGROUND_ERRORS: dict[Path, tuple[Communicator, str]] = {}  # by the directory that could not be written
 
 
 def end_job_with_any_rank(comm: Communicator) -> None:
@@ -170,7 +170,7 @@ def _say(text: str) -> None:
 
 def _end(comm: Communicator, status: int) -> NoReturn:
     time.sleep(_LAST_WORDS)
-    for path in list(UNFINISHED):
+    for path in list(TEMP_PATHS):
         gone = path.with_suffix(".gone")
         with contextlib.suppress(OSError):  # it has been finished, or another rank has been here
             path.rename(gone)  # at once: from here on it cannot be finished any more
@@ -180,7 +180,7 @@ def _end(comm: Communicator, status: int) -> NoReturn:
             shutil.rmtree(useless, ignore_errors=True)
             with contextlib.suppress(OSError):
                 useless.unlink()
-    for path in list(STANDING):
+    for path in list(JOB_FILES):
         with contextlib.suppress(OSError):
             path.unlink()
     with contextlib.suppress(Exception):  # of a communicator that has been closed
@@ -188,9 +188,9 @@ def _end(comm: Communicator, status: int) -> NoReturn:
     os._exit(status)  # mpirun then ends the other ranks
 
 
-def _be_no_rank() -> None:
-    """Makes a forked child no rank: the job does not end by what it raises, or by signals that it gets."""
-    UNHEARD.clear()
+def _remove_handlers() -> None:
+    """Removes the handlers in a forked child: its errors and signals do not end the job."""
+    BACKGROUND_ERRORS.clear()
     if isinstance(getattr(sys.excepthook, "__self__", None), _Ending):
         sys.excepthook = sys.__excepthook__
     ours = getattr(threading.excepthook, "__self__", None)
@@ -200,13 +200,13 @@ def _be_no_rank() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_be_no_rank)
+    os.register_at_fork(after_in_child=_remove_handlers)
 
 
 @atexit.register
-def _end_with_what_nobody_has_heard() -> None:
-    """Python joins threads before it comes here, and only an end of the whole job can still change its status."""
-    for comm, text in UNHEARD.values():
+def _end_with_background_errors() -> None:
+    """Ends the job with errors that no `wait` has raised. Python has joined all threads, and takes no other status."""
+    for comm, text in BACKGROUND_ERRORS.values():
         _say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
-    for comm, _ in UNHEARD.values():
+    for comm, _ in BACKGROUND_ERRORS.values():
         _end(comm, exit_status.noted() or 1)

@@ -48,7 +48,7 @@ class JoinRounds:
         return self.active[0]
 
     @property
-    def share(self) -> float:
+    def mean_correction(self) -> float:
         """Number of all ranks divided by that of ranks with batches."""
         return self._comm.size / len(self.active)
 

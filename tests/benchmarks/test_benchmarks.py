@@ -137,7 +137,7 @@ def test_a_job_that_dies_ends_all_and_says_why(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_job_whose_caller_has_gone_ends(tmp_path: Path) -> None:
-    """The ranks' end of a turn, beside a caller that hangs up."""
+    """The ranks' end of a turn, with a caller that hangs up."""
     import turns
 
     path = tmp_path / "socket"
@@ -148,7 +148,7 @@ def test_a_job_whose_caller_has_gone_ends(tmp_path: Path) -> None:
             listener.accept()[0].close()
             said = "the program that calls this job's turns has ended"
             with pytest.raises(ConnectionError, match=said), caller.turn():
-                pytest.fail("it is nobody's turn")
+                pytest.fail("a turn without a caller")
 
 
 def test_wrong_options_of_turns_are_one_line_and_status_2(tmp_path: Path) -> None:

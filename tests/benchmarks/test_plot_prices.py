@@ -1,4 +1,4 @@
-"""Predictions are drawn for every algorithm that can be followed, and beside measurements."""
+"""Predictions are drawn for every algorithm that can be followed, and next to measurements."""
 
 from __future__ import annotations
 

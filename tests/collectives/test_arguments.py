@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
         lambda c: (x := ones(4 * c.size + 4), c.all_gather(x[: 4 * c.size], x[4 * c.rank + 1 :][:4])),
     ),
     "a message to oneself": (ArgumentError, "this rank itself", lambda c: c.send(ones(1), c.rank)),
-    "a message to nobody": (ArgumentError, "got 9", lambda c: c.recv(ones(1), 9)),
+    "a message to no rank": (ArgumentError, "got 9", lambda c: c.recv(ones(1), 9)),
     "a tag that is too large": (
         ArgumentError,
         "tag: got 70000",

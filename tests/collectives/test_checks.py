@@ -70,7 +70,7 @@ def test_ranks_that_differ_all_get_the_same_error_and_can_go_on(checked: Communi
     most, rank_1, words = WRONG[what]
     if checked.size > 1:
         if what == "memory" and checked.nodes > 1 and checked.local_size == 1:
-            return  # each on a node of its own shares with nobody, and asks nobody
+            return  # each on a node of its own shares with no rank, and asks none
         with pytest.raises(MismatchError) as caught:
             (rank_1 if checked.rank == 1 else most)(checked)
         texts = checked.mpi.allgather(str(caught.value))

@@ -1,4 +1,4 @@
-"""Waiting inside a node: nobody goes on too early, nobody sleeps too long, whoever waits and however."""
+"""Waiting inside a node: no rank goes on too early, and none sleeps too long, in any way of waiting."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def test_a_compound_operation_uses_what_its_first_parts_found(comm, async_op: bo
 
 
 def test_the_parts_of_a_compound_operation_are_not_asynchronous(comm) -> None:
-    apart = comm.duplicate()  # which is unusable afterwards
-    work = apart.compound("wrong", lambda: apart.barrier(async_op=True), async_op=True)
+    separate = comm.duplicate()  # which is unusable afterwards
+    work = separate.compound("wrong", lambda: separate.barrier(async_op=True), async_op=True)
     with pytest.raises(OperationError, match=r"wrong .* failed: .*async_op inside a compound") as raised:
         work.wait()
     assert isinstance(raised.value.__cause__, ArgumentError)

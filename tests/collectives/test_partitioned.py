@@ -109,7 +109,7 @@ def test_who_comes_first_does_the_others_share(shared: Communicator) -> None:
         if shared.rank > 0:  # these wait only when they see that rank 0 has done all of it
             limit = time.monotonic() + TIMEOUT
             while not torch.equal(x, expected):
-                assert time.monotonic() < limit, "nobody did it"
+                assert time.monotonic() < limit, "no rank did it"
                 time.sleep(1e-3)
         made.wait()
         assert torch.equal(x, expected)

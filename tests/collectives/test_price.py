@@ -1,4 +1,4 @@
-"""Predicted times agree with the textbooks' formulas, and one node stands for all only where they are alike."""
+"""Predicted times agree with the textbooks' formulas, and one node stands for all only where all run the same."""
 
 from __future__ import annotations
 

@@ -155,12 +155,12 @@ WRONG: dict[str, tuple[str, str, Callable[[int], list[Round]]]] = {
         lambda rank: [*swap(rank)[:2], (send(OUT, 1 - rank), reduce(0, 1, 1 - rank))],
     ),
     "nothing is sent": ("was asked for", "all_reduce", lambda rank: [(finish(0, 1),)]),
-    "what nobody wrote is sent": (
+    "unwritten chunks are sent": (
         "holds nothing yet",
         "broadcast",
         lambda rank: [(send(OUT, 0),)] if rank else [(recv(OUT, 1),)],
     ),
-    "a message that nobody receives": (
+    "a message that no rank receives": (
         "waiting for ever",
         "broadcast",
         lambda rank: [] if rank else [(send(OUT, 1),)],

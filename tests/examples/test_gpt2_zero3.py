@@ -1,4 +1,4 @@
-"""The example: every stage trains alike, the results it writes, and one line for wrong use."""
+"""The example: every stage trains the same, the results it writes, and one line for wrong use."""
 
 from __future__ import annotations
 

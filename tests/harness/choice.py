@@ -62,7 +62,7 @@ def _one_of_each(cases: list[pytest.Item], parameter: str) -> list[pytest.Item]:
     for case in cases:
         assert isinstance(case, pytest.Function)
         of_value.setdefault(case.callspec.params[parameter], []).append(case)
-    return [alike[(n + n // len(_ROUND)) % len(alike)] for n, alike in enumerate(of_value.values())]
+    return [same[(n + n // len(_ROUND)) % len(same)] for n, same in enumerate(of_value.values())]
 
 
 def _is_thorough(item: pytest.Item) -> bool:

@@ -48,10 +48,10 @@ def mpirun(
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python *arguments` on `ranks` ranks; all of it is killed after `timeout` seconds.
 
-    The mpirun beside this interpreter is preferred to the one on the PATH. env: see `environment`.
+    The mpirun next to this interpreter is preferred to the one on the PATH. env: see `environment`.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    own = Path(sys.executable).parent / "mpirun"
+    launcher = str(own) if own.exists() else shutil.which("mpirun")
     assert launcher, "there is no mpirun in this environment"
     command = [launcher, "-n", str(ranks), sys.executable, *map(str, arguments)]
     return run(command, timeout, cwd, environment(**env))

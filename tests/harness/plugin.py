@@ -138,7 +138,7 @@ class Harness:
             self._collection_errors.append(f"{report.nodeid}\n{report.longreprtext}")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """All ranks must have found the same tests, in the same order, and the same errors on the way."""
+        """All ranks must have found the same tests, in the same order, and the same errors."""
         gc.collect()
         gc.freeze()  # modules stay: tests that look for garbage need not go through all of torch
         if self._agreement is None:

@@ -311,7 +311,7 @@ def _check(
 def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Parameter]]:
     """Makes what begins and ends the model's backward passes, and the list of parameters that make a pass one."""
     watch, trained = BackwardWatch(), [p for p in model.parameters() if p.requires_grad]
-    watch.concerns = partial(goes_to, trained)
+    watch.is_training_backward = partial(goes_to, trained)
     watch.are_replaced = replacement_test(model, set(model.parameters()))
     return watch, trained
 

@@ -35,7 +35,7 @@ import torch
 from collectives import Work
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import Cut, GradBucket, Handle, Hook, Then, begin, plain_wait, result_of
+from ...comm_hooks import BucketShards, GradBucket, Handle, Hook, Then, begin, plain_wait, result_of
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
@@ -454,7 +454,7 @@ class GradientShards:
                 own, algorithm = bucket.layout.shard(values, self._comm.rank), "auto"  # in ordinary memory
             return Then(self._over.reduce_scatter(own, values, algorithm), lambda: own)
 
-        cut = Cut(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
+        cut = BucketShards(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
         last = gradients.number == len(self.queue.buckets) - 1
         return GradBucket(gradients.number, last, flat, bucket.views, bucket.parameters, {}, cut)
 

@@ -2,7 +2,7 @@
 
     memory     a memfd that is mapped twice: its "device address" is a mapping that may be neither read nor written, so
                that a host that touches it dies; copies and reductions go through the other
-    streams    a thread each, that works off its queue in order and beside everything else
+    streams    a thread each, that works off its queue in order and concurrently with everything else
     export     the memfd's path below /proc, which other processes open and map likewise
 
 Only copies from and to pinned host memory are taken. With a seed, streams pause at random between two pieces of work.

@@ -1,4 +1,4 @@
-"""The memory that tensors lie in: order among streams, copies beside them, compounds; on the stand-in."""
+"""The memory that tensors lie in: order among streams, copies during their work, compounds; on the stand-in."""
 
 from __future__ import annotations
 

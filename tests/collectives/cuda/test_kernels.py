@@ -108,7 +108,7 @@ def assert_same_bits(found: np.ndarray, expected: np.ndarray, dtype: DType, what
         np.testing.assert_allclose(found, expected, 1e-4)
         return
     same = found.view(np.uint8) == expected.view(np.uint8)
-    if dtype.kind == "f":  # what a NaN's other bits are is nobody's business
+    if dtype.kind == "f":  # the other bits of a NaN do not matter
         same = same.reshape(found.size, -1).all(1) | (is_nan(found, dtype) & is_nan(expected, dtype))
     assert same.all(), what
 

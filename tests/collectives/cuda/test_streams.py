@@ -85,7 +85,7 @@ def test_an_array_is_held_until_its_operation_has_ended(comm: Communicator, stan
         with standin.using(stream):
             x = standin.put(torch.ones(50_000))
             comm.all_reduce(x, async_op=True)
-        del x  # nobody has it any more, and nothing of it has begun
+        del x  # no reference is left, and nothing of it has begun
     gc.collect()
     gate.set()
     y = standin.put(torch.ones(3))

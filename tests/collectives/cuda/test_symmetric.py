@@ -130,7 +130,7 @@ def test_shared_memory_is_one_for_all_ranks(comm: Communicator, standin: Gpu) ->
 
 
 def test_memory_goes_when_all_ranks_have_dropped_it(comm: Communicator, standin: Gpu) -> None:
-    """However far apart they drop it; and the others still reach what a rank that was faster has dropped."""
+    """At whatever times they drop it; and the others still reach what a rank that was faster has dropped."""
     gc.collect()
     comm.all_reduce(standin.put(torch.ones(1)))
     with standin.current():

@@ -1,4 +1,4 @@
-"""Models with checkpoints: names, copies, forwards of somebody else's."""
+"""Models with checkpoints: names, copies, forwards that were replaced."""
 
 from __future__ import annotations
 

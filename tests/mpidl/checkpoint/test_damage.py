@@ -42,7 +42,7 @@ def snapshot(run: Run) -> dict[str, Any]:
 def assert_refused(
     run: Run, attempt: Callable[[], Any], *named: str, kind: type[Exception] | None = mpidl.CheckpointError
 ) -> str:
-    """The attempt fails alike on every rank, with these words, and changes nothing."""
+    """The attempt fails on every rank, with these words, and changes nothing."""
     before = snapshot(run)
     with pytest.raises(mpidl.CheckpointError) as raised:
         attempt()
@@ -127,7 +127,7 @@ def test_a_damaged_file_is_named(damaged_run: tuple[Run, DamagedCheckpoint], cas
 
 
 def test_any_flipped_bit_is_found(damaged_run: tuple[Run, DamagedCheckpoint]) -> None:
-    """At random places of random files; every one is read by somebody."""
+    """At random places of random files; every byte is read by some rank."""
     run, damaged = damaged_run
     rng = random.Random(run.comm.size)
     files = [f"rank{rank:05d}-000.safetensors" for rank in range(run.comm.size)]
@@ -155,11 +155,11 @@ def test_any_change_of_the_index_is_found(damaged_run: tuple[Run, DamagedCheckpo
         run.comm.barrier()
         damaged.do(lambda at=at, bit=bit: flip(path, at, bit))
         try:
-            alike = json.loads(path.read_bytes().decode()) == before  # 1e-06 may become 1E-06
+            unchanged = json.loads(path.read_bytes().decode()) == before  # 1e-06 may become 1E-06
         except ValueError:
-            alike = False
+            unchanged = False
         run.comm.barrier()
-        if not alike:
+        if not unchanged:
             assert_refused(run, lambda: run.load(damaged.path), str(path))
         damaged.do(lambda at=at, bit=bit: flip(path, at, bit))
     damaged.do(lambda: os.truncate(path, 1000))

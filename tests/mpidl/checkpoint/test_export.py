@@ -19,7 +19,7 @@ import mpidl
 from mpidl.checkpoint import export_checkpoint, export_safetensors, folder, import_safetensors
 from mpidl.checkpoint.__main__ import main
 from mpidl.checkpoint.exporting import byte_count
-from mpidl.job.ending import UNFINISHED
+from mpidl.job.ending import TEMP_PATHS
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.models.pretrained import load_pretrained
 from tests.harness import launch
@@ -270,7 +270,7 @@ def test_an_export_that_is_interrupted_or_finds_no_space_leaves_nothing(
 
     def interrupted(*_: Any) -> None:
         assert (out / "model.safetensors.tmp").exists()
-        assert {out / "model.safetensors.tmp"} == UNFINISHED
+        assert {out / "model.safetensors.tmp"} == TEMP_PATHS
         raise KeyboardInterrupt
 
     for where, act, status, said in (
@@ -287,7 +287,7 @@ def test_an_export_that_is_interrupted_or_finds_no_space_leaves_nothing(
             assert main(["export", str(saved), str(out), "--dtype", "bf16"]) == status
         assert said in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-        assert not UNFINISHED
+        assert not TEMP_PATHS
 
 
 FOREIGN: dict[str, Any] = {

@@ -72,7 +72,7 @@ def test_another_job_is_named_on_every_rank_and_what_it_writes_left_alone(
         other.kill()
         other.wait()
     comm.barrier()
-    save(shared, model, step=1, process_group=comm)  # the kernel has let go
+    save(shared, model, step=1, process_group=comm)  # the kernel has released the lock
     assert load(shared, model, process_group=comm).step == 1
     assert comm.rank or str(os.getpid()) in (shared / holding.NAME).read_text()
     assert not (shared / "step-00000009.tmp").exists()

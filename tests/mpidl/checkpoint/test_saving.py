@@ -30,7 +30,7 @@ from mpidl.checkpoint import (
     verify,
     wait,
 )
-from mpidl.job.ending import UNFINISHED
+from mpidl.job.ending import TEMP_PATHS
 from mpidl.zero import ShardedGradient
 from tests.mpidl.checkpoint.training import ENGINES, Run
 from tests.mpidl.small_models import MODELS, fresh
@@ -429,19 +429,19 @@ def test_a_disk_that_is_full_as_the_checkpoint_is_named_leaves_no_half_written_t
 
 
 def test_an_end_as_the_checkpoint_is_named_removes_the_half_written_text(comm, shared: Path, monkeypatch) -> None:
-    """On whichever rank: the end of a job removes `UNFINISHED`."""
+    """On whichever rank: the end of a job removes `TEMP_PATHS`."""
     synced = os.fsync
     unfinished = []
 
     def look(descriptor: int) -> None:
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith("latest.tmp"):
-            unfinished.extend(UNFINISHED)
+            unfinished.extend(TEMP_PATHS)
         synced(descriptor)
 
     monkeypatch.setattr(os, "fsync", look)
     save(shared, torch.nn.Linear(3, 2), step=1, process_group=comm)
     assert comm.rank or shared / "latest.tmp" in unfinished
-    assert not UNFINISHED
+    assert not TEMP_PATHS
 
 
 def test_too_small_a_disk_is_noticed_before_anything_is_written(comm, small_disk: Path) -> None:

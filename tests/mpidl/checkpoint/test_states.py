@@ -364,7 +364,7 @@ def test_post_local_sgd_goes_on_with_each_rank_s_own_weights(comm, shared: Path)
     train(again, optimizer_again, 4, 7)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
-    # Elsewhere their mean, also for engines on as many ranks whose weights are alike.
+    # Elsewhere their mean, also for engines on as many ranks whose weights are equal.
     ddp = Run("ddp", comm, fresh(MODELS["gpt2"], 1))
     load(shared, ddp.call)
     for name, p in ddp.model.named_parameters():

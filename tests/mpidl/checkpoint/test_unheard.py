@@ -71,7 +71,7 @@ save(path, model, step=2, keep_last=1)
 
 
 def test_what_was_about_to_be_removed_when_the_job_ends_is(mpirun, tmp_path: Path) -> None:
-    """By the rank that ends it, whoever had begun to remove it."""
+    """By the rank that ends it, whichever rank had begun to remove it."""
     program, folder = tmp_path / "program.py", tmp_path / "checkpoints"
     program.write_text(INTERRUPTED)
     done = mpirun(2, program, folder)

@@ -213,7 +213,7 @@ def mean_gradients(comm: Communicator, place: Any, make: Callable[[], nn.Module]
 
 
 class Halves(nn.Module):
-    """A third of it is used by nobody."""
+    """A third of it is not used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -354,7 +354,7 @@ def test_workers_load_and_are_no_ranks(comm) -> None:
     expected = list(DistributedSampler(range(24), comm))
     passing = iter(own)
     first, processes, variables, initialised = next(passing)
-    comm.barrier()  # the ranks' own MPI goes on beside the workers
+    comm.barrier()  # the ranks' own MPI works while the workers run
     assert first.tolist() == expected[:2]
     assert not variables.any()
     assert not initialised.any()

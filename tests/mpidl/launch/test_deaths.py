@@ -32,7 +32,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Returns once it has ended; somebody else's child it may remain."""
+    """Returns once it has ended; it may remain another process's child."""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 

@@ -24,9 +24,9 @@ comm.barrier()
 
 
 def mpirun() -> str:
-    """The one beside this interpreter, or on the PATH."""
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    """The one next to this interpreter, or on the PATH."""
+    own = Path(sys.executable).parent / "mpirun"
+    found = str(own) if own.exists() else shutil.which("mpirun")
     assert found
     return found
 

@@ -68,7 +68,7 @@ class Terminal:
         """Makes it the terminal of a new session, and this process the one in its foreground."""
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        for number in (signal.SIGINT, signal.SIGHUP):  # whoever has started the tests may ignore them
+        for number in (signal.SIGINT, signal.SIGHUP):  # the process that has started the tests may ignore them
             signal.signal(number, signal.SIG_DFL)
 
     def read(self, seconds: float) -> None:
@@ -78,7 +78,7 @@ class Terminal:
             if select.select([self._leader], [], [], left)[0]:
                 try:
                     self.said += os.read(self._leader, 1 << 16)
-                except OSError:  # nobody has it open any more
+                except OSError:  # no process has it open
                     return
 
     def press(self, key: bytes) -> None:
@@ -118,7 +118,7 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
 
 
 def runs(pid: int) -> bool:
-    """Not so a process that has ended, and that nobody has asked about."""
+    """False for a process that has ended and was not waited for."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

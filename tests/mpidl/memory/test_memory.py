@@ -100,7 +100,7 @@ def test_buckets_of_stage_2_keep_to_the_cap_of_the_dtype_that_zero_optimizer_goe
 
 
 def test_gradients_pass_by_buckets_where_the_backward_pass_steps() -> None:
-    """Those of stages 2 and 3; of DDP one that fills beside the two largest of a dtype."""
+    """Those of stages 2 and 3; of DDP one that fills besides the two largest of a dtype."""
     for stage, buckets in {0: 75 * MIB, 1: 75 * MIB, 2: 75 * MIB, 3: 3 * 4e8}.items():
         after, within = (estimate(7.5e9, 64, stage=stage, unit=1e8, step_in_backward=flag) for flag in (False, True))
         assert (within.gradients, within.buckets) == (0, buckets)
@@ -539,7 +539,7 @@ def test_buckets_of_ddp_are_its_gradients_as_long_as_it_has_any(comm, as_views: 
 @pytest.mark.mpi
 @pytest.mark.parametrize("share", [True, False])
 def test_sharded_parameters_are_no_activations(comm, share: bool) -> None:
-    """What autograd saves of a unit that is whole is counted with the parameters, in every stage alike."""
+    """What autograd saves of a unit that is whole is counted with the parameters, in every stage."""
     kept = []
     for stage in (0, 3):
         model = GPT2(COUNTED)

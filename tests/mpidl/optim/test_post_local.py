@@ -121,7 +121,7 @@ def test_gradients_are_averaged_until_the_start_step(comm, nodes: str) -> None:
     state = PostLocalSGDState(comm, start_step=2, local_group=group)
     partners = [rank for rank in range(comm.size) if group is not None and rank // 2 == comm.rank // 2] or [comm.rank]
     for step in range(4):
-        for bucket in range(3):  # those of one pass are treated alike
+        for bucket in range(3):  # those of one pass are treated the same
             found = reduced(state, torch.full((5,), float(comm.rank)), last=bucket == 2)
             among = range(comm.size) if step < 2 else partners
             assert found.tolist() == pytest.approx([np.mean(among)] * 5)

@@ -36,7 +36,7 @@ def test_what_training_leaves_is_the_same_everywhere(comm, engine: str) -> None:
 
 
 def differs(comm, message: str, *what, **how) -> None:
-    """Raised alike on every rank; a world of one has nothing to differ from."""
+    """The error comes on every rank; a world of one has nothing to differ from."""
     if comm.size == 1:
         mpidl.check_replicas(*what, process_group=comm, **how)
         return
@@ -111,9 +111,9 @@ def test_one_element_deep_in_a_nest_is_found(comm) -> None:
 @pytest.mark.mpi
 def test_sets_and_strings_and_sparse_tensors(comm) -> None:
     names = [f"name {number}" for number in range(50)]
-    alike = {"set": set(names if comm.rank else reversed(names)), "text": np.array(names), "sparse": torch.eye(9)}
-    alike["sparse"] = alike["sparse"].to_sparse()
-    mpidl.check_replicas(alike, process_group=comm)
+    equal = {"set": set(names if comm.rank else reversed(names)), "text": np.array(names), "sparse": torch.eye(9)}
+    equal["sparse"] = equal["sparse"].to_sparse()
+    mpidl.check_replicas(equal, process_group=comm)
     differs(comm, "sparse", {"sparse": (torch.eye(9) * (1 + (comm.rank == comm.size - 1))).to_sparse()})
 
 
@@ -162,22 +162,23 @@ def test_a_checksum_tells_the_order_of_rows(dtype: torch.dtype, nbytes: int) -> 
         assert len(set(different.values())) == len(different) > 1
 
 
-@pytest.mark.parametrize("apart", [2, 1024, 1 << 13, (1 << 13) - 1, (1 << 13) + 1, 3 << 13])
-def test_a_checksum_tells_differences_that_make_up_for_each_other(apart: int) -> None:
-    """apart: in words of 8 bytes."""
+@pytest.mark.parametrize("distance", [2, 1024, 1 << 13, (1 << 13) - 1, (1 << 13) + 1, 3 << 13])
+def test_a_checksum_tells_differences_that_make_up_for_each_other(distance: int) -> None:
+    """distance: in words of 8 bytes."""
     x = 7 * torch.arange(5 << 13)
     sums = {checksum(x)}
     for first in (0, 1024, 1 << 13):
         for change in (1, -(1 << 63), 1 << 62):
             other = x.clone()
             other[first] += change
-            other[first + apart] -= change
+            other[first + distance] -= change
             sums.add(checksum(other))
         other = x.clone()
-        other[[first, first + apart]] = x[[first + apart, first]]
+        other[[first, first + distance]] = x[[first + distance, first]]
         sums.add(checksum(other))
         block = x.clone()
-        one, two = slice(first, first + min(apart, 1024)), slice(first + apart, first + apart + min(apart, 1024))
+        length = min(distance, 1024)
+        one, two = slice(first, first + length), slice(first + distance, first + distance + length)
         block[one], block[two] = x[two], x[one]
         sums.add(checksum(block))
     assert len(sums) == 1 + 3 * 5

@@ -37,9 +37,9 @@ def test_every_tensor_is_the_roots_whatever_its_layout(comm, together: int, monk
     def states(rank: int) -> list[torch.Tensor]:
         torch.manual_seed(rank)
         dense = [torch.randn(0), torch.randn(3, 5), torch.randn(()), torch.randn(2, 3, dtype=torch.complex64)]
-        apart = [torch.randn(4, 6).t(), torch.randn(7, 4)[:, ::2], torch.randn(1, 4, 3, 3)]
-        apart[2] = apart[2].contiguous(memory_format=torch.channels_last)
-        return [*dense, torch.randn(9).bfloat16(), *apart, torch.rand(5) > 0.5]
+        strided = [torch.randn(4, 6).t(), torch.randn(7, 4)[:, ::2], torch.randn(1, 4, 3, 3)]
+        strided[2] = strided[2].contiguous(memory_format=torch.channels_last)
+        return [*dense, torch.randn(9).bfloat16(), *strided, torch.rand(5) > 0.5]
 
     root, mine = comm.size - 1, states(comm.rank)
     strides = [t.stride() for t in mine]

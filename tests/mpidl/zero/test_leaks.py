@@ -74,7 +74,7 @@ class Training:
                     float(next(self.model.parameters()).sum())
 
     def counts(self) -> dict[str, int]:
-        """Of what may grow, when nothing is on its way."""
+        """Counts all that may grow, when nothing is in flight."""
         for p in self.model.parameters():
             p.untyped_storage()
         len(self.optimizer.state)  # waits for a delayed update
@@ -131,7 +131,7 @@ def test_fifty_steps_leave_nothing_behind(comm, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_one_after_the_other_give_all_back(comm, engine: str) -> None:
-    """Also what is still on its way when an engine goes, once it has arrived."""
+    """Also what is in flight when an engine is deleted, once it has arrived."""
 
     def left() -> tuple[int, int]:
         gc.collect()

@@ -271,7 +271,7 @@ UNLIKE = {
     ),
     "a setting that one rank has": ({}, {"momentum": 0.5}, r"momentum=\(nothing\), rank 1"),
     "share_in_node": ({}, {"share_in_node": False}, "share_in_node"),
-    "groups": ({}, "bias apart", "params: rank 0 has groups=1, rank 1 has groups=2"),
+    "groups": ({}, "a group of biases", "params: rank 0 has groups=1, rank 1 has groups=2"),
     "order": ({}, {"params": lambda model: [*model.parameters()][::-1]}, "params: rank 0 has parameters of group 0="),
 }
 
@@ -283,7 +283,7 @@ def test_what_differs_over_the_ranks_is_refused_on_all_of_them(comm, what: str) 
     first, others, message = UNLIKE[what]
     model = fresh(MODELS["gpt2"])
     settings = others if comm.rank == 1 else first
-    if settings == "bias apart":
+    if settings == "a group of biases":
         biases = [p for p in model.parameters() if p.dim() == 1]
         rest = [p for p in model.parameters() if p.dim() > 1]
         settings = {"params": [{"params": biases, "weight_decay": 0.0}, {"params": rest}]}
@@ -311,7 +311,7 @@ def test_rates_that_come_to_differ_are_refused_at_the_step_and_change_nothing(co
             optimizer.step()
     for group in optimizer.param_groups:
         group["lr"] = rate(1.0)
-        group["seconds"] = float(comm.rank)  # a note of somebody's, which is no setting
+        group["seconds"] = float(comm.rank)  # a note of another library's, which is no setting
     optimizer.zero_grad()
     check_trains(model, optimizer, expected, comm.rank == 0)
 

@@ -103,8 +103,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# The tape depends on the model, and where its values go on the way: two models go every way, which have all that
-# constructors do, and tied, frozen and odd parameters. Transformers take long to import.
+# The tape depends on the model, and the path of the values on the way of ZeRO: two models go every way, which have all
+# that constructors do, and tied, frozen and odd parameters. Transformers take long to import.
 CASES = [
     pytest.param(name, way, marks=[pytest.mark.ranks(3)] if name.startswith("transformers") else [])
     for name in MODELS
@@ -362,7 +362,7 @@ def test_no_more_than_the_shards_and_a_unit_is_held(comm, way: str, source: str)
     whole = sum(p.numel() * 4 for p in model.parameters())
     unit = sum(p.numel() * 4 for p in model.transformer["h"][0].parameters())
     share = whole / comm.size
-    # On one node the whole lies in shared memory, which a rank sees, beside its shards of it.
+    # On one node the whole lies in shared memory, which a rank sees besides its shards.
     seen = share + (whole if way == "stage 3" or comm.size == 1 else 0)
     buckets = sum(t.numel() * 4 for t in optimizer.held_tensors()["buckets"])  # of gradients, for training
     assert share * 0.9 < live.peak <= seen + buckets + 1.1 * unit

@@ -41,7 +41,7 @@ def means(make: Any, comm, passes: Any) -> dict[str, torch.Tensor]:
 def test_whole_gradients_are_those_of_a_plain_model(comm, way: str, settings: dict[str, Any]) -> None:
     def passes(m: nn.Module, rank: int) -> None:
         for micro in range(2):
-            m(data(rank, micro), (0, 2) if rank else (2,)).square().sum().backward()  # nobody reaches block 1
+            m(data(rank, micro), (0, 2) if rank else (2,)).square().sum().backward()  # no rank reaches block 1
 
     model, optimizer = engine(comm, Tied, way, **settings)
     assert optimizer.gradients() == {}

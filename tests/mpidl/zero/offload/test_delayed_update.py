@@ -63,7 +63,7 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            # Where stage 3 gathers, nobody sees weights but those that compute.
+            # Where stage 3 gathers, only the modules that compute see weights.
             if way != "stage 3 gathered" and (not way.startswith("stage 3") or comm.nodes == 1):
                 for name, p in model.named_parameters():
                     torch.testing.assert_close(p.detach(), expected[step][name], rtol=0, atol=2e-5)

@@ -199,7 +199,7 @@ def test_masters_begin_with_the_values_before_rounding(comm, way: str) -> None:
     plain = fresh(MODELS["gpt2"]).state_dict()
     optimizer = zero(model, comm, way, precision=Precision(torch.bfloat16))
     with optimizer.gathered():
-        pass  # what nobody changes stays unrounded
+        pass  # values without a change stay unrounded
     masters, rounded = optimizer.model_state_dict(), optimizer.model_state_dict(masters=False)
     if comm.rank == 0:
         assert all(torch.equal(masters[name], value) for name, value in plain.items())
