@@ -84,7 +84,7 @@ class RoundCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class Link:
     """The messages from one rank to another, where one node stands for all from any rank in its place."""
 
     source: int
@@ -120,7 +120,7 @@ class Layout:
         self.programs = self._lay_out(*symmetric or (None, None))
         self.ports = len(self._ports)
         self.channels = [
-            Channel(source, destination % self.followed, source // self._node != destination // self._node)
+            Link(source, destination % self.followed, source // self._node != destination // self._node)
             for source, destination in self._channels
         ]
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from .errors import ArgumentError, ScheduleError
-from .layout import Channel, Cluster, Layout, Receive, Send
+from .layout import Cluster, Layout, Link, Receive, Send
 from .schedule import Schedule
 
 __all__ = ["Cluster", "Pricing", "price"]
@@ -62,7 +62,7 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    channel: Channel
+    channel: Link
     send: Send
     reduces: bool
     path: tuple[int, ...]

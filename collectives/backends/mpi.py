@@ -37,7 +37,7 @@ class Library(Backend):
 
     @classmethod
     def of_group(cls, resources: Resources) -> Library:
-        """Those on the communicator of a group's backends."""
+        """Makes the backend on the communicator of a group's backends."""
         return cls(resources.comm)
 
     def reduces(self, dtype: DType, op: Reduction) -> bool:

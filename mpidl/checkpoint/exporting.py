@@ -400,7 +400,7 @@ def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -
                 own = names(key)
                 if own is not None:
                     entry = Entry(span.dtype, span.shape)
-                    entry.slices.append(index.Slice(name, key, 0, entry.count, []))
+                    entry.slices.append(index.StoredSlice(name, key, 0, entry.count, []))
                     content.tensors[f"model/{own}"] = entry
     found = {name.removeprefix("model/") for name in content.tensors}
     twice = {name for name, first in engine.tied.items() if name in found and first in found}

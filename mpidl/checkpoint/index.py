@@ -33,7 +33,7 @@ VERSION = 1
 _HEAD = 200  # bytes at its beginning in which the number stands
 
 
-class Slice(NamedTuple):
+class StoredSlice(NamedTuple):
     """Elements start..stop of a flattened tensor: tensor `key` of `file`. crc32: of each block of its bytes."""
 
     file: str
@@ -49,7 +49,7 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[StoredSlice] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -107,7 +107,7 @@ def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Ind
         files.update(part["files"])
         for name, (dtype, shape, slices) in part["tensors"].items():
             entry = tensors.setdefault(name, Entry(DTYPES[dtype], tuple(shape)))
-            entry.slices += [Slice(**s) for s in slices]
+            entry.slices += [StoredSlice(**s) for s in slices]
     for entry in tensors.values():
         entry.slices.sort(key=lambda part: (part.start, part.stop))
     return Index(path, about, dict(sorted(tensors.items())), files)
@@ -160,7 +160,7 @@ def _parse(path: Path, text: str) -> Index:
     except Malformed as error:
         raise CheckpointError(f"{file}: is not as the format has it: {error}") from None
     tensors = {
-        name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), [Slice(**s) for s in e["slices"]])
+        name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), [StoredSlice(**s) for s in e["slices"]])
         for name, e in content.pop("tensors").items()
     }
     return Index(path, content, tensors, content.pop("files"))

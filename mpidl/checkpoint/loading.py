@@ -26,7 +26,7 @@ from . import random_states as randoms
 from .collect import state_of
 from .engine import Engine, engine_of
 from .index import Index
-from .matching import Plan, checked, plan
+from .matching import ReadPlan, checked, plan
 from .parts import own_content
 from .reading import Reader
 from .saving import wait
@@ -113,7 +113,7 @@ def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
     return together(comm, lambda: read[0] if read else index.parse(chosen, text))
 
 
-def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> Plan:
+def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> ReadPlan:
     """Checks everything that can be wrong without a change, and returns the plan."""
     content = reader.index
     engine.check_writable()
@@ -216,7 +216,7 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
         raise
 
 
-def _finish(engine: Engine, reader: Reader, made: Plan, random: Any) -> None:
+def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any) -> None:
     """Loads the gradients of micro-steps, the state of a hook, and the random states."""
     about, rank = reader.index.about, engine.comm.rank
     if engine.optimizer is not None:

@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Plan:
+class ReadPlan:
     """List of what to read. small: tensors to be read whole. states: by the optimizer's keys, to be filled.
 
     unseen: parameters whose new values wait for the next step, under a delayed update.
@@ -89,9 +89,9 @@ class Plan:
         return [_request(tensors[name], self.gradients[name], target) for name, target in made.items()]
 
 
-def plan(engine: Engine, index: Index) -> Plan:
+def plan(engine: Engine, index: Index) -> ReadPlan:
     """Makes the plan. Raises CheckpointMismatch, naming what does not fit, or CheckpointError for damage."""
-    made = Plan(index)
+    made = ReadPlan(index)
     rank, saved = engine.comm.rank, int(index.about["ranks"])
 
     def names_of(name: str, per_rank: bool) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def may_differ(engine: Engine, held: HeldTensor) -> bool:
     return held.per_rank or engine.averager is not None
 
 
-def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
+def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> None:
     about = index.about["model"]
     saved = {*about["parameters"], *about["buffers"]}
     tensors = [*engine.parameters, *engine.buffers]
@@ -159,7 +159,7 @@ def _model(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
         raise CheckpointMismatch(f"{index.file}: is of another model{classes}; {found}")
 
 
-def _optimizer(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
+def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> None:
     about = index.about.get("optimizer")
     if about is None:
         raise CheckpointMismatch(f"{index.file}: was saved without an optimizer")
@@ -227,7 +227,7 @@ def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, curr
     return torch.empty_like(key, dtype=dtype, requires_grad=False)
 
 
-def _unseen(engine: Engine, index: Index, made: Plan) -> None:
+def _unseen(engine: Engine, index: Index, made: ReadPlan) -> None:
     """Plans the values that wait for the next step under a delayed update; other training sees them at once."""
     assert engine.owned is not None
     for held in engine.parameters:
@@ -249,7 +249,7 @@ def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]])
     )
 
 
-def _gradients(engine: Engine, index: Index, made: Plan, names_of: NamesOf) -> None:
+def _gradients(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> None:
     for held in engine.parameters:
         names = names_of(f"gradient/{held.name}", engine.zero is None)
         if names:

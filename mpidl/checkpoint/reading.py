@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointError
 from . import folder, index, parts
-from .index import Index, Slice
+from .index import Index, StoredSlice
 from .matching import Request
 from .schema import BLOCK
 from .tensorfile import TensorFile, as_bytes
@@ -109,14 +109,14 @@ class Reader:
                 file.read_into(block, at + (first - start) * dtype.itemsize)
                 flat[first - low : first - low + count].copy_(torch.frombuffer(block, dtype=dtype))
 
-    def _overlaps(self, name: str, low: int, high: int) -> Iterator[tuple[TensorFile, Slice, int, int]]:
+    def _overlaps(self, name: str, low: int, high: int) -> Iterator[tuple[TensorFile, StoredSlice, int, int]]:
         entry = self.index.tensors[name]
         for part in entry.slices:
             start, stop = max(low, part.start), min(high, part.stop)
             if start < stop:
                 yield self._file(part, entry.dtype), part, start, stop
 
-    def _file(self, part: Slice, dtype: torch.dtype) -> TensorFile:
+    def _file(self, part: StoredSlice, dtype: torch.dtype) -> TensorFile:
         if part.file not in self._files:
             path = self.index.path / part.file
             file = self._stack.enter_context(TensorFile(path))

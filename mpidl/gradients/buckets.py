@@ -4,7 +4,7 @@
     bucket 0                  [g9 0 | g8 0 | g7 0 | 0 0 ]        each begins with a cache line
     cut over 4 ranks          [  0  |   1   |  2  |  3  ]        so does each shard; it may cut through a parameter
 
-A `Layout` says where each parameter lies in a flat buffer and how the buffer is cut over the ranks. A
+A `BucketLayout` says where each parameter lies in a flat buffer and how the buffer is cut over the ranks. A
 `GradientBucket` is the storage of one layout's gradients; `bucket_queue` fills and launches them.
 
 Kernels round by where their operands begin: matrix products choose other loops by the alignment of a weight. torch
@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Parameters of one dtype in a flat buffer, each from the start of a cache line, cut into `ranks` equal shards.
 
     sizes: elements of each parameter. line: elements of a cache line.
@@ -98,9 +98,9 @@ class Layout:
         return [self.piece(index, rank) for index in range(len(self.sizes))]
 
 
-def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Layout:
+def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> BucketLayout:
     """The layout of these parameters, in their order."""
-    return Layout(tuple(p.numel() for p in parameters), ranks, line_of(parameters[0].dtype))
+    return BucketLayout(tuple(p.numel() for p in parameters), ranks, line_of(parameters[0].dtype))
 
 
 def line_of(dtype: torch.dtype) -> int:
@@ -168,7 +168,7 @@ class GradientBucket:
     collective under way. streams: those whose work has filled it in this pass (`Place.stream`).
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout | None = None) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: BucketLayout | None = None) -> None:
         self.parameters = list(parameters)
         self.layout = layout_of(parameters, 1) if layout is None else layout
         self.dtype = parameters[0].dtype

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from ..cli import at_least, check_writable
 from ..errors import UsageError
-from .supervise import Plan, Supervisor
+from .supervise import RestartPlan, Supervisor
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         supervisor = Supervisor(
-            Plan(
+            RestartPlan(
                 options.command,
                 options.checkpoint,
                 options.max_restarts,

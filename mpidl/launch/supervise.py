@@ -33,7 +33,7 @@ _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestartPlan:
     """The command to run, and the limits of its restarts.
 
     checkpoint: the directory in which the command saves; None: progress is not known. patience: runs in a row without
@@ -54,7 +54,7 @@ class Plan:
 
 
 @dataclass
-class Run:
+class RunResult:
     """Result of a run: the checkpoint that it began at, the cause of its end, and the newest checkpoint then."""
 
     ranks: int | None
@@ -69,9 +69,9 @@ class Run:
 class Supervisor:
     """Runs a plan. runs: the results so far, for a report."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RestartPlan) -> None:
         self._plan = plan
-        self.runs: list[Run] = []
+        self.runs: list[RunResult] = []
         self._job: Job | None = None
         self._asked: signal.Signals | None = None
         self._deadline: float | None = None
@@ -108,11 +108,11 @@ class Supervisor:
 
     # ---- one run ----------------------------------------------------------------------------------------------
 
-    def _once(self) -> Run:
+    def _once(self) -> RunResult:
         ranks = self._next_ranks() if self.runs else ranks_of(self._plan.command)
         given = ranks == ranks_of(self._plan.command) or ranks is None
         command = self._plan.command if given else with_ranks(self._plan.command, ranks or 1)
-        run = Run(ranks, self._newest())
+        run = RunResult(ranks, self._newest())
         begin = time.monotonic()
         try:
             self._job = job = Job(command)
@@ -145,7 +145,7 @@ class Supervisor:
             with contextlib.suppress(OSError):  # the next save removes it
                 clean(self._plan.checkpoint)
 
-    def _why_not_again(self, run: Run, restarts: int) -> str:
+    def _why_not_again(self, run: RunResult, restarts: int) -> str:
         """Explains why the job is not started again; empty if it is."""
         if self._asked is not None:
             return f"asked to stop by {self._asked.name}"

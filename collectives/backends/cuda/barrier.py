@@ -30,7 +30,7 @@ _DELAY_BYTES, _DELAYS = 16 << 20, 24
 _TOKEN = 0x6576656E74 << 16
 
 
-class Barrier:
+class StreamBarrier:
     """A barrier of the ranks of a node, each for one stream. on_gpu: whether the streams wait, or the hosts."""
 
     def __init__(self, device: Device, stream: Stream, node: MPI.Intracomm, allocator: DeviceAllocator) -> None:

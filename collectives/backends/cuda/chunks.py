@@ -26,7 +26,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyPiece:
     """Elements first <= i < last of an array on the GPU, and where in the host's memory they begin."""
 
     first: int
@@ -42,8 +42,8 @@ class Chunk:
     rank; coming: of what comes from each. elements: of its larger array, the same on all ranks.
     """
 
-    gives: tuple[Piece, ...]
-    takes: tuple[Piece, ...]
+    gives: tuple[CopyPiece, ...]
+    takes: tuple[CopyPiece, ...]
     x: Range | None
     out: Range | None
     elements: int
@@ -52,60 +52,60 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagingPlan:
     """All chunks. own: elements of x that stay on this GPU, and where in out they go: (first, last, place)."""
 
     chunks: tuple[Chunk, ...]
     own: tuple[int, int, int] | None = None
 
 
-def whole(size: int, room: int, *, gives: bool = True, takes: bool = True) -> Plan:
+def whole(size: int, room: int, *, gives: bool = True, takes: bool = True) -> StagingPlan:
     """all_reduce, reduce and broadcast: arrays of one size. room: elements that the host's memory has place for."""
     chunks = []
     for first in range(0, max(size, 1), room):
         last = min(first + room, size)
-        piece = (Piece(first, last, 0),)
+        piece = (CopyPiece(first, last, 0),)
         given, taken = piece if gives else (), piece if takes else ()
         chunks.append(Chunk(given, taken, (0, last - first), None, last - first))
-    return Plan(tuple(chunks))
+    return StagingPlan(tuple(chunks))
 
 
-def reduce_scatter(rank: int, counts: Sequence[int], room: int) -> Plan:
+def reduce_scatter(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
     """The host's result takes the place of its own part."""
     chunks = []
     for parts in _cut(counts, room):
         places = _starts(parts)
-        own = Piece(parts[rank][0] - sum(counts[:rank]), parts[rank][1] - sum(counts[:rank]), places[rank])
-        gives = tuple(Piece(*part, place) for part, place in zip(parts, places, strict=False))
+        own = CopyPiece(parts[rank][0] - sum(counts[:rank]), parts[rank][1] - sum(counts[:rank]), places[rank])
+        gives = tuple(CopyPiece(*part, place) for part, place in zip(parts, places, strict=False))
         out = (places[rank], places[rank + 1])
         chunks.append(Chunk(gives, (own,), (0, places[-1]), out, places[-1], _sizes(parts)))
-    return Plan(tuple(chunks))
+    return StagingPlan(tuple(chunks))
 
 
-def all_gather(rank: int, counts: Sequence[int], room: int) -> Plan:
+def all_gather(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
     """The host's contribution lies at its own part of the result; on the GPU it is copied straight."""
     chunks = []
     start = sum(counts[:rank])
     for parts in _cut(counts, room):
         places = _starts(parts)
-        own = Piece(parts[rank][0] - start, parts[rank][1] - start, places[rank])
+        own = CopyPiece(parts[rank][0] - start, parts[rank][1] - start, places[rank])
         chunks.append(
             Chunk((own,), _others(parts, places, rank), (places[rank], places[rank + 1]), (0, places[-1]), places[-1],
                   _sizes(parts))
         )  # fmt: skip
-    return Plan(tuple(chunks), (0, counts[rank], start))
+    return StagingPlan(tuple(chunks), (0, counts[rank], start))
 
 
-def gather(rank: int, root: int, counts: Sequence[int], room: int) -> Plan:
+def gather(rank: int, root: int, counts: Sequence[int], room: int) -> StagingPlan:
     """Cuts a gather: as `all_gather`, to the root alone."""
     if rank == root:
         found = all_gather(rank, counts, room)
         chunks = (Chunk((), c.takes, c.x, c.out, c.elements, c.counts) for c in found.chunks)
-        return Plan(tuple(chunks), found.own)
-    return Plan(tuple(_alone(rank, counts, room, gives=True)))
+        return StagingPlan(tuple(chunks), found.own)
+    return StagingPlan(tuple(_alone(rank, counts, room, gives=True)))
 
 
-def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> Plan:
+def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> StagingPlan:
     """The copies back to the GPU."""
     if rank == root:
         made = []
@@ -114,25 +114,25 @@ def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> Plan:
             own = (places[rank], places[rank + 1])
             made.append(Chunk(_others(parts, places, rank), (), (0, places[-1]), own, places[-1], _sizes(parts)))
         start = sum(counts[:rank])
-        return Plan(tuple(made), (start, start + counts[rank], 0))
-    return Plan(tuple(_alone(rank, counts, room, gives=False)))
+        return StagingPlan(tuple(made), (start, start + counts[rank], 0))
+    return StagingPlan(tuple(_alone(rank, counts, room, gives=False)))
 
 
-def all_to_all(splits: Splits, largest: int, room: int) -> Plan:
+def all_to_all(splits: Splits, largest: int, room: int) -> StagingPlan:
     """largest: elements of the largest part that any rank gives to any."""
     chunks = []
     size = max(1, room // 2 // len(splits.leaving))
     for number in range(max(1, -(-largest // size))):
         leaving, coming = nth(splits.leaving, number, size), nth(splits.coming, number, size)
         gone, come = _starts(leaving), _starts(coming, room // 2)
-        gives = tuple(Piece(*part, place) for part, place in zip(leaving, gone, strict=False))
-        takes = tuple(Piece(*part, place) for part, place in zip(coming, come, strict=False))
+        gives = tuple(CopyPiece(*part, place) for part, place in zip(leaving, gone, strict=False))
+        takes = tuple(CopyPiece(*part, place) for part, place in zip(coming, come, strict=False))
         out = (come[0], come[-1])
         chunks.append(Chunk(gives, takes, (0, gone[-1]), out, gone[-1], _sizes(leaving), _sizes(coming)))
-    return Plan(tuple(chunks))
+    return StagingPlan(tuple(chunks))
 
 
-def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[Any], largest: int = 0) -> Plan:
+def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[Any], largest: int = 0) -> StagingPlan:
     """The plan of an operation; arguments: as `Backend` has them. largest: see `all_to_all`."""
     if operation == "all_reduce":
         return whole(arguments[0].size, room)
@@ -176,7 +176,7 @@ def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[
     chunks = []
     for parts in _cut(counts, room):
         (first, last), start = parts[rank], sum(counts[:rank])
-        piece, here = (Piece(first - start, last - start, 0),), (0, last - first)
+        piece, here = (CopyPiece(first - start, last - start, 0),), (0, last - first)
         elements = sum(_sizes(parts))
         if gives:
             chunks.append(Chunk(piece, (), here, None, elements, _sizes(parts)))
@@ -208,5 +208,5 @@ def _sizes(parts: Sequence[Range]) -> tuple[int, ...]:
     return tuple(last - first for first, last in parts)
 
 
-def _others(parts: Sequence[Range], places: Sequence[int], rank: int) -> tuple[Piece, ...]:
-    return tuple(Piece(*parts[peer], places[peer]) for peer in range(len(parts)) if peer != rank)
+def _others(parts: Sequence[Range], places: Sequence[int], rank: int) -> tuple[CopyPiece, ...]:
+    return tuple(CopyPiece(*parts[peer], places[peer]) for peer in range(len(parts)) if peer != rank)

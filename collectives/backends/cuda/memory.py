@@ -93,7 +93,7 @@ class Retired:
 
 @lru_cache
 def retired(device: Device) -> Retired:
-    """Those of a GPU, for all groups of this process."""
+    """Returns the retired allocations of a GPU, for all groups of this process."""
     return Retired(device)
 
 

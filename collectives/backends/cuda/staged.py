@@ -26,7 +26,7 @@ import numpy as np
 from ...buffers import Buffer, DType, address
 from ...reduction import Reduction
 from . import chunks
-from .chunks import Chunk, Piece
+from .chunks import Chunk, CopyPiece
 from .device import Device, Event, Stream
 from .host import Host
 from .task import Run
@@ -82,7 +82,7 @@ class Staged:
             under_way = begun
         return self._up.record()
 
-    def _plan(self, operation: str, arguments: tuple[Any, ...], dtype: DType) -> chunks.Plan:
+    def _plan(self, operation: str, arguments: tuple[Any, ...], dtype: DType) -> chunks.StagingPlan:
         comm, largest = self._host.comm, 0
         if operation == "all_to_all":
             largest = max(arguments[2].leaving)
@@ -121,7 +121,7 @@ class Staged:
             self._device.copy(there, here, nbytes, self._up)
         self._freed[slot] = self._up.record()
 
-    def _places(self, piece: Piece, array: Buffer, slot: int, dtype: DType) -> tuple[int, int, int]:
+    def _places(self, piece: CopyPiece, array: Buffer, slot: int, dtype: DType) -> tuple[int, int, int]:
         """Addresses on the GPU and on the host, and bytes."""
         size = dtype.itemsize
         here = address(self._slots[slot]) + piece.place * size

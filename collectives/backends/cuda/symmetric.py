@@ -18,7 +18,7 @@ from ...reduction import Call, Reduction
 from ..symmetric.backend import Symmetric
 from ..symmetric.meeting import Meetings
 from ..symmetric.processor import Processor
-from .barrier import Barrier
+from .barrier import StreamBarrier
 from .device import Device, Event, Stream
 from .host import Host
 from .memory import DeviceAllocator
@@ -68,7 +68,7 @@ class Ipc:
         rows = host.allocator.allocate(Meetings.nbytes(place.local_size), shared=True)
         if rows is None:
             raise MemoryError("the node has no room for a page of shared memory")
-        self._barrier = Barrier(device, self._stream, place.node, allocator)
+        self._barrier = StreamBarrier(device, self._stream, place.node, allocator)
         meetings = Meetings(rows, 0, place.local_rank, place.local_size, self._barrier)
         self._symmetric = Symmetric(meetings, allocator, processor=GpuProcessor(device, self._stream))
 

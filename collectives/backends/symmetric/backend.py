@@ -25,7 +25,7 @@ class Symmetric(Reductions, Movements, Backend):
 
     @classmethod
     def of_node(cls, resources: Resources) -> Symmetric | None:
-        """Those of the whole group; None unless all its ranks are on one node and share memory. Collective."""
+        """Makes the whole group's backend; None unless all its ranks are on one node and share memory. Collective."""
         made = cls.inside_node(resources) if resources.topology.nodes == 1 else None
         if made is not None:
             made._resources = resources
@@ -33,7 +33,7 @@ class Symmetric(Reductions, Movements, Backend):
 
     @classmethod
     def inside_node(cls, resources: Resources) -> Symmetric | None:
-        """Those of the group's ranks on this node; None if the ranks of some node share no memory. Collective."""
+        """Makes the backend of this node's ranks; None if the ranks of some node share no memory. Collective."""
         if resources.meetings is None:
             return None
         return cls(resources.meetings, resources.allocator, connect(resources.topology.node))

@@ -39,7 +39,7 @@ from ...comm_hooks import BucketShards, GradBucket, Handle, Hook, Then, begin, p
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
-from ...gradients.buckets import GradientBucket, Layout, by_rank
+from ...gradients.buckets import BucketLayout, GradientBucket, by_rank
 from ...gradients.foreign_steps import ForeignSteps
 from ...gradients.partial_steps import NOT_REDUCED
 from ..shard_group import ShardGroup
@@ -52,7 +52,7 @@ class ParameterShard:
     """This rank's shard of a group of parameters of one dtype. values: `layout.shard_size` elements."""
 
     parameters: list[torch.nn.Parameter]
-    layout: Layout
+    layout: BucketLayout
     values: torch.Tensor
     trains: bool = True
 

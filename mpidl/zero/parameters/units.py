@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 
 from ...errors import ConfigurationError
-from ...gradients.buckets import Layout, layout_of
+from ...gradients.buckets import BucketLayout, layout_of
 from ..construction.arguments import plain
 
 _MARK = "_mpidl_unit"
@@ -40,7 +40,7 @@ class FlatGroup:
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
-    layout: Layout
+    layout: BucketLayout
     dtype: torch.dtype
     trains: bool
 

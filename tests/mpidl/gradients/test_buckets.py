@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidl.gradients.buckets import Layout, assign, layout_of
+from mpidl.gradients.buckets import BucketLayout, assign, layout_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -37,7 +37,7 @@ def test_a_bucket_has_one_dtype() -> None:
 def test_shards_are_equal_and_their_pieces_cover_every_parameter_once(
     sizes: tuple[int, ...], ranks: int, line: int
 ) -> None:
-    layout = Layout(sizes, ranks, line)
+    layout = BucketLayout(sizes, ranks, line)
     assert layout.padded == layout.shard_size * ranks
     assert 0 <= layout.padded - sum(-(-size // line) * line for size in sizes) < ranks * line
     flat = torch.arange(layout.padded)
@@ -52,7 +52,7 @@ def test_shards_are_equal_and_their_pieces_cover_every_parameter_once(
 
 
 def test_parameters_and_shards_begin_with_a_line_and_the_rest_is_padding() -> None:
-    layout = Layout((5, 16, 0, 1), 3, 8)
+    layout = BucketLayout((5, 16, 0, 1), 3, 8)
     assert layout.offsets == (0, 8, 24, 24)
     assert (layout.shard_size, layout.padded) == (16, 48)
     own = {number for at, size in zip(layout.offsets, layout.sizes, strict=True) for number in range(at, at + size)}

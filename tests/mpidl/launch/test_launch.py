@@ -22,7 +22,7 @@ from mpidl.launch import supervise
 from mpidl.launch.__main__ import main, parse
 from mpidl.launch.command import ranks_of, with_ranks
 from mpidl.launch.report import Report
-from mpidl.launch.supervise import Plan, Supervisor
+from mpidl.launch.supervise import RestartPlan, Supervisor
 from tests.harness import launch
 
 # A "job" that notes its run in the file `count`, saves `step-<run>` where it is told to, and ends as told for this run.
@@ -81,26 +81,26 @@ def started(tmp_path: Path) -> int:
 
 @pytest.mark.parametrize("ends", ["0", "1,0", "kill,3,0"])
 def test_a_job_is_started_again_until_it_is_done(tmp_path: Path, ends: str) -> None:
-    supervisor = Supervisor(Plan(command(tmp_path, ends), backoff=0))
+    supervisor = Supervisor(RestartPlan(command(tmp_path, ends), backoff=0))
     assert supervisor.run() == 0
     assert started(tmp_path) == len(ends.split(",")) == len(supervisor.runs)
 
 
 @pytest.mark.parametrize(("ends", "status"), [("7", 7), ("kill", 137)])
 def test_restarts_come_to_an_end_with_the_job_s_status(tmp_path: Path, ends: str, status: int) -> None:
-    assert Supervisor(Plan(command(tmp_path, ends), backoff=0, max_restarts=2)).run() == status
+    assert Supervisor(RestartPlan(command(tmp_path, ends), backoff=0, max_restarts=2)).run() == status
     assert started(tmp_path) == 3
 
 
 def test_without_newer_checkpoints_it_gives_up_earlier(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(command(tmp_path, "1"), tmp_path / "ckpt", backoff=0, max_restarts=9, patience=2)
+    plan = RestartPlan(command(tmp_path, "1"), tmp_path / "ckpt", backoff=0, max_restarts=9, patience=2)
     assert Supervisor(plan).run() == 1
     assert started(tmp_path) == 2
     assert "giving up: no newer checkpoint in 2 runs in a row" in capfd.readouterr().err
 
 
 def test_progress_is_patience_s_measure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(command(tmp_path, "1,1,1,0", "yes"), tmp_path / "ckpt", backoff=0, max_restarts=9, patience=1)
+    plan = RestartPlan(command(tmp_path, "1,1,1,0", "yes"), tmp_path / "ckpt", backoff=0, max_restarts=9, patience=1)
     supervisor = Supervisor(plan)
     assert supervisor.run() == 0
     assert [run.came_to and Path(run.came_to).name for run in supervisor.runs] == [f"step-{n:08d}" for n in range(4)]
@@ -112,13 +112,13 @@ def test_progress_is_patience_s_measure(tmp_path: Path, capfd: pytest.CaptureFix
 def test_a_checkpoint_that_was_being_written_is_removed(tmp_path: Path) -> None:
     for name in ("step-00000007", "step-00000009.tmp", "step-00000008.gone", "other.tmp"):
         (tmp_path / "ckpt" / name).mkdir(parents=True)
-    Supervisor(Plan(command(tmp_path, "1"), tmp_path / "ckpt", backoff=0, max_restarts=0)).run()
+    Supervisor(RestartPlan(command(tmp_path, "1"), tmp_path / "ckpt", backoff=0, max_restarts=0)).run()
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["other.tmp", "step-00000007"]
 
 
 @pytest.mark.parametrize("status", [75, 2])
 def test_a_stopped_job_and_wrong_use_are_not_started_again(tmp_path: Path, status: int) -> None:
-    assert Supervisor(Plan(command(tmp_path, str(status)), backoff=0)).run() == status
+    assert Supervisor(RestartPlan(command(tmp_path, str(status)), backoff=0)).run() == status
     assert started(tmp_path) == 1
 
 
@@ -140,7 +140,7 @@ def test_signals_are_passed_on_and_the_job_is_not_started_again(
 
     before = signal.getsignal(number)
     threading.Thread(target=send).start()
-    assert Supervisor(Plan(command(tmp_path, job), backoff=0)).run() == status
+    assert Supervisor(RestartPlan(command(tmp_path, job), backoff=0)).run() == status
     assert started(tmp_path) == 1
     assert signal.getsignal(number) is before
 
@@ -153,14 +153,14 @@ def test_after_an_interrupt_a_closed_terminal_changes_nothing(tmp_path: Path) ->
         os.kill(os.getpid(), signal.SIGHUP)
 
     threading.Thread(target=send).start()
-    assert Supervisor(Plan(command(tmp_path, "deaf"), backoff=0)).run() == 130
+    assert Supervisor(RestartPlan(command(tmp_path, "deaf"), backoff=0)).run() == 130
 
 
 def test_under_nohup_neither_it_nor_its_job_heeds_a_closed_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     job = "import os, signal; print(signal.getsignal(signal.SIGHUP)); os.kill(os.getppid(), signal.SIGHUP)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert Supervisor(Plan([sys.executable, "-c", job])).run() == 0
+        assert Supervisor(RestartPlan([sys.executable, "-c", job])).run() == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -176,12 +176,12 @@ def test_a_signal_while_the_job_is_being_started_is_not_lost(tmp_path: Path, mon
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(supervise, "Job", Slow)
-    assert Supervisor(Plan(command(tmp_path, "wait"), backoff=0)).run() == 75
+    assert Supervisor(RestartPlan(command(tmp_path, "wait"), backoff=0)).run() == 75
 
 
 def test_a_signal_between_two_runs_ends_the_waiting(tmp_path: Path) -> None:
     threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert Supervisor(Plan(command(tmp_path, "1"), backoff=60)).run() == 75
+    assert Supervisor(RestartPlan(command(tmp_path, "1"), backoff=60)).run() == 75
     assert started(tmp_path) == 1
 
 
@@ -197,7 +197,7 @@ def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path,
         f'touch "{tmp_path}/mpidl-$MPIDL_JOB-89ab"; sleep 0.3; exit 1'
     )
     try:
-        supervisor = Supervisor(Plan(["sh", "-c", script], backoff=0, max_restarts=0))
+        supervisor = Supervisor(RestartPlan(["sh", "-c", script], backoff=0, max_restarts=0))
         assert supervisor.run() == 1
         left = int((tmp_path / "pid").read_text())
         assert supervisor.runs[0].left_behind[0] == f"process {left}"
@@ -224,7 +224,7 @@ def test_a_signal_reaches_the_launcher_that_a_script_has_started(tmp_path: Path)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send).start()
-    assert Supervisor(Plan(["bash", "-c", script], backoff=0)).run() == 75
+    assert Supervisor(RestartPlan(["bash", "-c", script], backoff=0)).run() == 75
     assert (tmp_path / "status").read_text() == "75\n"
 
 
@@ -258,7 +258,7 @@ def test_fewer_ranks(tmp_path: Path) -> None:
     def ranks(**how: object) -> list[int | None]:
         folder = tmp_path / str(how).replace(" ", "")
         job = [str(mpirun), "-n", "4", *command(folder, "1,1,1,0")]
-        supervisor = Supervisor(Plan(job, folder / "ckpt", backoff=0, max_restarts=9, patience=9, **how))  # type: ignore[arg-type]
+        supervisor = Supervisor(RestartPlan(job, folder / "ckpt", backoff=0, max_restarts=9, patience=9, **how))  # type: ignore[arg-type]
         assert supervisor.run() == 0
         return [run.ranks for run in supervisor.runs]
 
