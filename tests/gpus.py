@@ -36,7 +36,7 @@ _LINE = re.compile(r"^(tests/\S+?\.py::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED)(?: 
 
 @dataclass
 class Run:
-    """What one run has shown. verdicts: by the whole name of a test; "" for one that did not come to an end."""
+    """Result of a run. verdicts: by the whole name of a test; "" for one that did not come to an end."""
 
     title: str
     status: int = 0

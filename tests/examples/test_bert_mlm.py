@@ -48,7 +48,7 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespa
 
 
 def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[int, str, str]]]:
-    """For each command line, (status, standard output, standard error) of every rank."""
+    """Runs command lines; returns for each (status, standard output, standard error) of every rank."""
     asked = json.dumps([list(map(str, line)) for line in lines])
     done = launch.mpirun(ranks, OUTCOMES, EXAMPLE.relative_to(launch.ROOT), asked, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ if hasattr(mpidl, "GradScaler"):
 
 @pytest.fixture(scope="module")
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimpleNamespace]:
-    """What rank 0 printed and the results, for each of RUNS."""
+    """Output of rank 0 and results, for each of RUNS."""
     folder = tmp_path_factory.mktemp("two")
     paths = {name: folder / f"{name}.json" for name in RUNS}
     common = [*TINY, "--data", text]

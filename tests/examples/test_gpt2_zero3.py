@@ -136,7 +136,7 @@ RUNS = {  # on two ranks
 
 
 def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[int, str, str]]]:
-    """For each command line, (status, standard output, standard error) of every rank."""
+    """Runs command lines; returns for each (status, standard output, standard error) of every rank."""
     asked = json.dumps([list(map(str, line)) for line in lines])
     done = launch.mpirun(ranks, OUTCOMES, Path(EXAMPLE).relative_to(launch.ROOT), asked, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -145,7 +145,7 @@ def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[
 
 @pytest.fixture(scope="module")
 def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimpleNamespace]:
-    """What rank 0 printed and the results, for each of RUNS."""
+    """Output of rank 0 and results, for each of RUNS."""
     folder = tmp_path_factory.mktemp("two")
     paths = {name: folder / f"{name}.json" for name in RUNS}
     common = [*TINY, "--data", text, "--sample", "20"]

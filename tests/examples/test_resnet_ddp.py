@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[int, str, str]]]:
-    """For each command line, (status, standard output, standard error) of every rank."""
+    """Runs command lines; returns for each (status, standard output, standard error) of every rank."""
     arguments = json.dumps([list(map(str, line)) for line in lines])
     done = launch.mpirun(ranks, OUTCOMES, "examples/resnet_ddp.py", arguments, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[
 
 
 def run_all(ranks: int, path: Path, runs: dict[str, list[object]]) -> dict[str, SimpleNamespace]:
-    """What rank 0 printed and the results, for each of the runs."""
+    """Runs all; returns the output of rank 0 and the results of each."""
     outcomes = call_main(ranks, [[*line, "--json", path / name] for name, line in runs.items()])
     done = {}
     for name, ((status, out, errors), *elsewhere) in zip(runs, outcomes, strict=True):

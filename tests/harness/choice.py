@@ -1,4 +1,4 @@
-"""What `--brief` leaves out, so that the suite is run often: three cases of a test, each on one number of ranks.
+"""Choice of cases for `--brief`, so that the suite is run often: three cases of a test, each on one number of ranks.
 
     cases of a test     a  b  c  d  e  f  g        a  b  c        a
     three of them       a        d        g        a  b  c        a

@@ -15,7 +15,7 @@ from . import launch
 def on_hosts(
     *arguments: str, number: int = 2, ranks: int = 2, timeout: float = 50, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """To its end, on so many hosts with so many ranks each. timeout: seconds. variables: of its environment."""
+    """Runs a program on so many hosts with so many ranks each. timeout: seconds. variables: of its environment."""
     obstacle = hosts.obstacle()
     if obstacle:
         pytest.skip(f"no test hosts: {obstacle}")

@@ -212,7 +212,7 @@ class Harness:
         return ", ".join(stops)
 
     def _verdict(self, outcomes: list[Outcome]) -> str:
-        """What went wrong where; ranks with the same traceback share it. Empty if nothing went wrong."""
+        """Describes the failures of all ranks; ranks with the same traceback share it. Empty if there are none."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, outcome in enumerate(outcomes):
             for failure in outcome.failures:

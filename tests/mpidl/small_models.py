@@ -117,7 +117,7 @@ class Recurrent(nn.Module):
 
 
 class Branching(nn.Module):
-    """Which branch a pass takes depends on the step, and a third one is never taken."""
+    """A model whose branch depends on the step, and whose third branch is never taken."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class Watched:
         self.found[name] = (p.grad.data_ptr() == places[id(p)].data_ptr(), p.grad.clone())
 
     def in_place(self) -> dict[str, bool]:
-        """Of the weights that have arrived since the last call."""
+        """Returns, by weight that has arrived since the last call, True if its gradient lies in the bucket."""
         found, self.found = self.found, {}
         return {name: there for name, (there, _) in found.items() if name.endswith("weight")}
 

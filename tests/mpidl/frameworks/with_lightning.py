@@ -62,7 +62,7 @@ class Module(pytorch_lightning.LightningModule):
             self.norms.append(self.norm())
 
     def norm(self) -> float:
-        """Of the gradients as they are now."""
+        """Computes the norm of the present gradients."""
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def state_dict(self, *given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What jobs write in these tests belongs to the tests, and not among the names of those that run."""
+"""Fixtures of the launcher's tests, whose jobs write to the tests' own names."""
 
 from __future__ import annotations
 

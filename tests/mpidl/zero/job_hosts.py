@@ -56,7 +56,7 @@ def mean_over(comm: Communicator, loss: torch.Tensor) -> torch.Tensor:
 
 
 def expected_losses(steps: int, ranks: int) -> list[float]:
-    """Of a single process, on all ranks' batches."""
+    """Computes the losses of a single process on all ranks' batches."""
     torch.manual_seed(0)
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

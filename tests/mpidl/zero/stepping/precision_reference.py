@@ -70,7 +70,7 @@ def by_hand(
 def trained_with(
     comm: Communicator, make: Make, way: str, precision: Precision, steps: int
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """The same by a ZeroOptimizer; weights on rank 0."""
+    """Trains by a ZeroOptimizer; weights on rank 0."""
     model = fresh(make, comm.rank)
     optimizer = zero(model, comm, way, precision=precision, bucket_cap_mb=0.005)
     scaler = mpidl.GradScaler(init_scale=SCALE, process_group=comm)
