@@ -11,6 +11,17 @@ norm       the norm of all gradients, each element of the model once
 from .groups import data_group
 from .layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from .mesh import Mesh
-from .placement import Placement, place, placement
+from .placement import Cut, Placement, place, placement
 
-__all__ = ["AXES", "EXPERT_AXES", "MODEL_AXES", "Layout", "Mesh", "Placement", "data_group", "place", "placement"]
+__all__ = [
+    "AXES",
+    "EXPERT_AXES",
+    "MODEL_AXES",
+    "Cut",
+    "Layout",
+    "Mesh",
+    "Placement",
+    "data_group",
+    "place",
+    "placement",
+]

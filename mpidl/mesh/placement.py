@@ -7,6 +7,12 @@
 
 What is derived from it: whether a norm adds the ranks' parts or takes one rank's (`norm`), and what an engine that
 works over dp x cp must refuse. ZeRO's cut over dp x cp is its own matter and not declared.
+
+A `Cut` says which elements of the whole parameter a rank holds. A fused weight of queries, keys and values [in, 3 * 4]
+over two ranks, rank 0:
+
+    whole   q0 q1 q2 q3 k0 k1 k2 k3 v0 v1 v2 v3       runs of its last dimension   (0, 2), (4, 6), (8, 10)
+    part    q0 q1       k0 k1       v0 v1             which follow one another in the part
 """
 
 from __future__ import annotations
@@ -23,25 +29,68 @@ from .layout import MODEL_AXES
 
 _ATTRIBUTE = "_mpidl_placement"
 
+Run = tuple[int, int]  # indices start..stop of a dimension
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The elements of a whole tensor that a rank holds.
+
+    shape: of the whole tensor. runs: of every dimension, the indices that the rank holds, in the order in which they
+    follow one another in its part; ((0, n),) for a dimension of n that is not cut.
+    """
+
+    shape: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+    @classmethod
+    def along(cls, shape: Iterable[int], dim: int, runs: Iterable[Run]) -> Cut:
+        """Cuts one dimension, and leaves the others whole."""
+        shape = tuple(shape)
+        whole: list[tuple[Run, ...]] = [((0, size),) for size in shape]
+        whole[dim] = tuple(runs)
+        return cls(shape, tuple(whole))
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's part."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Copies the rank's part of a whole tensor into new memory."""
+        part = whole
+        for dim, (runs, size) in enumerate(zip(self.runs, self.shape, strict=True)):
+            if runs != ((0, size),):
+                part = torch.cat([part.narrow(dim, start, stop - start) for start, stop in runs], dim)
+        return part.clone() if part is whole else part.contiguous()
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Axes along which the ranks hold different elements. counted: False for a copy that another rank counts."""
+    """Axes along which the ranks hold different elements. counted: False for a copy that another rank counts.
+
+    cut: which elements of the whole parameter this rank holds; None if it is not known, or all.
+    """
 
     axes: frozenset[str] = frozenset()
     counted: bool = True
+    cut: Cut | None = None
 
 
-def place(parameter: torch.Tensor, *axes: str, counted: bool = True) -> None:
+def place(parameter: torch.Tensor, *axes: str, counted: bool = True, cut: Cut | None = None) -> None:
     """Declares along which of pp, tp and ep the ranks hold different elements of the parameter.
 
-    counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings. Kept on
-    the tensor itself; copies by copy.deepcopy and pickle have it as well.
+    counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings. cut:
+    which elements this rank holds. Kept on the tensor itself; copies by copy.deepcopy and pickle have it as well.
     """
     wrong = [axis for axis in axes if axis not in MODEL_AXES]
     if wrong:
         raise ConfigurationError(f"place: got axis {wrong[0]!r}; needs any of {', '.join(MODEL_AXES)}")
-    _set(parameter, Placement(frozenset(axes), counted))
+    if cut is not None and cut.part_shape != tuple(parameter.shape):
+        raise ConfigurationError(
+            f"place: cut: is of a part of shape {cut.part_shape}, and the parameter has {tuple(parameter.shape)}"
+        )
+    _set(parameter, Placement(frozenset(axes), counted, cut))
 
 
 def placement(parameter: torch.Tensor) -> Placement:
