@@ -8,7 +8,7 @@ optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
 from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
-from . import activations, checkpoint, comm_hooks, data, memory, mesh, optim
+from . import activations, checkpoint, comm_hooks, data, memory, mesh, optim, tensor
 from .ddp import DistributedDataParallel
 from .errors import (
     CheckpointError,
@@ -34,6 +34,7 @@ from .job.signals import STOPPED, StopSignal
 from .mesh import Mesh
 from .nn.sync_batch_norm import SyncBatchNorm
 from .replicas.check import check_replicas
+from .tensor import parallelize, unparallelize
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 
@@ -79,5 +80,8 @@ __all__ = [
     "memory",
     "mesh",
     "optim",
+    "parallelize",
     "pick_device",
+    "tensor",
+    "unparallelize",
 ]

@@ -106,7 +106,7 @@ LAYERS = {
         "base": "version errors absent_state compiling digest scratch_file standalone trained_by",
         "the job": "job",
         "groups of ranks": "mesh job.join",
-        "parts of training": "data models nn",
+        "parts of training": "data models nn tensor",
         "parts of engines": "gradients replicas optimizer_trial comm_hooks",
         "DDP": "ddp",
         "over DDP": "gradients.nonfinite optim",

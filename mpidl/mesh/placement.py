@@ -62,7 +62,25 @@ class Cut:
         for dim, (runs, size) in enumerate(zip(self.runs, self.shape, strict=True)):
             if runs != ((0, size),):
                 part = torch.cat([part.narrow(dim, start, stop - start) for start, stop in runs], dim)
-        return part.clone() if part is whole else part.contiguous()
+        return part.clone() if part is whole else part
+
+    def write(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes the rank's part to its place in a whole tensor."""
+        cut = [dim for dim, (runs, size) in enumerate(zip(self.runs, self.shape, strict=True)) if runs != ((0, size),)]
+        if not cut:
+            whole.copy_(part)
+            return
+        first, *others = cut
+        index = torch.cat([torch.arange(start, stop, device=whole.device) for start, stop in self.runs[first]])
+        if others:
+            rest = Cut(
+                (*self.shape[:first], len(index), *self.shape[first + 1 :]),
+                tuple(((0, len(index)),) if dim == first else runs for dim, runs in enumerate(self.runs)),
+            )
+            target = whole.index_select(first, index)
+            rest.write(part, target)
+            part = target
+        whole.index_copy_(first, index, part)
 
 
 @dataclass(frozen=True)

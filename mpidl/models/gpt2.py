@@ -79,15 +79,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT2Config, residual_std: float) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads, self.head_width, self.dropout = config.heads, config.embd // config.heads, config.dropout
         self.c_attn = Projection(config.embd, 3 * config.embd, 0.02)
         self.c_proj = Projection(config.embd, config.embd, residual_std)
 
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """[batch, time, embd] -> the same. past: keys and values of earlier positions; extended in place."""
-        batch, time, width = x.shape
-        shape = (batch, time, self.heads, width // self.heads)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
+        qkv = self.c_attn(x)
+        batch, time, _ = qkv.shape
+        shape = (batch, time, self.heads, self.head_width)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in qkv.chunk(3, dim=2))
         if past is not None:
             if past:
                 k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         causal = k.shape[2] == time  # a single new position sees all earlier ones
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
-        y = self.c_proj(y.transpose(1, 2).reshape(batch, time, width))
+        y = self.c_proj(y.transpose(1, 2).reshape(batch, time, self.heads * self.head_width))
         return F.dropout(y, self.dropout, self.training)
 
 

@@ -1,0 +1,45 @@
+"""Tensor and sequence parallelism: the layers of a model cut over the ranks of the tp axis of a mesh.
+
+parallelize    cuts a model by a plan, and makes it whole again
+plans          ready plans by class; what a plan's names mean
+styles         what a plan does with a module: single layers, sequences
+regions        the styles of an attention and of a feed-forward network
+linear         column- and row-parallel layers
+vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
+functions      where autograd communicates
+communication  the collectives of activations, through symmetric memory
+state          what the layers of a model share: ranks, pieces of sequences, random numbers
+sizes          which heads, features and tokens each rank holds
+
+docs/parallelism.md says what to take when.
+"""
+
+from .communication import Traffic
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .parallelize import model_state_dict, parallelize, unparallelize
+from .plans import PLANS, plan_for
+from .regions import AttentionParallel, FeedForwardParallel
+from .styles import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
+from .vocabulary import VocabLogits, VocabParallelEmbedding, cross_entropy
+
+__all__ = [
+    "PLANS",
+    "AttentionParallel",
+    "ColumnParallel",
+    "ColumnParallelLinear",
+    "FeedForwardParallel",
+    "RowParallel",
+    "RowParallelLinear",
+    "SequenceBegins",
+    "SequenceEnds",
+    "SequenceParallel",
+    "Traffic",
+    "VocabLogits",
+    "VocabParallel",
+    "VocabParallelEmbedding",
+    "cross_entropy",
+    "model_state_dict",
+    "parallelize",
+    "plan_for",
+    "unparallelize",
+]

@@ -1,0 +1,169 @@
+"""Collectives of activations over the ranks of tp.
+
+    partial         memory of this rank in which the others can read; a product is written straight into it
+    all_reduce      partial -> a new tensor, the sum over the ranks, the same bits on each
+    reduce_scatter  partial -> a new tensor, this rank's piece of the sum
+    all_gather      a piece -> a new tensor, the pieces of all ranks
+
+A result is in memory of its own, so autograd may keep it as long as it wants, and the symmetric memory is free for the
+next product when a call returns. Only the thread that computes calls these, in the same order on every rank, as all
+ranks of tp run the same model on the same inputs. None is queued behind another operation, so none can wait for one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collectives import Communicator, PartitionedAllReduce, even_counts
+
+from ..compiling import uncompiled
+from .inputs import refuse_different
+
+_KEPT = 64  # prepared reductions, one for each number of elements
+
+
+@dataclass
+class Traffic:
+    """Counts since construction, in operations and in elements of the whole tensors that they summed or gathered."""
+
+    all_reduces: int = 0
+    reduced: int = 0
+    reduce_scatters: int = 0
+    scattered: int = 0
+    all_gathers: int = 0
+    gathered: int = 0
+
+    def sent(self, ranks: int) -> float:
+        """Elements that a rank sends for all this by algorithms that send the least, such as a ring."""
+        return (2 * self.reduced + self.scattered + self.gathered) * (ranks - 1) / ranks
+
+
+class Activations:
+    """Collectives of activations, and the memory that they need.
+
+    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
+        self.traffic = Traffic()
+        self.check = os.environ.get("MPIDL_DEBUG") == "1"
+        self._slots: dict[torch.device, torch.Tensor] = {}
+        self._shared: dict[torch.device, list[torch.Tensor]] = {}
+        self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
+
+    def pieces(self, length: int) -> list[int]:
+        """Lengths of the ranks' pieces of a sequence."""
+        return even_counts(length, self.ranks)
+
+    def bounds(self, length: int) -> tuple[int, int]:
+        """Start and end of this rank's piece of a sequence."""
+        before = sum(self.pieces(length)[: self.rank])
+        return before, before + self.pieces(length)[self.rank]
+
+    @uncompiled
+    def partial(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised memory for one summand, of this shape and of the dtype and device of `like`. Collective.
+
+        The next call of any rank's may give the same memory again; in between comes a reduction.
+        """
+        count = torch.Size(shape).numel()
+        slot = self._slots.get(like.device)
+        if slot is None or slot.numel() < count * like.element_size():
+            self._split.clear()
+            slot = self.comm.empty(count * like.element_size(), torch.uint8, device=like.device)
+            self._slots[like.device] = slot
+        return slot[: count * like.element_size()].view(like.dtype).view(*shape)
+
+    @uncompiled
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks. partial: from `partial`, or any contiguous tensor. Collective."""
+        self._count("all_reduces", "reduced", partial)
+        self.comm.all_reduce(partial)
+        return partial.clone()
+
+    @uncompiled
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over the ranks, which stays as it is. Collective."""
+        partial = self.partial(x.shape, x)
+        partial.copy_(x)
+        return self.all_reduce(partial)
+
+    @uncompiled
+    def begin_all_reduce(self, partial: torch.Tensor) -> PartitionedAllReduce:
+        """Lets the other ranks begin to sum; `finish_all_reduce` waits. In between this rank may compute. Collective.
+
+        partial: from `partial`; not to be touched in between.
+        """
+        self._count("all_reduces", "reduced", partial)
+        key = (partial.numel(), partial.dtype, partial.device)
+        if key not in self._split:
+            if len(self._split) == _KEPT:
+                self._split.pop(next(iter(self._split)))
+            flat = partial.view(-1)
+            self._split[key] = flat, self.comm.partitioned_all_reduce([flat])
+        flat, reduction = self._split[key]
+        reduction.hand_in(flat)
+        return reduction
+
+    @uncompiled
+    def finish_all_reduce(self, partial: torch.Tensor, reduction: PartitionedAllReduce) -> torch.Tensor:
+        """Returns the sum over the ranks of what `begin_all_reduce` was given. Collective."""
+        reduction.wait()
+        return partial.clone()
+
+    @uncompiled
+    def reduce_scatter(self, partial: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+        """Sums over the ranks, and returns this rank's piece, [batch, piece, width]. Collective.
+
+        partial: the ranks' pieces of [batch, length, width] one after the other, flat.
+        """
+        self._count("reduce_scatters", "scattered", partial)
+        width = partial.numel() // max(1, batch * length)
+        pieces = self.pieces(length)
+        piece = partial.new_empty(batch, pieces[self.rank], width)
+        self.comm.reduce_scatter(piece.view(-1), partial.view(-1), counts=[batch * n * width for n in pieces])
+        return piece
+
+    @uncompiled
+    def all_gather(self, piece: torch.Tensor, length: int) -> torch.Tensor:
+        """Joins the ranks' pieces, [batch, piece, width], to [batch, length, width]. Collective."""
+        batch, _, width = piece.shape
+        pieces = self.pieces(length)
+        whole = piece.new_empty(batch, length, width)
+        self._count("all_gathers", "gathered", whole)
+        everything = self._next_shared(whole)
+        parts = everything.split([batch * n * width for n in pieces])
+        parts[self.rank].copy_(piece.reshape(-1))
+        self.comm.all_gather(everything, parts[self.rank], counts=[part.numel() for part in parts])
+        for part, target in zip(parts, whole.split(pieces, 1), strict=True):
+            target.copy_(part.view(target.shape))
+        return whole
+
+    def _next_shared(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory that is the same on all ranks of the node, of as many elements as `like`.
+
+        Two take turns: a rank writes to one again only after the other's all-gather, to which every rank comes when it
+        has read the first.
+        """
+        nbytes = like.nbytes
+        pair = self._shared.get(like.device)
+        if pair is None or pair[0].numel() < nbytes:
+            pair = [self.comm.shared(max(1, nbytes), torch.uint8, device=like.device) for _ in range(2)]
+            self._shared[like.device] = pair
+        pair.reverse()
+        return pair[0][:nbytes].view(like.dtype)
+
+    def _count(self, operations: str, elements: str, tensor: torch.Tensor) -> None:
+        setattr(self.traffic, operations, getattr(self.traffic, operations) + 1)
+        setattr(self.traffic, elements, getattr(self.traffic, elements) + tensor.numel())
+
+    @uncompiled
+    def check_inputs(self, x: torch.Tensor) -> None:
+        """Raises TrainingError on every rank if the ranks have different inputs. Collective, with MPIDL_DEBUG=1."""
+        if self.check:
+            refuse_different(self.comm, x)

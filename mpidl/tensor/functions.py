@@ -1,0 +1,261 @@
+"""Functions of autograd at the borders between what all ranks of tp compute and what each computes a part of.
+
+                          forward                          backward
+    copy_to_region        identity                         all-reduce          f of Shoeybi et al. 2019
+    sum_of_region         all-reduce                       identity            g of Shoeybi et al. 2019
+    gather_to_region      all-gather of the pieces         reduce-scatter      f of Korthikanti et al. 2022
+    column_product        f, or gather_to_region; product          product, then all-reduce or reduce-scatter
+    row_product           product; g, or reduce-scatter            identity or all-gather, then products
+    cut_sequence          this rank's piece                all-gather
+    join_sequence         all-gather                       this rank's piece
+
+The first five stand at the ends of a region, in which each rank has a summand of the gradient; the last two where all
+ranks have the whole gradient. The functions come in one order on every rank, as autograd runs the same graph there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .communication import Activations
+
+
+def copy_to_region(x: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """[...] -> the same. Its gradient is the sum of the ranks'."""
+    return _Copy.apply(x, activations)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_of_region(x: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """[...] -> the sum over the ranks."""
+    return _Sum.apply(x, activations)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_to_region(x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
+    """[batch, piece, width] -> [batch, length, width]. Its gradient is this rank's piece of the sum of the ranks'."""
+    return _Gather.apply(x, activations, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def cut_sequence(x: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """[batch, length, width] -> [batch, piece, width]."""
+    return _CutSequence.apply(x, activations)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def join_sequence(x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
+    """[batch, piece, width] -> [batch, length, width]."""
+    return _JoinSequence.apply(x, activations, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def column_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activations: Activations,
+    *,
+    out_in: bool,
+    length: int | None,
+) -> torch.Tensor:
+    """[..., in] -> [..., out]: x @ weight + bias, of which this rank has the features of `out` that it holds.
+
+    Backward, the sum over the ranks of the input's gradient begins before the weight's gradient is computed. out_in:
+    whether the weight is [out, in], instead of [in, out]. length: of sequences of which `x` is a piece, which is
+    gathered in either pass: [batch, piece, in] -> [batch, length, out]; None where x is whole.
+    """
+    return _ColumnProduct.apply(x, weight, bias, activations, out_in, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def row_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activations: Activations,
+    *,
+    out_in: bool,
+    length: int | None,
+) -> torch.Tensor:
+    """[..., in] -> [..., out]: x @ weight, summed over the ranks, plus the bias, which is added once.
+
+    x, weight: this rank's features of `in`. out_in: whether the weight is [out, in], instead of [in, out]. length: of
+    sequences of which the result is a piece: [batch, length, in] -> [batch, piece, out]; None for whole results.
+    """
+    return _RowProduct.apply(x, weight, bias, activations, out_in, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activations: Activations) -> torch.Tensor:
+        ctx.activations = activations
+        activations.check_inputs(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.activations.sum(gradient), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activations: Activations) -> torch.Tensor:
+        return activations.sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
+        ctx.activations = activations
+        return activations.all_gather(x, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        batch, length, width = gradient.shape
+        partial = ctx.activations.partial((gradient.numel(),), gradient)
+        for part, piece in _by_piece(partial, gradient, ctx.activations, width):
+            part.copy_(piece)
+        return ctx.activations.reduce_scatter(partial, batch, length), None, None
+
+
+class _CutSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activations: Activations) -> torch.Tensor:
+        ctx.activations, ctx.length = activations, x.shape[1]
+        activations.check_inputs(x)
+        return _own_piece(x, activations)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.activations.all_gather(gradient, ctx.length), None
+
+
+class _JoinSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
+        ctx.activations = activations
+        return activations.all_gather(x, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own_piece(gradient, ctx.activations), None, None
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activations: Activations,
+        out_in: bool,
+        length: int | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.activations, ctx.out_in, ctx.length = activations, out_in, length
+        if length is None:
+            activations.check_inputs(x)
+        else:
+            x = activations.all_gather(x, length)
+        matrix = weight.t() if out_in else weight
+        flat = x.reshape(-1, x.shape[-1])
+        y = flat.mm(matrix) if bias is None else torch.addmm(bias, flat, matrix)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        activations, length = ctx.activations, ctx.length
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        matrix = weight if ctx.out_in else weight.t()
+        of_x = of_weight = of_bias = reduction = None
+        if ctx.needs_input_grad[0] and length is None:
+            partial = activations.partial((flat.shape[0], matrix.shape[1]), flat)
+            torch.mm(flat, matrix, out=partial)
+            reduction = activations.begin_all_reduce(partial)
+        if ctx.needs_input_grad[1]:
+            whole = x if length is None else activations.all_gather(x, length)
+            inputs = whole.reshape(-1, whole.shape[-1])
+            of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
+        if ctx.needs_input_grad[2]:
+            of_bias = flat.sum(0)
+        if reduction is not None:
+            of_x = activations.finish_all_reduce(partial, reduction).view(x.shape)
+        elif ctx.needs_input_grad[0]:
+            of_x = _scattered_product(gradient, matrix, activations)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activations: Activations,
+        out_in: bool,
+        length: int | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.activations, ctx.out_in, ctx.length = activations, out_in, length
+        matrix = weight.t() if out_in else weight
+        width = matrix.shape[1]
+        if length is None:
+            flat = x.reshape(-1, x.shape[-1])
+            partial = activations.partial((flat.shape[0], width), x)
+            torch.mm(flat, matrix, out=partial)
+            y = activations.all_reduce(partial).view(*x.shape[:-1], width)
+        else:
+            y = _scattered_product(x, matrix, activations)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        if ctx.length is not None:
+            gradient = ctx.activations.all_gather(gradient, ctx.length)
+        flat, of_x, of_weight = gradient.reshape(-1, gradient.shape[-1]), None, None
+        if ctx.needs_input_grad[0]:
+            of_x = flat.mm(weight if ctx.out_in else weight.t()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            inputs = x.reshape(-1, x.shape[-1])
+            of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """[batch, length, in] -> [batch, piece, out]: this rank's piece of the sum of x @ matrix over the ranks."""
+    batch, length = x.shape[:2]
+    partial = activations.partial((batch * length * matrix.shape[1],), x)
+    for part, piece in _by_piece(partial, x, activations, matrix.shape[1]):
+        torch.bmm(piece, matrix.expand(batch, *matrix.shape), out=part)
+    return activations.reduce_scatter(partial, batch, length)
+
+
+def _own_piece(x: torch.Tensor, activations: Activations) -> torch.Tensor:
+    start, stop = activations.bounds(x.shape[1])
+    return x[:, start:stop].contiguous()
+
+
+def _by_piece(
+    partial: torch.Tensor, x: torch.Tensor, activations: Activations, width: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Lists for each rank the place of its [batch, piece, width] in `partial`, and its piece of x."""
+    batch, length = x.shape[:2]
+    pieces = activations.pieces(length)
+    parts = partial.split([batch * n * width for n in pieces])
+    return [
+        (part.view(batch, n, width), piece) for part, n, piece in zip(parts, pieces, x.split(pieces, 1), strict=True)
+    ]

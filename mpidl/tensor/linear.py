@@ -1,0 +1,186 @@
+"""Linear layers of which each rank of tp holds some features: column-parallel, then row-parallel.
+
+            column-parallel: features of `out`              row-parallel: features of `in`
+    x ----> A0 ----> y0  (rank 0)   ...any function of      y0 ----> B0 ----> z0
+    x ----> A1 ----> y1  (rank 1)   single features...      y1 ----> B1 ----> z1      z = z0 + z1 + bias
+
+A layer keeps its class, or becomes one of a class derived from it, and keeps its parameters, which become this rank's
+parts in place: what else refers to them, such as an optimizer or a tied layer, refers to the parts.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..mesh import Cut, Mesh, place, placement
+from .functions import column_product, row_product
+from .sizes import Run, run_of
+from .state import TensorParallel
+
+# Modules that compute x @ weight + bias: whether their weight is [out, in], and their attributes of sizes, out and in.
+_KINDS: dict[str, tuple[bool, str, str]] = {
+    "torch.nn.modules.linear.Linear": (True, "out_features", "in_features"),
+    "transformers.pytorch_utils.Conv1D": (False, "nf", "nx"),
+    "mpidl.models.gpt2.Projection": (False, "", ""),
+}
+
+
+def kind_of(layer: Any) -> tuple[bool, str, str] | None:
+    """Returns the entry of a linear layer in _KINDS, also of a derived class; None for any other object."""
+    return next(
+        (_KINDS[name] for cls in type(layer).__mro__ if (name := f"{cls.__module__}.{cls.__qualname__}") in _KINDS),
+        None,
+    )
+
+
+def sizes_of(name: str, layer: Any) -> tuple[int, int]:
+    """Returns the sizes (in, out) of a whole linear layer. Raises ConfigurationError for another module."""
+    kind = kind_of(layer)
+    if kind is None:
+        raise ConfigurationError(
+            f"{name}: is a {type(layer).__name__}; needs a linear layer (torch.nn.Linear, Conv1D of transformers)"
+        )
+    cut = placement(layer.weight).cut  # of a layer tied to one that was cut before
+    rows, columns = layer.weight.shape if cut is None else cut.shape
+    return (columns, rows) if kind[0] else (rows, columns)
+
+
+def cut_parameter(p: torch.Tensor, dim: int, runs: Iterable[Run], *, counted: bool = True) -> None:
+    """Replaces the values of a parameter by this rank's runs of a dimension, in place, and declares its placement.
+
+    A parameter that was cut before stays as it is, as one of tied layers does.
+    """
+    known = placement(p).cut
+    cut = Cut.along(p.shape if known is None else known.shape, dim, runs)
+    if known is None:
+        p.data = cut.of(p.data)
+        place(p, "tp", counted=counted, cut=cut)
+    elif known != cut:
+        raise ConfigurationError(
+            f"plan: a parameter of shape {cut.shape}, which tied layers have, would be cut in two ways; needs one"
+        )
+
+
+def make_column(
+    layer: Any,
+    state: TensorParallel,
+    runs: Iterable[Run],
+    *,
+    copies_input: bool,
+    counted: bool = True,
+) -> None:
+    """Keeps this rank's features of `out`, and lets the layer compute them.
+
+    copies_input: the layer is the first of a region by itself: its input is whole, or a piece of the sequences; else
+    the input is that of a region which has begun.
+    """
+    out_in, out_name, _ = _kind(layer)
+    runs = tuple(runs)
+    cut_parameter(layer.weight, 0 if out_in else 1, runs, counted=counted)
+    if layer.bias is not None:
+        cut_parameter(layer.bias, 0, runs, counted=counted)
+    if out_name:
+        state.set(layer, out_name, sum(stop - start for start, stop in runs))
+    if copies_input:
+        _become(layer, _ColumnParallel, state)
+
+
+def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run]) -> None:
+    """Keeps this rank's features of `in`, and lets the layer sum its products over the ranks."""
+    out_in, _, in_name = _kind(layer)
+    runs = tuple(runs)
+    cut_parameter(layer.weight, 1 if out_in else 0, runs)
+    if in_name:
+        state.set(layer, in_name, sum(stop - start for start, stop in runs))
+    _become(layer, _RowParallel, state)
+    if layer.bias is not None:
+        state.sum_gradient(layer.bias, if_in_pieces=True)
+
+
+def _kind(layer: Any) -> tuple[bool, str, str]:
+    kind = kind_of(layer)
+    assert kind is not None  # `sizes_of` was asked before
+    return kind
+
+
+class _ColumnParallel(nn.Module):
+    """Mixed into the class of a linear layer that begins a region by itself."""
+
+    _tensor_parallel: TensorParallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., this rank's features of out]; of pieces of sequences, [batch, length, ...]."""
+        state = self._tensor_parallel
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        return column_product(x, weight, bias, state.activations, out_in=_kind(self)[0], length=state.begin_region(x))
+
+
+class _RowParallel(nn.Module):
+    """Mixed into the class of a linear layer that ends a region."""
+
+    _tensor_parallel: TensorParallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's features of in] -> [..., out]; in pieces of sequences, if they are in pieces."""
+        state = self._tensor_parallel
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        state.end_stream()
+        return row_product(x, weight, bias, state.activations, out_in=_kind(self)[0], length=state.region_length)
+
+
+def _autocast(x: torch.Tensor, *parameters: Any) -> tuple[Any, ...]:
+    """Converts what a linear layer multiplies as torch.autocast does."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, *parameters
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
+
+
+def _become(layer: Any, mixin: type[nn.Module], state: TensorParallel) -> None:
+    layer._tensor_parallel = state
+    state.set(layer, "__class__", _derived(type(layer), mixin))
+
+
+def _derived(cls: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+    """Derives a class from a layer's, with the forward pass of the mixin; one of each pair."""
+    if (cls, mixin) not in _DERIVED:
+        name = f"{mixin.__name__.lstrip('_')}{cls.__name__}"
+        _DERIVED[cls, mixin] = type(name, (mixin, cls), {"__module__": cls.__module__})
+    return _DERIVED[cls, mixin]
+
+
+_DERIVED: dict[tuple[type, type], type] = {}
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of which each rank of tp computes some output features.
+
+    in_features, out_features: of the whole layer; bias, device, dtype as in torch.nn.Linear. mesh: has the ranks of tp.
+    All ranks begin with the whole layer's values, which are equal where their random generators are.
+
+    [..., in_features] -> [..., this rank's of out_features]. The input is the same on all ranks of tp, and its gradient
+    is summed over them.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        state = TensorParallel(mesh)
+        make_column(self, state, [run_of(out_features, state.ranks, state.rank)], copies_input=True)
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which each rank of tp has some input features; its output is the same on all.
+
+    Arguments as those of ColumnParallelLinear. [..., this rank's of in_features] -> [..., out_features]
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        state = TensorParallel(mesh)
+        make_row(self, state, [run_of(in_features, state.ranks, state.rank)])

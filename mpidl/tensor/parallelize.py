@@ -1,0 +1,112 @@
+"""Cuts a model over the ranks of tp, in place, by a plan, and makes it whole again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError, UsageError
+from ..job.agreement import check_everywhere
+from ..job.objects import all_gather_object
+from ..mesh import Mesh
+from ..mesh.placement import Cut, place, placement
+from .plans import PLANS, Plan, matches, plan_for
+from .state import TensorParallel
+
+_STATE = "_mpidl_tensor_parallel"
+
+
+def parallelize(
+    model: nn.Module, mesh: Mesh, plan: Plan | str | None = None, *, sequence_parallel: bool = False
+) -> nn.Module:
+    """Cuts a model over the ranks of tp, in place, and returns it.
+
+    model: whole, the same on all ranks of tp. plan: names of modules and their styles; by default the ready plan of the
+    model's class. sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a
+    piece of the sequences, which takes the memory of activations down by the number of ranks. Collective over tp.
+
+    Parameters keep their identity, so layers stay tied and an optimizer that has them already has the parts. Raises
+    ConfigurationError on every rank of tp for a plan that does not fit; the model is not to be used then.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ConfigurationError(f"parallelize: mesh: got {type(mesh).__name__}; needs a mpidl.Mesh")
+    if getattr(model, _STATE, None) is not None:
+        raise UsageError("parallelize: the model is cut already; needs a whole one")
+    found = check_everywhere(mesh["tp"], lambda: matches(_chosen(model, plan), model))
+    if mesh.size("tp") == 1:
+        return model
+    state = TensorParallel(mesh, sequence_parallel=sequence_parallel)
+    for name, module, styles in found:
+        for style in styles:
+            if state.sequence_parallel or not style.sequential:
+                style.apply(name, module, state)
+    state.keep(model.register_forward_pre_hook(lambda *_: state.forget_stream()))
+    setattr(model, _STATE, state)
+    return model
+
+
+def _chosen(model: nn.Module, plan: Plan | str | None) -> Plan:
+    if plan is None:
+        ready = plan_for(model)
+        if ready is None:
+            known = ", ".join(sorted({name for _, name in PLANS}))
+            raise ConfigurationError(
+                f"parallelize: there is no ready plan for {type(model).__name__} (there are for {known}); needs plan="
+            )
+        return ready
+    if isinstance(plan, str):
+        raise ConfigurationError(f"parallelize: plan: got {plan!r}; needs a dict of names and styles, or 'auto'")
+    return plan
+
+
+def unparallelize(model: nn.Module) -> nn.Module:
+    """Makes a model whole again that `parallelize` has cut, in place, and returns it. Collective over tp."""
+    state = getattr(model, _STATE, None)
+    if state is None:
+        return model
+    wholes = {p: _whole(p.data, cuts, state) for _, p, cuts in _cut_parameters(model, state)}
+    for undo in reversed(state.changes):
+        undo()
+    for p, whole in wholes.items():
+        p.data = whole
+        p.grad = None
+        place(p)
+    setattr(model, _STATE, None)
+    return model
+
+
+def model_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Returns the state_dict of the plain model, with whole tensors on every rank. Collective over tp."""
+    states = model.state_dict()
+    state = getattr(model, _STATE, None)
+    if state is None:
+        return states
+    kept: dict[int, torch.Tensor] = {}  # of tied layers, one tensor
+    for names, p, cuts in _cut_parameters(model, state):
+        kept[id(p)] = _whole(p.detach(), cuts, state)
+        for name in names:
+            states[name] = kept[id(p)]
+    return states
+
+
+def _cut_parameters(model: nn.Module, state: TensorParallel) -> list[tuple[list[str], nn.Parameter, list[Cut]]]:
+    """Lists the parameters that are cut over tp, with their names and the ranks' cuts. Collective over tp."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if placement(p).cut is not None:
+            names.setdefault(p, []).append(name)
+    everyone = all_gather_object(state.comm, [placement(p).cut for p in names])
+    return [(some, p, [cuts[n] for cuts in everyone]) for n, (p, some) in enumerate(names.items())]
+
+
+def _whole(part: torch.Tensor, cuts: list[Cut], state: TensorParallel) -> torch.Tensor:
+    counts = [math.prod(cut.part_shape) for cut in cuts]
+    everything = part.new_empty(sum(counts))
+    state.comm.all_gather(everything, part.contiguous().view(-1), counts=counts)
+    whole = part.new_empty(cuts[0].shape)
+    for cut, values in zip(cuts, everything.split(counts), strict=True):
+        cut.write(values.view(cut.part_shape), whole)
+    return whole

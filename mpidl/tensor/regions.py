@@ -1,0 +1,171 @@
+"""The styles of regions: an attention cut by heads, a feed-forward network cut by features.
+
+          ┌ rank 0: heads 0..4 ┐                             ┌ rank 0: features 0..f/2 ┐
+    x ─ f ┤                    ├ g ─ y              x ─ f ── ┤                         ├ g ─ y
+          └ rank 1: heads 4..7 ┘                             └ rank 1: features f/2..f ┘
+
+f and g are those of `functions`. In between nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigurationError
+from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
+from .sizes import Heads, cut_heads, in_elements, run_of, segments
+from .state import TensorParallel
+from .styles import Region
+
+
+@dataclass(frozen=True)
+class AttentionParallel:
+    """An attention of which each rank computes some heads.
+
+    query, key, value: names of the linear layers in the module; or fused: of one with all three in a row. output: of
+    the layer that joins the heads. heads, key_heads: attributes with their numbers, of the module, or of its config
+    as "config.NAME"; key_heads where several query heads share a key/value head. scaled: attributes that grow with the
+    number of query heads, such as that number. groups: the attribute with the number of query heads a key/value head.
+    inside: modules that compute on single heads, such as norms of queries. bias_of_heads: an embedding
+    [any, heads] of biases. input, memory: arguments of the forward pass, see Region.
+    """
+
+    output: str
+    heads: str
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    fused: str = ""
+    key_heads: str = ""
+    scaled: tuple[str, ...] = ()
+    groups: str = ""
+    inside: tuple[str, ...] = ()
+    bias_of_heads: str = ""
+    input: str = "hidden_states"
+    memory: str | None = None
+    sequential = False
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Cuts the layers."""
+        query = number(name, module, self.heads)
+        key = number(name, module, self.key_heads) if self.key_heads else query
+        heads = cut_heads(f"plan: {name}", query, key, state.ranks, state.rank)
+        if self.fused:
+            self._cut_fused(name, module, state, heads)
+        else:
+            self._cut_single(name, module, state, heads)
+        output = child(name, module, self.output)
+        width = _width(f"{name}.{self.output}", sizes_of(f"{name}.{self.output}", output)[0], query)
+        make_row(output, state, [in_elements(heads.query, width)])
+        self._change_attributes(name, module, state, heads)
+        Region(name, module, state, self.input, self.memory, copies=not self.fused)
+
+    def _cut_fused(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
+        layer = child(name, module, self.fused)
+        if len(heads.sharers) > 1:
+            raise ConfigurationError(
+                f"plan: {name}.{self.fused}: has {heads.all_key} key/value heads for {state.ranks} ranks of tp in one "
+                "weight with the queries; needs at least one for each rank"
+            )
+        all_heads = (heads.all_query, heads.all_key, heads.all_key)
+        width = _width(f"{name}.{self.fused}", sizes_of(f"{name}.{self.fused}", layer)[1], sum(all_heads))
+        starts = (0, heads.all_query * width, (heads.all_query + heads.all_key) * width)
+        runs = [
+            in_elements(run, width, start)
+            for run, start in zip((heads.query, heads.key, heads.key), starts, strict=True)
+        ]
+        make_column(layer, state, runs, copies_input=True)
+
+    def _cut_single(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
+        for layer_name, run, count in (
+            (self.query, heads.query, heads.all_query),
+            (self.key, heads.key, heads.all_key),
+            (self.value, heads.key, heads.all_key),
+        ):
+            layer = child(name, module, layer_name)
+            width = _width(f"{name}.{layer_name}", sizes_of(f"{name}.{layer_name}", layer)[1], count)
+            shared = layer_name != self.query and heads.all_key < state.ranks
+            first = not shared or heads.sharers[0] == state.rank
+            make_column(layer, state, [in_elements(run, width)], copies_input=False, counted=first)
+            if shared:
+                for p in layer.parameters():
+                    state.sum_gradient(p, heads.sharers, if_in_pieces=False)
+
+    def _change_attributes(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
+        for attribute in self.scaled:
+            value = getattr(module, attribute)
+            state.set(module, attribute, value // heads.all_query * heads.queries)
+        if self.groups:
+            state.set(module, self.groups, heads.queries // heads.keys)
+        for inner in self.inside:
+            found = getattr(module, inner, None)
+            if found is not None:
+                for p in found.parameters():
+                    state.sum_gradient(p, if_in_pieces=False)
+        biases = getattr(module, self.bias_of_heads, None) if self.bias_of_heads else None
+        if biases is not None:
+            cut_parameter(biases.weight, 1, [heads.query])
+
+
+@dataclass(frozen=True)
+class FeedForwardParallel:
+    """A feed-forward network of which each rank computes some features.
+
+    inputs: names of the linear layers that compute features: one, or a gate and the values that it gates. segments: of
+    a single one that has both in a row, 2. output: of the layer that joins the features.
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    segments: int = 1
+    input: str = "hidden_states"
+    sequential = False
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Cuts the layers."""
+        output = child(name, module, self.output)
+        features = sizes_of(f"{name}.{self.output}", output)[0]
+        single = len(self.inputs) == 1
+        for layer_name in self.inputs:
+            layer = child(name, module, layer_name)
+            size = sizes_of(f"{name}.{layer_name}", layer)[1]
+            if size != features * self.segments:
+                raise ConfigurationError(
+                    f"plan: {name}.{layer_name}: has {size} output features; needs {self.segments} times the "
+                    f"{features} input features of {self.output}"
+                )
+            runs = segments([features] * self.segments, state.ranks, state.rank)
+            make_column(layer, state, runs, copies_input=single)
+        make_row(output, state, [run_of(features, state.ranks, state.rank)])
+        Region(name, module, state, self.input, None, copies=not single)
+
+
+def child(name: str, module: nn.Module, child_name: str) -> nn.Module:
+    """Returns a linear layer inside a module. Raises ConfigurationError if there is none of this name."""
+    try:
+        found = module.get_submodule(child_name)
+    except AttributeError:
+        raise ConfigurationError(f"plan: {name}: has no module {child_name!r}") from None
+    if kind_of(found) is None:
+        sizes_of(f"plan: {name}.{child_name}", found)
+    return found
+
+
+def number(name: str, module: nn.Module, attribute: str) -> int:
+    """Returns an attribute, of the module or as "config.NAME" of its config. Raises ConfigurationError for none."""
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, int):
+        raise ConfigurationError(f"plan: {name}: has no attribute {attribute!r} with a number of heads")
+    return found
+
+
+def _width(name: str, size: int, heads: int) -> int:
+    """Returns the width of a head."""
+    if size % heads:
+        raise ConfigurationError(f"plan: {name}: has {size} features; needs a multiple of {heads} heads")
+    return size // heads

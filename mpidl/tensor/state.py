@@ -1,0 +1,147 @@
+"""What the cut layers of a model share: the ranks of tp, whether sequences are in pieces, and the random numbers.
+
+    replicated   every rank of tp computes the same: embeddings, residuals, norms           the same random numbers
+    in a region  between a column-parallel and a row-parallel layer: other heads, features  a stream for each rank
+    on pieces    sequence parallel: everything from the first block to the last norm        a stream for each rank
+
+The stream of a rank begins with a seed that is drawn from the default generator, which is in the same state on all
+ranks of tp. So its state is the only one that a checkpoint has to keep, and activation checkpoints, which restore it
+before they compute again, restore the streams as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compiling import uncompiled
+from ..errors import TrainingError
+from ..mesh import Mesh
+from .communication import Activations
+
+_ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbouring ranks lie far from each other
+
+
+class TensorParallel:
+    """Shared by the cut layers of one model. sequence_parallel: sequences are in pieces in training mode.
+
+    length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
+    they are whole. region_length: the same for the region that began last. changes: what undoes the cuts, in order.
+    """
+
+    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+        self.mesh, self.comm = mesh, mesh["tp"]
+        self.rank, self.ranks = self.comm.rank, self.comm.size
+        self.activations = Activations(self.comm)
+        self.sequence_parallel = sequence_parallel and self.ranks > 1
+        self.length: int | None = None
+        self.region_length: int | None = None
+        self.changes: list[Callable[[], Any]] = []
+        self._groups: dict[int, Activations] = {}
+        self._generator: tuple[torch.Generator, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self  # copies of a model compute with the same ranks
+
+    # ---- changes to a model ------------------------------------------------------------------------------------------
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute, until the cuts are undone."""
+        before = getattr(owner, name)
+        self.changes.append(lambda: setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    def keep(self, handle: Any) -> None:
+        """Keeps the handle of a hook, which is removed when the cuts are undone."""
+        self.changes.append(handle.remove)
+
+    def sum_gradient(self, p: torch.Tensor, sharers: tuple[int, ...] | None = None, *, if_in_pieces: bool) -> None:
+        """Sums a parameter's gradient over the ranks of tp, as each has a summand of it. Collective.
+
+        sharers: this rank's group of ranks that sum; None: all. if_in_pieces: only while sequences are in pieces.
+        """
+        activations = self.activations if sharers is None else self._group_of(sharers)
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            if if_in_pieces and self.length is None:
+                return gradient
+            return activations.sum(gradient)
+
+        trains = p.requires_grad
+        p.requires_grad_(True)  # a hook may be registered now alone, and the parameter be trained later
+        self.keep(p.register_hook(hook))
+        p.requires_grad_(trains)
+
+    def _group_of(self, sharers: tuple[int, ...]) -> Activations:
+        if len(sharers) == self.ranks:
+            return self.activations
+        if sharers[0] not in self._groups:
+            group = self.comm.split(sharers[0], self.rank)
+            assert group is not None
+            self._groups[sharers[0]] = Activations(group)
+        return self._groups[sharers[0]]
+
+    # ---- sequences in pieces -----------------------------------------------------------------------------------------
+
+    def begin_pieces(self, length: int) -> None:
+        """Begins the part of a forward pass in which sequences of this length are in pieces."""
+        if length < self.ranks:
+            raise TrainingError(
+                f"sequence parallelism: got sequences of {length} tokens on {self.ranks} ranks of tp; needs at least "
+                "one for each"
+            )
+        self.length = length
+
+    def begin_region(self, x: torch.Tensor) -> int | None:
+        """Begins a region. Returns the whole length of sequences of which `x` has pieces; None if whole."""
+        length = self.length
+        if length is not None and x.shape[1] != self.activations.pieces(length)[self.rank]:
+            if x.shape[1] != length:
+                raise TrainingError(
+                    f"sequence parallelism: got {x.shape[1]} tokens where sequences of {length} were in pieces last; "
+                    "needs a backward pass before a forward pass of another length, if it computes activations again"
+                )
+            length = None
+        self.region_length = length
+        return length
+
+    # ---- random numbers ----------------------------------------------------------------------------------------------
+
+    @uncompiled
+    def begin_stream(self, device: torch.device) -> None:
+        """From now on random numbers of the device are of a stream of this rank."""
+        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+        seed = int(torch.randint(0, 1 << 62, (), device=device))
+        self._generator = generator, generator.get_state()
+        generator.manual_seed((seed + (self.rank + 1) * _ODD) % (1 << 63))
+
+    @uncompiled
+    def end_stream(self) -> None:
+        """From now on they are the same on all ranks of tp, and go on where the stream began."""
+        if self._generator is not None:
+            generator, state = self._generator
+            self._generator = None
+            generator.set_state(state)
+
+    def forget_stream(self) -> None:
+        """Forgets a stream that began as activations were computed again; torch has restored the generator."""
+        self._generator = None
+
+
+class Dropouts:
+    """Tells whether modules draw random numbers: whether any of their probabilities of dropout is above 0."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._places = [
+            (module, name)
+            for root in modules
+            for module in root.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
+        ]
+
+    def __bool__(self) -> bool:
+        return any(getattr(module, name) > 0.0 for module, name in self._places)

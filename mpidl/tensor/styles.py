@@ -1,0 +1,195 @@
+"""What a plan does with a module: each style cuts its parameters and changes what it computes.
+
+    {"transformer.h.*.attn": AttentionParallel(fused="c_attn", output="c_proj", heads="heads"),
+     "transformer.h.*.mlp":  FeedForwardParallel(inputs=("c_fc",), output="c_proj"),
+     "transformer.wte": VocabParallel(), "lm_head": VocabParallel()}
+
+`attention` and `feed_forward` have the styles of whole regions; here are those of single layers, and of sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from .functions import copy_to_region, cut_sequence, gather_to_region, join_sequence
+from .linear import make_column, make_row, sizes_of
+from .sizes import run_of, segments
+from .state import Dropouts, TensorParallel
+from .vocabulary import make_vocabulary
+
+
+class Style(Protocol):
+    """What a plan does with a module. sequential: whether it is for sequence parallelism alone."""
+
+    sequential: bool
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Changes the module in place. name: in the model, for messages. Collective over tp."""
+
+
+@dataclass(frozen=True)
+class ColumnParallel:
+    """A linear layer of which each rank computes some output features. segments: equal parts of a fused weight.
+
+    The layer begins a region by itself: its input is the same on all ranks of tp.
+    """
+
+    segments: int = 1
+    sequential = False
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Cuts the layer."""
+        out = sizes_of(name, module)[1]
+        if out % self.segments:
+            raise ConfigurationError(f"plan: {name}: has {out} output features; needs {self.segments} equal segments")
+        runs = segments([out // self.segments] * self.segments, state.ranks, state.rank)
+        make_column(module, state, runs, copies_input=True)
+
+
+@dataclass(frozen=True)
+class RowParallel:
+    """A linear layer of which each rank has some input features; it ends a region: its output is the same on all."""
+
+    sequential = False
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Cuts the layer."""
+        make_row(module, state, [run_of(sizes_of(name, module)[0], state.ranks, state.rank)])
+
+
+@dataclass(frozen=True)
+class VocabParallel:
+    """An embedding, or an output layer, of which each rank has some rows of the vocabulary."""
+
+    sequential = False
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Cuts the layer."""
+        make_vocabulary(name, module, state)
+
+
+@dataclass(frozen=True)
+class SequenceBegins:
+    """The first block: from here on each rank computes a piece of the sequences. input: the name of its argument.
+
+    Sequences lie along dimension 1.
+    """
+
+    input: str = "hidden_states"
+    sequential = True
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Registers a hook before the forward pass of the block."""
+        dropouts = Dropouts(module)
+        argument = Argument(name, module, self.input)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            x = argument.of(args, kwargs)
+            if not module.training:
+                state.length = None
+                return None
+            state.begin_pieces(x.shape[1])
+            if dropouts:
+                state.begin_stream(x.device)
+            return argument.replaced(args, kwargs, cut_sequence(x, state.activations))
+
+        state.keep(module.register_forward_pre_hook(before, with_kwargs=True))
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """A norm, or another module with parameters, that computes on pieces: its gradients are summed over tp."""
+
+    sequential = True
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Registers hooks on the gradients."""
+        for p in module.parameters():
+            state.sum_gradient(p, if_in_pieces=True)
+
+
+@dataclass(frozen=True)
+class SequenceEnds:
+    """The last norm or block: its output is of whole sequences again."""
+
+    sequential = True
+
+    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+        """Registers a hook after the forward pass of the module."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            state.end_stream()
+            if state.length is None:
+                return None
+            first = output[0] if isinstance(output, tuple) else output
+            joined = join_sequence(first, state.activations, state.length)
+            return (joined, *output[1:]) if isinstance(output, tuple) else joined
+
+        state.keep(module.register_forward_hook(after))
+
+
+class Argument:
+    """An argument of a module's forward pass, by its name, wherever it stands in a call."""
+
+    def __init__(self, module_name: str, module: nn.Module, name: str) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        if name not in names:
+            name = names[0]
+        self._module, self._name, self._place = module_name, name, names.index(name)
+
+    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the argument; None if it is not given."""
+        return args[self._place] if len(args) > self._place else kwargs.get(self._name)
+
+    def replaced(self, args: Sequence[Any], kwargs: dict[str, Any], value: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the arguments with another value for this one."""
+        if len(args) > self._place:
+            return (*args[: self._place], value, *args[self._place + 1 :]), kwargs
+        return tuple(args), {**kwargs, self._name: value}
+
+
+class Region:
+    """The hooks around a module that begins a region and ends it with a row-parallel layer.
+
+    input: the argument that comes in pieces under sequence parallelism; memory: one that is always whole, such as what
+    a decoder attends to. copies: whether the region's own layers do not begin it by themselves.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, state: TensorParallel, input: str, memory: str | None, *, copies: bool
+    ) -> None:
+        self._state, self._copies = state, copies
+        self._dropouts = Dropouts(module)
+        self._input = Argument(name, module, input)
+        named = memory is not None and memory in inspect.signature(module.forward).parameters
+        self._memory = Argument(name, module, memory) if named and memory is not None else None
+        state.keep(module.register_forward_pre_hook(self._before, with_kwargs=True))
+        state.keep(module.register_forward_hook(self._after, always_call=True))
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        state, x = self._state, self._input.of(args, kwargs)
+        if self._copies:
+            length = state.begin_region(x)
+            y = (
+                copy_to_region(x, state.activations)
+                if length is None
+                else gather_to_region(x, state.activations, length)
+            )
+            args, kwargs = self._input.replaced(args, kwargs, y)
+            memory = None if self._memory is None else self._memory.of(args, kwargs)
+            if self._memory is not None and torch.is_tensor(memory):
+                args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, state.activations))
+        if module.training and self._dropouts and state.length is None:
+            state.begin_stream(x.device)
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._state.length is None:
+            self._state.end_stream()  # the row-parallel layer has done so, unless the pass has failed before
