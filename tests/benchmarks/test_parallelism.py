@@ -1,0 +1,43 @@
+"""`bench_parallelism.py` trains alike by all libraries, and refuses wrong options."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import ROOT, environment, run
+
+ENGINES = ["threads", "tp", "tp-sp", "ddp", "zero3", "torch-tp"]
+
+
+def parallelism(*options: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return run([sys.executable, "benchmarks/bench_parallelism.py", *options], timeout, ROOT, environment(PATH=path))
+
+
+@pytest.mark.limit(240)
+def test_all_libraries_train_alike(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    steps = ("--steps=3", "--warmup=1", "--launches=1")
+    done = parallelism(f"--engines={','.join(ENGINES)}", "--shapes=2x8x128x1", *steps, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = {row["engine"]: row for row in json.loads(path.read_text())}
+    assert rows.keys() == set(ENGINES)
+    losses = [row["loss"] for row in rows.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-4)
+    assert rows["tp"]["params"] < rows["threads"]["params"]
+    assert all(len(row["seconds"][0]) == 3 and row["peak"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    "option", ["--engines=megatrons", "--shapes=1x2x3", "--shapes=1x8x65x1", "--ranks=0", "--warmup=0"]
+)
+def test_wrong_options_are_one_line_and_status_2(option: str) -> None:
+    done = parallelism(option)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].partition("error: ")[2].startswith(option.partition("=")[0])
