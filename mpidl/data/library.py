@@ -1,16 +1,16 @@
-"""The package tokenizers, asked for when a vocabulary in files needs it."""
+"""Packages that mpidl does not depend on, imported when something needs them."""
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from ..errors import UsageError
 
 
-def tokenizers_library(needed_by: str) -> ModuleType:
-    """Imports the package tokenizers; UsageError that says how to install it where it is missing."""
+def library(module: str, needed: str) -> Any:
+    """Imports a module. Where it is missing, raises UsageError that says what needs it and how to install it."""
     try:
-        return importlib.import_module("tokenizers")
+        return importlib.import_module(module)
     except ImportError:
-        raise UsageError(f"{needed_by} needs the package tokenizers (pip install 'mpidl[text]')") from None
+        raise UsageError(needed) from None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..errors import UsageError
-from .bpe import BytePairs
+from .library import library
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -41,27 +42,68 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding.
+    """GPT-2's byte-pair encoding by the package tiktoken, which downloads the vocabulary once.
 
-    vocabulary: a directory with merges.txt and vocab.json (or vocab.bpe and encoder.json, their older names),
-    read by the package tokenizers; without it tiktoken's, which tiktoken downloads once.
+    Sources: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units"; Radford et al. 2019,
+    section 2.2, for doing it on bytes.
     """
 
-    def __init__(self, vocabulary: str | None = None) -> None:
-        self._pairs = None if vocabulary is None else BytePairs(vocabulary)
-        if self._pairs is None:
-            self._tiktoken = _from_tiktoken()
-        self.vocab_size: int = self._tiktoken.n_vocab if self._pairs is None else self._pairs.vocab_size
+    def __init__(self) -> None:
+        instead = "give a directory with merges.txt and vocab.json as --vocab"
+        tiktoken = library(
+            "tiktoken", f"the gpt2 tokenizer needs the package tiktoken (pip install 'mpidl[text]'); or {instead}"
+        )
+        try:
+            self._pairs = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # of whatever it downloads with
+            raise UsageError(f"tiktoken cannot get GPT-2's vocabulary ({type(error).__name__}); {instead}") from None
+        self.vocab_size: int = self._pairs.n_vocab
 
     def encode(self, text: str) -> Tokens:
         """int32 [tokens]; an end-of-text mark is taken as ordinary text."""
-        encode = self._tiktoken.encode_ordinary if self._pairs is None else self._pairs.encode
-        return np.array(encode(text), np.int32)
+        return np.array(self._pairs.encode_ordinary(text), np.int32)
 
     def decode(self, tokens: list[int]) -> str:
         """Broken characters become U+FFFD."""
-        text: str = self._tiktoken.decode(tokens) if self._pairs is None else self._pairs.decode(tokens)
-        return text
+        return str(self._pairs.decode(tokens))
+
+
+class BytePairs:
+    """GPT-2's byte-pair encoding by the package tokenizers, with the vocabulary in a directory.
+
+    folder: has merges.txt and vocab.json, or vocab.bpe and encoder.json, their older names.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        tokenizers = library(
+            "tokenizers", "the gpt2 tokenizer with --vocab needs the package tokenizers (pip install 'mpidl[text]')"
+        )
+        merges = _one_of(Path(folder), "merges.txt", "vocab.bpe")
+        names = _one_of(Path(folder), "vocab.json", "encoder.json")
+        try:
+            self._pairs = tokenizers.ByteLevelBPETokenizer.from_file(str(names), str(merges))
+            vocabulary = self._pairs.get_vocab()
+            missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()).difference(vocabulary)
+            if missing:
+                raise ValueError(f"{len(missing)} bytes have no token")
+        except Exception as error:  # the package has no class of its own for them
+            raise UsageError(f"{merges} and {names}: are no vocabulary of GPT-2 ({error})") from None
+        self.vocab_size: int = 1 + max(vocabulary.values())
+
+    def encode(self, text: str) -> Tokens:
+        """int32 [tokens]; an end-of-text mark is taken as ordinary text."""
+        return np.array(self._pairs.encode(text).ids, np.int32)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Broken characters become U+FFFD; numbers that the vocabulary lacks give nothing."""
+        return str(self._pairs.decode(tokens))
+
+
+def _one_of(folder: Path, *names: str) -> Path:
+    for name in names:
+        if (folder / name).exists():
+            return folder / name
+    raise UsageError(f"{folder}: has neither {' nor '.join(names)}")
 
 
 class MarkedTokenizer:
@@ -98,24 +140,10 @@ class MarkedTokenizer:
         return "".join(parts)
 
 
-def _from_tiktoken() -> Any:
-    instead = "give a directory with merges.txt and vocab.json as --vocab"
-    try:
-        import tiktoken
-    except ImportError:
-        raise UsageError(
-            f"the gpt2 tokenizer needs the package tiktoken (pip install 'mpidl[text]'); or {instead}"
-        ) from None
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # of whatever it downloads with
-        raise UsageError(f"tiktoken cannot get GPT-2's vocabulary ({type(error).__name__}); {instead}") from None
-
-
 def make_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
     """ "bytes" or "gpt2"; see the classes."""
     if name == "gpt2":
-        return GPT2Tokenizer(vocabulary)
+        return GPT2Tokenizer() if vocabulary is None else BytePairs(vocabulary)
     if name != "bytes":
         raise UsageError(f"tokenizer: got {name!r}; needs bytes or gpt2")
     if vocabulary is not None:

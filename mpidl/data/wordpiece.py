@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError
-from .library import tokenizers_library
+from .library import library
 from .tokenizers import MarkedTokenizer, Tokens, make_tokenizer
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown
@@ -27,7 +27,9 @@ class WordPieceTokenizer(MarkedTokenizer):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        library = tokenizers_library("the wordpiece tokenizer")
+        tokenizers = library(
+            "tokenizers", "the wordpiece tokenizer needs the package tokenizers (pip install 'mpidl[text]')"
+        )
         path, settings = Path(folder) / "vocab.txt", Path(folder) / "tokenizer_config.json"
         try:
             self._pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -46,10 +48,10 @@ class WordPieceTokenizer(MarkedTokenizer):
         self.pad, self.cls, self.sep, self.mask = self.special
         self.vocab_size = len(self._pieces)
         # The marks are not added as special tokens: in a text they are ordinary characters.
-        model = library.models.WordPiece(numbers, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
-        self._tokenizer = library.Tokenizer(model)
-        self._tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower)
-        self._tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        model = tokenizers.models.WordPiece(numbers, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
+        self._tokenizer = tokenizers.Tokenizer(model)
+        self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower)
+        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
 
     def encode(self, text: str) -> Tokens:
         """int32 [tokens]. A mark in the text is ordinary text."""

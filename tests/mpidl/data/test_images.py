@@ -208,6 +208,6 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_without_pillow_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(UsageError, match="folders of images need the package pillow"):
         ImageFolder(folder, 8, train=True)
