@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -177,7 +177,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if sampler is not None:
                 sampler.consumed(None if handed is None else handed * batch_size)
 
-        made = _Pass(batches, thread, self._ahead, count)
+        made = _Pass(batches, thread, self._ahead, count, self.num_workers > 0)
         self._passes.add(made)
         return made
 
@@ -192,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Pass(Iterator[Any]):
     """One loop over the batches. thread: where to load `ahead` of them before they are asked for; None: nowhere.
 
-    count: is told after each batch how many were handed out, and None when there are no more.
+    count: is told after each batch how many were handed out, and None when there are no more. workers: load them.
     """
 
     def __init__(
@@ -201,9 +201,10 @@ class _Pass(Iterator[Any]):
         thread: ThreadPoolExecutor | None,
         ahead: int,
         count: Callable[[int | None], None],
+        workers: bool,
     ) -> None:
         self._batches: Iterator[Any] | None = batches
-        self._thread, self._ahead, self._count = thread, ahead, count
+        self._thread, self._ahead, self._count, self._workers = thread, ahead, count, workers
         self._loading: deque[Future[Any]] = deque()
         self._handed = 0
 
@@ -221,7 +222,7 @@ class _Pass(Iterator[Any]):
 
     def _take(self, batches: Iterator[Any]) -> Any:
         if self._thread is None:
-            with _deaths_explained():
+            with _deaths_explained() if self._workers else nullcontext():
                 return next(batches, _END)
         # The first batch is loaded while the caller waits: the sampler draws its order before anybody else draws.
         if not self._loading:

@@ -18,12 +18,14 @@ from mpidl.data import DataLoader, DistributedSampler
 from mpidl.data.workers import environment_without_rank
 from mpidl.errors import ConfigurationError
 
+WAYS = {"thread": {}, "none": {"prefetch_factor": 0}, "workers": {"num_workers": 1}}
+
 
 class Numbers(Dataset):
-    """Sample i is i. loaded: which samples were asked for in this process, by which threads."""
+    """Sample i is i. loaded: which samples were asked for in this process, by which threads. broken: raises `error`."""
 
-    def __init__(self, samples: int, broken: int = -1) -> None:
-        self.samples, self.broken = samples, broken
+    def __init__(self, samples: int, broken: int = -1, error: type[Exception] = KeyError) -> None:
+        self.samples, self.broken, self.error = samples, broken, error
         self.loaded: list[int] = []
         self.threads: set[int] = set()
 
@@ -32,7 +34,7 @@ class Numbers(Dataset):
 
     def __getitem__(self, index: int) -> int:
         if index == self.broken:
-            raise KeyError(f"sample {index} is broken")
+            raise self.error(f"sample {index} is broken")
         self.loaded.append(index)
         self.threads.add(threading.get_ident())
         return index
@@ -149,13 +151,17 @@ def test_nothing_is_loaded_ahead_without_prefetch() -> None:
     assert data.threads == {threading.get_ident()}
 
 
-def test_an_error_is_raised_in_its_place() -> None:
-    passing = iter(loader(Numbers(20, broken=9), shuffle=False))
+@pytest.mark.parametrize("error", [KeyError, FileNotFoundError, ConnectionResetError, EOFError])
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+def test_an_error_of_the_dataset_is_raised_in_its_place(settings: dict, error: type[Exception]) -> None:
+    own = loader(Numbers(20, 9, error), shuffle=False, **settings)
+    passing = iter(own)
     assert next(passing).tolist() == [0, 1, 2, 3]
     assert next(passing).tolist() == [4, 5, 6, 7]
-    with pytest.raises(KeyError, match="sample 9 is broken"):
+    with pytest.raises(error, match="sample 9 is broken"):
         next(passing)
     assert next(passing).tolist() == [12, 13, 14, 15]
+    own.close()
 
 
 def test_a_pass_that_was_left_loads_no_more() -> None:
@@ -194,9 +200,7 @@ def test_close_ends_the_thread_and_the_passes() -> None:
     own.close()
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"prefetch_factor": 0}, {"num_workers": 1}], ids=["thread", "none", "workers"]
-)
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_the_loader_draws_nothing_from_the_global_generators(settings: dict) -> None:
     def states() -> tuple[str, ...]:
         return str(torch.get_rng_state().tolist()), str(np.random.get_state()[1].tolist()), str(random.getstate())
