@@ -12,12 +12,11 @@ loader's own gives that seed, from where the pass begins.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -29,7 +28,7 @@ from collectives import Communicator
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
 from ..mesh.groups import data_group
-from .sampler import DistributedSampler
+from .sampler import DistributedSampler, integer
 from .workers import WorkerStart, context, environment_without_rank, outlive_ranks
 
 _END: Any = object()
@@ -77,8 +76,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         mesh: Mesh | None = None,
         **settings: Any,
     ) -> None:
-        workers = _at_least("num_workers", num_workers, 0)
-        ahead = _at_least("prefetch_factor", _AHEAD if prefetch_factor is None else prefetch_factor, min(workers, 1))
+        workers = integer("num_workers", num_workers, 0)
+        ahead = integer("prefetch_factor", _AHEAD if prefetch_factor is None else prefetch_factor, min(workers, 1))
         self._ahead = 0 if workers else ahead
         self._thread: ThreadPoolExecutor | None = None
         self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
@@ -102,32 +101,37 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         except ValueError as error:
             raise ConfigurationError(f"DataLoader: {error}") from error
         self._counted = sampler if isinstance(sampler, DistributedSampler) else None
+        self._seed, self._epoch, self._rank = seed, 0, 0
         if self._counted is not None:
-            self._counted.follows = True
-        self._seed, self._epoch = seed, 0
-        self._rank = self._counted.rank if self._counted is not None else 0
-        if workers and self._counted is None:
+            self._counted.follows, self._rank = True, self._counted.rank
+        elif workers and not isinstance(dataset, torch.utils.data.IterDataPipe):
+            # The ranks share out one order of a pipe, which torch shuffles by the same generator: rank 0's for all.
             self._rank = data_group("DataLoader", process_group, mesh, ("dp",)).rank
-        if isinstance(dataset, torch.utils.data.IterDataPipe):
-            self._rank = 0  # torch shuffles a pipe by the same generator, and the ranks share out one order
         self._began: tuple[int, ...] = ()  # where the latest pass began
         self._repeated = 0  # how many passes in a row have begun there before it
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._seeds_passes:
             self.generator.manual_seed(self._seed_of_pass())
-        if not self.num_workers:
-            return self._pass(super().__iter__(), self._thread_pool())
+        if self._ahead and self._thread is None:
+            # One for all passes, so that the dataset is never used by two at a time.
+            self._thread = ThreadPoolExecutor(1, "mpidl-loader")
+        batches = self._start_workers() if self.num_workers else super().__iter__()
+        load = partial(_from_workers if self.num_workers else next, batches, _END)
+        made = _Pass(load, self._thread, self._ahead, self._counted, self.batch_size or 1)
+        self._passes.add(made)
+        return made
+
+    def _start_workers(self) -> Iterator[Any]:
         try:
             with environment_without_rank():
                 outlive_ranks()
-                batches = super().__iter__()
+                return super().__iter__()
         except (EOFError, ConnectionError) as error:
             raise TrainingError(
                 "DataLoader: the workers cannot be started; what they said stands above (does the program's main file "
                 "do anything outside `if __name__ == '__main__':`?)"
             ) from error
-        return self._pass(batches, None)
 
     def set_epoch(self, epoch: int) -> None:
         """The DistributedSampler's; without one it changes the workers' seeds alone."""
@@ -164,23 +168,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._began = begins
         return int(np.random.SeedSequence((*begins, self._repeated, self._rank)).generate_state(1, np.uint64)[0])
 
-    def _thread_pool(self) -> ThreadPoolExecutor | None:
-        """One thread for all passes, so that the dataset is never used by two at a time."""
-        if self._ahead and self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "mpidl-loader")
-        return self._thread
-
-    def _pass(self, batches: Iterator[Any], thread: ThreadPoolExecutor | None) -> _Pass:
-        sampler, batch_size = self._counted, self.batch_size or 1
-
-        def count(handed: int | None) -> None:
-            if sampler is not None:
-                sampler.consumed(None if handed is None else handed * batch_size)
-
-        made = _Pass(batches, thread, self._ahead, count, self.num_workers > 0)
-        self._passes.add(made)
-        return made
-
     def _needs_counted(self, what: str) -> DistributedSampler:
         if self._counted is None:
             raise ConfigurationError(
@@ -190,64 +177,62 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 
 class _Pass(Iterator[Any]):
-    """One loop over the batches. thread: where to load `ahead` of them before they are asked for; None: nowhere.
+    """One loop over the batches.
 
-    count: is told after each batch how many were handed out, and None when there are no more. workers: load them.
+    load: gives the next batch, or _END. thread: where to load `ahead` of them before they are asked for; None: nowhere.
+    sampler: is told after each batch how many samples were handed out.
     """
 
     def __init__(
         self,
-        batches: Iterator[Any],
+        load: Callable[[], Any],
         thread: ThreadPoolExecutor | None,
         ahead: int,
-        count: Callable[[int | None], None],
-        workers: bool,
+        sampler: DistributedSampler | None,
+        batch_size: int,
     ) -> None:
-        self._batches: Iterator[Any] | None = batches
-        self._thread, self._ahead, self._count, self._workers = thread, ahead, count, workers
+        self._load: Callable[[], Any] | None = load
+        self._thread, self._ahead, self._sampler, self._batch_size = thread, ahead, sampler, batch_size
         self._loading: deque[Future[Any]] = deque()
         self._handed = 0
 
     def __next__(self) -> Any:
-        if self._batches is None:
+        if self._load is None:
             raise StopIteration
-        batch = self._take(self._batches)
+        batch = self._take(self._load)
+        self._handed += 1
+        if self._sampler is not None:
+            self._sampler.consumed(None if batch is _END else self._handed * self._batch_size)
         if batch is _END:
             self.close()
-            self._count(None)
             raise StopIteration
-        self._handed += 1
-        self._count(self._handed)
         return batch
 
-    def _take(self, batches: Iterator[Any]) -> Any:
+    def _take(self, load: Callable[[], Any]) -> Any:
         if self._thread is None:
-            with _deaths_explained() if self._workers else nullcontext():
-                return next(batches, _END)
+            return load()
         # The first batch is loaded while the caller waits: the sampler draws its order before anybody else draws.
         if not self._loading:
-            self._loading.append(self._thread.submit(next, batches, _END))
+            self._loading.append(self._thread.submit(load))
         batch = self._loading.popleft().result()
         while batch is not _END and len(self._loading) < self._ahead:
-            self._loading.append(self._thread.submit(next, batches, _END))
+            self._loading.append(self._thread.submit(load))
         return batch
 
     def close(self) -> None:
         """Stops loading; torch's iterator ends its workers when it goes."""
-        self._batches = None
-        for future in self._loading:
-            future.cancel()
-        self._loading.clear()
+        self._load = None
+        while self._loading:
+            self._loading.pop().cancel()
 
     def __del__(self) -> None:
         self.close()
 
 
-@contextmanager
-def _deaths_explained() -> Iterator[None]:
-    """Names the cause where torch cannot read from a worker; what the dataset raised in one goes by as it is."""
+def _from_workers(batches: Iterator[Any], end: Any) -> Any:
+    """Does what `next` does, and names the cause where torch cannot read from a worker."""
     try:
-        yield
+        return next(batches, end)
     except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
         text = str(error)
         of_dataset = "in DataLoader worker process" in text
@@ -256,13 +241,3 @@ def _deaths_explained() -> Iterator[None]:
         raise TrainingError(
             f"DataLoader: a worker died; it may have been killed for the memory that it took ({text})"
         ) from error
-
-
-def _at_least(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
-    return number

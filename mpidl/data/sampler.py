@@ -76,7 +76,7 @@ class DistributedSampler(Sampler[int]):
                 raise ConfigurationError(f"{name}: got {value!r}; needs True or False")
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle, self.drop_last = shuffle, drop_last
-        self.seed, self.epoch = _count("seed", seed), 0
+        self.seed, self.epoch = integer("seed", seed), 0
         self.begin = self.position = 0
         self.follows = False
         self._pass = (0, 0)  # where the latest pass began, and how many samples of a rank it has
@@ -126,7 +126,7 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the passes from here on. A position that was loaded for the same epoch is kept."""
         if epoch != self.epoch:
-            self.epoch = _count("epoch", epoch)
+            self.epoch = integer("epoch", epoch)
             self.begin = self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,17 +153,18 @@ class DistributedSampler(Sampler[int]):
                 f"load_state_dict: got the state of a dataset of {state_dict['samples']} samples; needs "
                 f"{len(self.dataset)}, as a position is one in the order of all of them"
             )
-        consumed = _count("consumed", state_dict["consumed"])
-        self.epoch, self.seed = _count("epoch", state_dict["epoch"]), _count("seed", state_dict["seed"])
+        consumed = integer("consumed", state_dict["consumed"])
+        self.epoch, self.seed = integer("epoch", state_dict["epoch"]), integer("seed", state_dict["seed"])
         self.shuffle = bool(state_dict["shuffle"])
         self.begin = self.position = consumed
 
 
-def _count(name: str, value: Any) -> int:
+def integer(name: str, value: Any, least: int = 0) -> int:
+    """Converts a value to an int. Raises ConfigurationError for one that is no integer or below `least`."""
     try:
         number = operator.index(value)
     except TypeError:
-        number = -1
-    if number < 0:
-        raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least 0")
+        number = least - 1
+    if number < least:
+        raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
     return number

@@ -45,7 +45,7 @@ def context(given: str | BaseContext | None) -> BaseContext:
             "after MPI was initialised shares the rank's connections and may hang the job"
         )
     made = multiprocessing.get_context(given) if isinstance(given, str) else given
-    if method == "forkserver" and not _server():
+    if method == "forkserver":
         # A server that has imported torch makes workers in milliseconds; "__main__" is Python's own default.
         made.set_forkserver_preload(["__main__", "torch", __name__])
     return made
@@ -112,15 +112,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _server() -> int | None:
-    """The fork server's process, if one was started; Python has no public way to ask."""
-    pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
-    return pid
-
-
 def _inherited_server() -> bool:
     """Returns whether a fork server was started with an environment that is not known to be a worker's."""
-    pid = _server()
+    server: Any = forkserver
+    pid = getattr(server._forkserver, "_forkserver_pid", None)  # Python has no public way to ask
     if pid is None:
         return False
     try:
