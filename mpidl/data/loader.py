@@ -233,10 +233,12 @@ def _from_workers(batches: Iterator[Any], end: Any) -> Any:
     """Does what `next` does, and names the cause where torch cannot read from a worker."""
     try:
         return next(batches, end)
-    except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+    except Exception as error:
         text = str(error)
-        of_dataset = "in DataLoader worker process" in text
-        if of_dataset or (isinstance(error, RuntimeError) and "DataLoader worker" not in text):
+        if "in DataLoader worker process" in text:  # the dataset's, with its traceback in the text
+            # torch's frames refer to each other, and would keep the workers until garbage is collected.
+            raise error.with_traceback(None) from None
+        if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and "DataLoader worker (" not in text:
             raise
         raise TrainingError(
             f"DataLoader: a worker died; it may have been killed for the memory that it took ({text})"

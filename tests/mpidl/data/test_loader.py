@@ -154,6 +154,7 @@ def test_nothing_is_loaded_ahead_without_prefetch() -> None:
 @pytest.mark.parametrize("error", [KeyError, FileNotFoundError, ConnectionResetError, EOFError])
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_an_error_of_the_dataset_is_raised_in_its_place(settings: dict, error: type[Exception]) -> None:
+    before = set(multiprocessing.active_children())
     own = loader(Numbers(20, 9, error), shuffle=False, **settings)
     passing = iter(own)
     assert next(passing).tolist() == [0, 1, 2, 3]
@@ -162,6 +163,7 @@ def test_an_error_of_the_dataset_is_raised_in_its_place(settings: dict, error: t
         next(passing)
     assert next(passing).tolist() == [12, 13, 14, 15]
     own.close()
+    assert set(multiprocessing.active_children()) <= before  # at once, not when garbage is collected
 
 
 def test_a_pass_that_was_left_loads_no_more() -> None:
