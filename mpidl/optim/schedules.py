@@ -6,6 +6,7 @@
     ... optimizer.step(); scheduler.step()
 
 Each returns torch's LambdaLR, which multiplies the groups' learning rates by a factor that depends on the step alone.
+torch's LinearLR cannot begin at 0, its CosineAnnealingLR rises again after the last step, its PolynomialLR ends at 0.
 Source of the scaling rule and the gradual warm-up: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet
 in 1 Hour", sections 2.1 and 2.2.
 """
@@ -13,7 +14,6 @@ in 1 Hour", sections 2.1 and 2.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ def warmup_constant(
     start: the factor at step 0. With `start = base_lr / lr` it is the gradual warm-up from the rate before scaling.
     last_epoch: the last step of a schedule that goes on, as in torch.
     """
-    return _schedule(optimizer, warmup_steps, warmup_steps, _linear, start, 1.0, last_epoch)
+    return _schedule(optimizer, warmup_steps, warmup_steps, 1.0, start, 1.0, last_epoch)
 
 
 def warmup_linear(
@@ -56,7 +56,7 @@ def warmup_linear(
     last_epoch: int = -1,
 ) -> LambdaLR:
     """Warms up, then lowers the learning rate linearly to `end` times its value at step `total_steps`; keeps that."""
-    return _schedule(optimizer, warmup_steps, total_steps, _linear, start, end, last_epoch)
+    return _schedule(optimizer, warmup_steps, total_steps, 1.0, start, end, last_epoch)
 
 
 def warmup_cosine(
@@ -69,7 +69,7 @@ def warmup_cosine(
     last_epoch: int = -1,
 ) -> LambdaLR:
     """Warms up, then lowers the learning rate by half a cosine to `end` times its value at step `total_steps`."""
-    return _schedule(optimizer, warmup_steps, total_steps, _cosine, start, end, last_epoch)
+    return _schedule(optimizer, warmup_steps, total_steps, None, start, end, last_epoch)
 
 
 def warmup_polynomial(
@@ -84,14 +84,14 @@ def warmup_polynomial(
 ) -> LambdaLR:
     """Warms up, then lowers the rate as (the share of steps left)^power to `end` times its value at `total_steps`."""
     require("power", power, power > 0, "above 0")
-    return _schedule(optimizer, warmup_steps, total_steps, partial(_polynomial, power), start, end, last_epoch)
+    return _schedule(optimizer, warmup_steps, total_steps, power, start, end, last_epoch)
 
 
 def _schedule(
     optimizer: torch.optim.Optimizer,
     warmup_steps: int,
     total_steps: int,
-    decay: Callable[[float], float],
+    power: float | None,
     start: float,
     end: float,
     last_epoch: int,
@@ -100,27 +100,15 @@ def _schedule(
     require("total_steps", total_steps, total_steps >= warmup_steps, f"at least warmup_steps, {warmup_steps}")
     require("start", start, start >= 0, "a factor of at least 0")
     require("end", end, end >= 0, "a factor of at least 0")
-    return LambdaLR(optimizer, partial(_factor, warmup_steps, total_steps, decay, start, end), last_epoch)
+    return LambdaLR(optimizer, partial(_factor, warmup_steps, total_steps, power, start, end), last_epoch)
 
 
-def _factor(
-    warmup_steps: int, total_steps: int, decay: Callable[[float], float], start: float, end: float, step: int
-) -> float:
-    """Computes the factor of the learning rate at a step. decay: falls from 1 to 0 as its argument goes from 0 to 1."""
+def _factor(warmup_steps: int, total_steps: int, power: float | None, start: float, end: float, step: int) -> float:
+    """Computes the factor of the learning rate at a step. power: of the share of steps left; None: half a cosine."""
     if step < warmup_steps:
         return start + (1 - start) * step / warmup_steps
     if step >= total_steps:
         return end
-    return end + (1 - end) * decay((step - warmup_steps) / (total_steps - warmup_steps))
-
-
-def _linear(done: float) -> float:
-    return 1.0 - done
-
-
-def _cosine(done: float) -> float:
-    return (1.0 + math.cos(math.pi * done)) / 2
-
-
-def _polynomial(power: float, done: float) -> float:
-    return (1.0 - done) ** power
+    done = (step - warmup_steps) / (total_steps - warmup_steps)
+    left: float = (1.0 + math.cos(math.pi * done)) / 2 if power is None else (1.0 - done) ** power
+    return end + (1 - end) * left
