@@ -15,7 +15,7 @@ from pathlib import Path
 from collectives import Communicator
 
 from ..errors import UsageError
-from ..job.objects import broadcast_object
+from ..job.agreement import on_rank_0
 
 _SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -31,18 +31,7 @@ def read_corpus(name: str, comm: Communicator) -> str:
     Rank 0 reads and broadcasts: hosts may have different Pythons or files, and only one needs to download.
     """
     named: dict[str, Callable[[], str]] = {"stdlib": standard_library, "tinyshakespeare": tiny_shakespeare}
-    read = named.get(name, lambda: read_text(Path(name)))
-    text, problem = "", None
-    if comm.rank == 0:
-        try:
-            text = read()
-        except UsageError as error:
-            problem = str(error)
-    problem = broadcast_object(comm, problem)
-    if problem is not None:
-        raise UsageError(problem)
-    whole: str = broadcast_object(comm, text)
-    return whole
+    return on_rank_0(comm, named.get(name, lambda: read_text(Path(name))), UsageError)
 
 
 def read_text(path: Path) -> str:

@@ -147,6 +147,16 @@ def test_what_rank_0_cannot_read_is_an_error_on_every_rank(comm, tmp_path: Path)
         read_corpus(str(tmp_path / "nowhere") if comm.rank == 0 else os.devnull, comm)
 
 
+@pytest.mark.mpi
+def test_whatever_goes_wrong_on_rank_0_is_an_error_on_every_rank(comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise MemoryError("4 MiB")
+
+    monkeypatch.setattr(corpora, "standard_library", fail)
+    with pytest.raises(UsageError, match="4 MiB"):
+        read_corpus("stdlib", comm)
+
+
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"a\r\n\xc3\xa9\n")
