@@ -7,7 +7,6 @@ import hashlib
 import http.client
 import os
 import sysconfig
-import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -68,11 +67,12 @@ def tiny_shakespeare() -> str:
     """1.1 MB of Shakespeare's plays, downloaded once and kept in $XDG_CACHE_HOME/mpidl (~/.cache/mpidl)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpidl"
     path = cache / "tinyshakespeare.txt"
-    if path.exists() and _digest(path.read_bytes()) == _SHAKESPEARE_SHA256:
-        return read_text(path)
+    data = path.read_bytes() if path.exists() else b""
+    if _digest(data) == _SHAKESPEARE_SHA256:
+        return data.decode()
     try:
         with urllib.request.urlopen(_SHAKESPEARE, timeout=30) as answer:
-            data: bytes = answer.read()
+            data = answer.read()
     except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
         reason = getattr(error, "reason", error)
         raise UsageError(
@@ -80,13 +80,10 @@ def tiny_shakespeare() -> str:
         ) from None
     if _digest(data) != _SHAKESPEARE_SHA256:
         raise UsageError(f"tinyshakespeare: the text at {_SHAKESPEARE} has another checksum than expected")
-    # The cache saves a download; where it cannot be written, the text is there all the same.
+    # The cache saves a download, and the text is there where none can be written. A torn file has another checksum.
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as part:
-            fresh = Path(part, path.name)
-            fresh.write_bytes(data)
-            os.replace(fresh, path)
+        path.write_bytes(data)
     return data.decode()
 
 
