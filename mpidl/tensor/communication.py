@@ -20,7 +20,6 @@ import torch
 
 from collectives import Communicator, PartitionedAllReduce, even_counts
 
-from ..compiling import uncompiled
 from .inputs import refuse_different
 
 _KEPT = 64  # prepared reductions, one for each number of elements
@@ -65,7 +64,6 @@ class Activations:
         before = sum(self.pieces(length)[: self.rank])
         return before, before + self.pieces(length)[self.rank]
 
-    @uncompiled
     def partial(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory for one summand, of this shape and of the dtype and device of `like`. Collective.
 
@@ -79,21 +77,18 @@ class Activations:
             self._slots[like.device] = slot
         return slot[: count * like.element_size()].view(like.dtype).view(*shape)
 
-    @uncompiled
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks. partial: from `partial`, or any contiguous tensor. Collective."""
         self._count("all_reduces", "reduced", partial)
         self.comm.all_reduce(partial)
         return partial.clone()
 
-    @uncompiled
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sums a tensor over the ranks, which stays as it is. Collective."""
         partial = self.partial(x.shape, x)
         partial.copy_(x)
         return self.all_reduce(partial)
 
-    @uncompiled
     def begin_all_reduce(self, partial: torch.Tensor) -> PartitionedAllReduce:
         """Lets the other ranks begin to sum; `finish_all_reduce` waits. In between this rank may compute. Collective.
 
@@ -110,13 +105,11 @@ class Activations:
         reduction.hand_in(flat)
         return reduction
 
-    @uncompiled
     def finish_all_reduce(self, partial: torch.Tensor, reduction: PartitionedAllReduce) -> torch.Tensor:
         """Returns the sum over the ranks of what `begin_all_reduce` was given. Collective."""
         reduction.wait()
         return partial.clone()
 
-    @uncompiled
     def reduce_scatter(self, partial: torch.Tensor, batch: int, length: int) -> torch.Tensor:
         """Sums over the ranks, and returns this rank's piece, [batch, piece, width]. Collective.
 
@@ -129,7 +122,6 @@ class Activations:
         self.comm.reduce_scatter(piece.view(-1), partial.view(-1), counts=[batch * n * width for n in pieces])
         return piece
 
-    @uncompiled
     def all_gather(self, piece: torch.Tensor, length: int) -> torch.Tensor:
         """Joins the ranks' pieces, [batch, piece, width], to [batch, length, width]. Collective."""
         batch, _, width = piece.shape
@@ -162,7 +154,6 @@ class Activations:
         setattr(self.traffic, operations, getattr(self.traffic, operations) + 1)
         setattr(self.traffic, elements, getattr(self.traffic, elements) + tensor.numel())
 
-    @uncompiled
     def check_inputs(self, x: torch.Tensor) -> None:
         """Raises TrainingError on every rank if the ranks have different inputs. Collective, with MPIDL_DEBUG=1."""
         if self.check:

@@ -11,6 +11,7 @@
 
 The first five stand at the ends of a region, in which each rank has a summand of the gradient; the last two where all
 ranks have the whole gradient. The functions come in one order on every rank, as autograd runs the same graph there.
+torch.compile leaves them out of its graphs.
 """
 
 from __future__ import annotations
@@ -20,34 +21,41 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..compiling import uncompiled
 from .communication import Activations
 
 
+@uncompiled
 def copy_to_region(x: torch.Tensor, activations: Activations) -> torch.Tensor:
     """[...] -> the same. Its gradient is the sum of the ranks'."""
     return _Copy.apply(x, activations)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def sum_of_region(x: torch.Tensor, activations: Activations) -> torch.Tensor:
     """[...] -> the sum over the ranks."""
     return _Sum.apply(x, activations)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def gather_to_region(x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
     """[batch, piece, width] -> [batch, length, width]. Its gradient is this rank's piece of the sum of the ranks'."""
     return _Gather.apply(x, activations, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def cut_sequence(x: torch.Tensor, activations: Activations) -> torch.Tensor:
     """[batch, length, width] -> [batch, piece, width]."""
     return _CutSequence.apply(x, activations)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def join_sequence(x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
     """[batch, piece, width] -> [batch, length, width]."""
     return _JoinSequence.apply(x, activations, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def column_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -66,6 +74,7 @@ def column_product(
     return _ColumnProduct.apply(x, weight, bias, activations, out_in, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@uncompiled
 def row_product(
     x: torch.Tensor,
     weight: torch.Tensor,
