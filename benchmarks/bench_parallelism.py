@@ -110,7 +110,7 @@ def _engine(name: str, model: Any, comm: Any) -> tuple[Callable[..., Any], Any]:
 
     import mpidl
 
-    settings = {"lr": 3e-4}
+    settings: dict[str, Any] = {"lr": 3e-4}
     if name in ("torch-tp", "megatron"):
         import peer_tensor_parallel
         from peers import start_gloo

@@ -22,7 +22,8 @@ def by_torch(model: LinearGPT) -> None:
         ("attention.o", "feed_forward.down"),
     )
     plan: dict[str, Any] = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         parallelize_module(block, mesh, plan)
         block.attention.heads //= dist.get_world_size()
 
@@ -38,7 +39,7 @@ class _Layer(nn.Module):
         config = ModelParallelConfig(
             tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True, perform_initialization=False
         )
-        common = {"config": config, "init_method": nn.init.xavier_normal_, "bias": True, "skip_bias_add": False}
+        common: dict[str, Any] = {"config": config, "init_method": nn.init.xavier_normal_, "bias": True, "skip_bias_add": False}
         if column:
             self.layer = ColumnParallelLinear(whole.in_features, whole.out_features, gather_output=False, **common)
         else:
@@ -59,7 +60,8 @@ def by_megatron(model: LinearGPT) -> None:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         attention, network = block.attention, block.feed_forward
         attention.q, attention.k, attention.v = (
             _Layer(layer, column=True) for layer in (attention.q, attention.k, attention.v)
