@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +55,9 @@ class Activations:
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._shared: dict[torch.device, list[torch.Tensor]] = {}
         self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
+        return self  # copies of a model communicate with the same ranks
 
     def pieces(self, length: int) -> list[int]:
         """Lengths of the ranks' pieces of a sequence."""

@@ -8,14 +8,17 @@
     row_product           product; g, or reduce-scatter            identity or all-gather, then products
     cut_sequence          this rank's piece                all-gather
     join_sequence         all-gather                       this rank's piece
+    summed_gradients      identity, of parameters          all-reduce
+    told_of_backward      identity                         identity
 
-The first five stand at the ends of a region, in which each rank has a summand of the gradient; the last two where all
+The first five stand at the ends of a region, in which each rank has a summand of the gradient; the next two where all
 ranks have the whole gradient. The functions come in one order on every rank, as autograd runs the same graph there.
 torch.compile leaves them out of its graphs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +56,22 @@ def cut_sequence(x: torch.Tensor, activations: Activations) -> torch.Tensor:
 def join_sequence(x: torch.Tensor, activations: Activations, length: int) -> torch.Tensor:
     """[batch, piece, width] -> [batch, length, width]."""
     return _JoinSequence.apply(x, activations, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@uncompiled
+def summed_gradients(parameters: Sequence[torch.Tensor], activations: Activations) -> Sequence[torch.Tensor]:
+    """[...] each -> the same. Their gradients are the sums of the ranks', in one all-reduce.
+
+    It is a part of the graph, so a gradient is summed where this graph makes it: once in each backward pass, and not
+    where the same parameter is used otherwise.
+    """
+    return _SumOfGradients.apply(activations, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@uncompiled
+def told_of_backward(x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+    """[...] -> the same. A backward pass that comes here calls `call`."""
+    return _Told.apply(x, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
@@ -157,6 +176,36 @@ class _JoinSequence(torch.autograd.Function):
         return _own_piece(gradient, ctx.activations), None, None
 
 
+class _SumOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activations: Activations, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.activations = activations
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        partial = ctx.activations.partial((sum(g.numel() for g in gradients),), gradients[0])
+        sizes = [g.numel() for g in gradients]
+        for part, gradient in zip(partial.split(sizes), gradients, strict=True):
+            part.copy_(gradient.reshape(-1))
+        summed = ctx.activations.all_reduce(partial).split(sizes)
+        return None, *(part.view(g.shape) for part, g in zip(summed, gradients, strict=True))
+
+
+class _Told(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -232,10 +281,10 @@ class _RowProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         if ctx.length is not None:
             gradient = ctx.activations.all_gather(gradient, ctx.length)
         flat, of_x, of_weight = gradient.reshape(-1, gradient.shape[-1]), None, None
+        of_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # of whole sequences: it needs no sum over the ranks
         if ctx.needs_input_grad[0]:
             of_x = flat.mm(weight if ctx.out_in else weight.t()).view(x.shape)
         if ctx.needs_input_grad[1]:

@@ -99,8 +99,6 @@ def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run]) -> None:
     if in_name:
         state.set(layer, in_name, sum(stop - start for start, stop in runs))
     _become(layer, _RowParallel, state)
-    if layer.bias is not None:
-        state.sum_gradient(layer.bias, if_in_pieces=True)
 
 
 def _kind(layer: Any) -> tuple[bool, str, str]:

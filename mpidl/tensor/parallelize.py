@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def parallelize(
             if state.sequence_parallel or not style.sequential:
                 style.apply(name, module, state)
     state.keep(model.register_forward_pre_hook(lambda *_: state.forget_stream()))
+    state.model = weakref.ref(model)
     setattr(model, _STATE, state)
     return model
 
@@ -67,6 +69,8 @@ def unparallelize(model: nn.Module) -> nn.Module:
     state = getattr(model, _STATE, None)
     if state is None:
         return model
+    if state.model() is not model:
+        raise UsageError("unparallelize: the model is a copy of one that was cut; needs that one, or model_state_dict")
     wholes = {p: _whole(p.data, cuts, state) for _, p, cuts in _cut_parameters(model, state)}
     for undo in reversed(state.changes):
         undo()

@@ -91,8 +91,7 @@ class AttentionParallel:
             first = not shared or heads.sharers[0] == state.rank
             make_column(layer, state, [in_elements(run, width)], copies_input=False, counted=first)
             if shared:
-                for p in layer.parameters():
-                    state.sum_gradient(p, heads.sharers, if_in_pieces=False)
+                state.sum_gradients(layer, heads.sharers, if_in_pieces=False)
 
     def _change_attributes(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
         for attribute in self.scaled:
@@ -103,8 +102,7 @@ class AttentionParallel:
         for inner in self.inside:
             found = getattr(module, inner, None)
             if found is not None:
-                for p in found.parameters():
-                    state.sum_gradient(p, if_in_pieces=False)
+                state.sum_gradients(found, if_in_pieces=False)
         biases = getattr(module, self.bias_of_heads, None) if self.bias_of_heads else None
         if biases is not None:
             cut_parameter(biases.weight, 1, [heads.query])

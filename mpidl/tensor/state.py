@@ -21,6 +21,7 @@ from ..compiling import uncompiled
 from ..errors import TrainingError
 from ..mesh import Mesh
 from .communication import Activations
+from .functions import summed_gradients
 
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbouring ranks lie far from each other
 
@@ -30,6 +31,7 @@ class TensorParallel:
 
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. changes: what undoes the cuts, in order.
+    model: the one that was cut, not a copy of it.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
@@ -40,6 +42,7 @@ class TensorParallel:
         self.length: int | None = None
         self.region_length: int | None = None
         self.changes: list[Callable[[], Any]] = []
+        self.model: Callable[[], nn.Module | None] = lambda: None
         self._groups: dict[int, Activations] = {}
         self._generator: tuple[torch.Generator, torch.Tensor] | None = None
 
@@ -50,30 +53,25 @@ class TensorParallel:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute, until the cuts are undone."""
-        before = getattr(owner, name)
-        self.changes.append(lambda: setattr(owner, name, before))
+        if name == "forward" and name not in vars(owner):
+            self.changes.append(lambda: delattr(owner, name))  # its class's again
+        else:
+            before = getattr(owner, name)
+            self.changes.append(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
     def keep(self, handle: Any) -> None:
         """Keeps the handle of a hook, which is removed when the cuts are undone."""
         self.changes.append(handle.remove)
 
-    def sum_gradient(self, p: torch.Tensor, sharers: tuple[int, ...] | None = None, *, if_in_pieces: bool) -> None:
-        """Sums a parameter's gradient over the ranks of tp, as each has a summand of it. Collective.
+    def sum_gradients(self, module: nn.Module, sharers: tuple[int, ...] | None = None, *, if_in_pieces: bool) -> None:
+        """Sums the gradients of a module's parameters over the ranks of tp, each of which has a summand. Collective.
 
-        sharers: this rank's group of ranks that sum; None: all. if_in_pieces: only while sequences are in pieces.
+        sharers: this rank's group of ranks that sum; None: all. if_in_pieces: only of passes in which sequences are in
+        pieces.
         """
         activations = self.activations if sharers is None else self._group_of(sharers)
-
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            if if_in_pieces and self.length is None:
-                return gradient
-            return activations.sum(gradient)
-
-        trains = p.requires_grad
-        p.requires_grad_(True)  # a hook may be registered now alone, and the parameter be trained later
-        self.keep(p.register_hook(hook))
-        p.requires_grad_(trains)
+        self.set(module, "forward", _SumsGradients(module, self, activations, if_in_pieces))
 
     def _group_of(self, sharers: tuple[int, ...]) -> Activations:
         if len(sharers) == self.ranks:
@@ -93,6 +91,10 @@ class TensorParallel:
                 f"sequence parallelism: got sequences of {length} tokens on {self.ranks} ranks of tp; needs at least "
                 "one for each"
             )
+        self.length = length
+
+    def in_backward(self, length: int | None) -> None:
+        """Takes up the length of the forward pass whose backward pass this is; others may have come in between."""
         self.length = length
 
     def begin_region(self, x: torch.Tensor) -> int | None:
@@ -129,6 +131,34 @@ class TensorParallel:
     def forget_stream(self) -> None:
         """Forgets a stream that began as activations were computed again; torch has restored the generator."""
         self._generator = None
+
+
+class _SumsGradients:
+    """The forward pass of a module whose parameters' gradients are summed over ranks of tp.
+
+    The module computes with what `summed_gradients` makes of its parameters, which are its own again afterwards.
+    """
+
+    def __init__(self, module: nn.Module, state: TensorParallel, activations: Activations, if_in_pieces: bool) -> None:
+        self._module, self._state, self._activations, self._if_in_pieces = module, state, activations, if_in_pieces
+        self._before = vars(module).get("forward")  # one that was set in place of the class's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        forward = self._before or type(module).forward.__get__(module)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        whole = self._if_in_pieces and self._state.length is None
+        if whole or not trained or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        summed = dict(zip(trained, summed_gradients(trained, self._activations), strict=True))
+        owners = [(owner, owner._parameters) for owner in module.modules() if owner._parameters]
+        try:
+            for owner, own in owners:
+                owner.__dict__["_parameters"] = {name: summed.get(p, p) for name, p in own.items()}  # type: ignore[arg-type]
+            return forward(*args, **kwargs)
+        finally:
+            for owner, own in owners:
+                owner.__dict__["_parameters"] = own
 
 
 class Dropouts:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from .functions import copy_to_region, cut_sequence, gather_to_region, join_sequence
+from .functions import copy_to_region, cut_sequence, gather_to_region, join_sequence, told_of_backward
 from .linear import make_column, make_row, sizes_of
 from .sizes import run_of, segments
 from .state import Dropouts, TensorParallel
@@ -110,9 +111,8 @@ class SequenceParallel:
     sequential = True
 
     def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
-        """Registers hooks on the gradients."""
-        for p in module.parameters():
-            state.sum_gradient(p, if_in_pieces=True)
+        """Has the gradients summed."""
+        state.sum_gradients(module, if_in_pieces=True)
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,12 @@ class SequenceEnds:
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             state.end_stream()
-            if state.length is None:
-                return None
-            first = output[0] if isinstance(output, tuple) else output
-            joined = join_sequence(first, state.activations, state.length)
-            return (joined, *output[1:]) if isinstance(output, tuple) else joined
+            first, length = output[0] if isinstance(output, tuple) else output, state.length
+            if length is not None:
+                first = join_sequence(first, state.activations, length)
+            if first.requires_grad:
+                first = told_of_backward(first, partial(state.in_backward, length))
+            return (first, *output[1:]) if isinstance(output, tuple) else first
 
         state.keep(module.register_forward_hook(after))
 
