@@ -5,14 +5,16 @@ one parameter alone | the same in parts | together with another one | one after 
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .gradients.partial_steps import PartialSteps
+from .partial_steps import PartialSteps
 
 NOT_SEQUENTIAL = "makes other steps on one parameter after another than on all at once, as what counts its steps does"
 _STEPS = 8  # some change their manner after a few
@@ -89,6 +91,18 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
                 together |= not _equal(both, torch.cat([alone, run(group, second)]))
                 sequential &= _equal(both, run(group, first, second, one_by_one=True))
     return Trial(wholes, together, sequential, frozenset(noted), failed)
+
+
+def like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of other groups that has made no step, with copies of all else that the given one holds."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    hooks = {
+        name: type(value)() for name, value in own.items() if name.startswith("_optimizer_") and name.endswith("_hooks")
+    }
+    held = {name: value for name, value in own.items() if name not in hooks}
+    made.__dict__.update(copy.deepcopy(held), **hooks, state=defaultdict(dict), param_groups=groups)
+    return made
 
 
 def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -103,11 +103,12 @@ LAYERS = {
         "over it": "__init__ devices deadlock diagnostics timing tune",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest scratch_file standalone trained_by",
+        "base": "version errors absent_state compiling digest scratch_file standalone trained_by "
+        "partial_steps optimizer_trial",
         "the job": "job",
         "groups of ranks": "mesh job.join",
         "parts of training": "data models nn tensor",
-        "parts of engines": "gradients replicas optimizer_trial comm_hooks",
+        "parts of engines": "gradients replicas comm_hooks",
         "DDP": "ddp",
         "over DDP": "gradients.nonfinite optim",
         "ZeRO": "zero",

@@ -33,7 +33,7 @@ from ..errors import TrainingError
 from ..gradients.backward import inside_backward
 from ..gradients.buckets import GradientBucket
 from ..gradients.foreign_steps import ForeignSteps
-from ..gradients.partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
+from ..partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
 from .used_gradient import UsedGradient
 
 

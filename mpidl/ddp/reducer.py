@@ -39,10 +39,10 @@ from ..gradients.backward import (
 from ..gradients.bucket_queue import BucketQueue
 from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
 from ..gradients.foreign_steps import ForeignSteps
-from ..gradients.partial_steps import STEP_NOT_CALLED
 from ..job.agreement import raise_everywhere
 from ..job.join import JoinRounds, Stage
 from ..job.objects import broadcast_object
+from ..partial_steps import STEP_NOT_CALLED
 from ..replicas.broadcast import broadcast_states
 from ..replicas.consistency import check_models_agree, check_settings_agree
 from .backward_steps import BackwardSteps

@@ -8,8 +8,6 @@ Of classes that are neither torch's nor mpidl's nothing is known: they are tried
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +16,8 @@ import torch
 
 from ..digest import digest
 from ..errors import ConfigurationError, ConfigurationTypeError
-from ..optimizer_trial import NOT_SEQUENTIAL, notes_in_groups, try_steps
+from ..optimizer_trial import NOT_SEQUENTIAL, like, notes_in_groups, try_steps
+from ..tensor.steps import refuse_steps_on_parts
 from ..trained_by import trainer_of
 
 _REFUSED = {
@@ -42,6 +41,7 @@ def check(
                 f"step_in_backward: got {type(optimizer).__name__}; needs optimizers of torch.optim's kind"
             )
         _check_class(optimizer)
+        refuse_steps_on_parts(optimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p not in names:
                 whose = "is in parameters_to_ignore" if p in ignored else "is none of the module's"
@@ -73,13 +73,18 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
             raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {_REFUSED[base.__name__]}")
     if any(trainer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
         raise ConfigurationError("step_in_backward: a ZeroOptimizer trains the module; it has step_in_backward=True")
+    mesh = getattr(optimizer, "mesh", None)  # of LARS and LAMB
+    if mesh is not None and mesh.size("tp") > 1:
+        raise ConfigurationError(
+            f"step_in_backward: {name} needs norms over tp, whose ranks have other buckets; step after the pass"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigurationError(
             "step_in_backward: got differentiable=True; autograd does not follow a step within a backward pass"
         )
     if f"{type(optimizer).__module__}.".startswith(_KNOWN):
         return
-    trial = try_steps(partial(_like, optimizer), optimizer.param_groups)
+    trial = try_steps(partial(like, optimizer), optimizer.param_groups)
     if trial.failed:
         raise ConfigurationError(f"step_in_backward: {name} fails on a few elements, on which its steps were tried")
     if trial.together:
@@ -90,15 +95,3 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
     if trial.noted:
         raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(trial.noted)}")
-
-
-def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of other groups that has made no step, with copies of all else that the given one holds."""
-    made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
-    hooks = {
-        name: type(value)() for name, value in own.items() if name.startswith("_optimizer_") and name.endswith("_hooks")
-    }
-    held = {name: value for name, value in own.items() if name not in hooks}
-    made.__dict__.update(copy.deepcopy(held), **hooks, state=defaultdict(dict), param_groups=groups)
-    return made

@@ -142,11 +142,20 @@ class _DeepCopy:
         return type(None), ()
 
 
-def refuse_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ConfigurationError for a parameter of which a tp rank has a part. optimizer: needs whole ones."""
+def refuse_unknown_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigurationError for a part of a parameter whose place is not known. optimizer: needs whole ones."""
+    for name, p in named:
+        if "tp" in placement(p).axes and placement(p).cut is None:
+            raise ConfigurationError(
+                f"optimizer_class: a step of {optimizer} needs whole parameters, and {name} is cut over tp; needs "
+                "place(..., cut=), which says how, or an optimizer that updates each element by itself, such as AdamW"
+            )
+
+
+def refuse_offload(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigurationError for a part of a parameter. optimizer: needs norms of whole ones, and is offloaded."""
     for name, p in named:
         if "tp" in placement(p).axes:
             raise ConfigurationError(
-                f"optimizer_class: a step of {optimizer} needs whole parameters, and {name} is cut over tp; needs one "
-                "that updates each element by itself, such as AdamW"
+                f"offload: {optimizer} needs norms of whole parameters, and {name} is cut over tp; needs offload=None"
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..mesh import Mesh
 from .trust import TrustRatioOptimizer, require
 
 
@@ -25,6 +26,7 @@ class LAMB(TrustRatioOptimizer):
         a parameter whose weights or update are all zero: it is Adam with decoupled weight decay.
     bounds: phi keeps the norm of the weights within them, (least, most); None: phi is the identity.
     maximize: goes up the gradient.
+    mesh: a `Mesh` over whose tp parameters are cut; ZeroOptimizer gives its own. A step is collective over tp then.
 
     The state of a parameter is `step`, `exp_avg` (m) and `exp_avg_sq` (v). A step holds the updates of all parameters
     at one time. Sharded by ZeroOptimizer as well as plain.
@@ -41,6 +43,7 @@ class LAMB(TrustRatioOptimizer):
         *,
         trust: bool = True,
         maximize: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -51,7 +54,7 @@ class LAMB(TrustRatioOptimizer):
             "trust": trust,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, mesh)
 
     def _check(self, settings: dict[str, Any]) -> None:
         betas, bounds = settings["betas"], settings["bounds"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..mesh import Mesh
 from .trust import TrustRatioOptimizer, require
 
 
@@ -22,6 +23,7 @@ class LARS(TrustRatioOptimizer):
     params: parameters or groups of them. A group with `trust=False` (biases, normalisation layers) has ratio 1, as
         has a parameter whose weights or gradient are all zero: it is plain SGD with momentum.
     lr: the global learning rate, of any size that the batch asks for. maximize: goes up the gradient.
+    mesh: a `Mesh` over whose tp parameters are cut; ZeroOptimizer gives its own. A step is collective over tp then.
 
     The state of a parameter is `momentum_buffer`, v. Sharded by ZeroOptimizer as well as plain.
     """
@@ -37,6 +39,7 @@ class LARS(TrustRatioOptimizer):
         *,
         trust: bool = True,
         maximize: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -47,7 +50,7 @@ class LARS(TrustRatioOptimizer):
             "trust": trust,
             "maximize": maximize,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, mesh)
 
     def _check(self, settings: dict[str, Any]) -> None:
         require("momentum", settings["momentum"], 0 <= settings["momentum"] < 1, "at least 0 and below 1")

@@ -2,15 +2,16 @@
 
     norms of all weights and updates, in one call -> a trust ratio a parameter -> weights -= lr * ratio * update
 
-The one call, `squared_norms`, is all that sees whole parameters. An engine that holds slices of parameters replaces it
-by one that adds up the squares over the ranks; the rest is elementwise and runs on slices as it is.
+The one call, `squared_norms`, is all that sees whole parameters; the rest is elementwise and runs on parts of them as
+it is. An engine that holds slices replaces the call by one that adds up the squares over its ranks. Where parameters
+are cut over tp, the ranks of tp add up theirs, and each element of the whole parameter counts once.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from collectives import Communicator
 
 from ..errors import ConfigurationError
+from ..mesh import Mesh, Placement, placement
+from ..mesh.groups import checked
 
 
 def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -30,21 +33,51 @@ def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(on_one_device).cpu().square_() if norms else torch.zeros(0, dtype=torch.float64)
 
 
-def squared_norms_over(comm: Communicator, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Computes the sums of squares of tensors of which every rank holds a slice. Collective."""
+def squared_norms_over(
+    comm: Communicator,
+    mesh: Mesh | None,
+    placements: Mapping[torch.Tensor, Placement],
+    slices: Sequence[torch.Tensor],
+    of: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Computes the sums of squares of tensors of which every rank holds a slice. Collective.
+
+    of: the slices' parameters, by which `placements` has them. mesh: over whose tp the parameters may be cut.
+    """
     total = squared_norms(slices)
     comm.all_reduce(total)
-    return total
+    return summed_over_tp(total, [placements.get(p, Placement()) for p in of], mesh)
+
+
+def summed_over_tp(squares: torch.Tensor, placements: Sequence[Placement], mesh: Mesh | None) -> torch.Tensor:
+    """Adds up the sums of squares of the parts of parameters that are cut over tp. Collective over tp then.
+
+    A part that other ranks of tp hold too, as of a shared key/value head, counts on one of them.
+    """
+    cut = [n for n, placed in enumerate(placements) if "tp" in placed.axes]
+    if cut and mesh is not None and mesh.size("tp") > 1:
+        counted = torch.tensor([placements[n].counted for n in cut], dtype=squares.dtype)
+        parts = squares[cut] * counted
+        mesh["tp"].all_reduce(parts)
+        squares[cut] = parts
+    return squares
 
 
 class TrustRatioOptimizer(torch.optim.Optimizer):
     """Base of LARS and LAMB: checks of their settings, and the norms.
 
-    squared_norms: takes tensors, returns their sums of squares as float64 on the CPU; called once a step with the same
-        number of tensors on every rank, of which some may be empty. Engines that shard parameters replace it.
+    mesh: whose ranks of tp have parts of the parameters; None where all parameters are whole.
+    squared_norms: replaces what sums up squares, where an engine has slices of the parameters. Takes tensors and the
+        parameters that they are of, and returns their sums of squares as float64 on the CPU; called once a step with
+        the same number of tensors on every rank, of which some may be empty.
     """
 
-    squared_norms: Callable[[Sequence[torch.Tensor]], torch.Tensor] = staticmethod(squared_norms)
+    mesh: Mesh | None = None
+    squared_norms: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor] | None = None
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], mesh: Mesh | None = None) -> None:
+        self.mesh = checked(type(self).__name__, None, mesh)
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
@@ -56,6 +89,15 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
         require("trust", settings["trust"], isinstance(settings["trust"], bool), "True or False")
         self._check(settings)
         super().add_param_group(param_group)
+        self._refuse_parts(self.param_groups[-1]["params"])
+
+    def _refuse_parts(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raises ConfigurationError for parts of parameters whose other ranks are not known."""
+        if self.mesh is None and any("tp" in placement(p).axes for p in parameters):
+            raise ConfigurationError(
+                f"{type(self).__name__}: got parameters that are cut over tp, and needs the norms of whole ones: needs "
+                "mesh="
+            )
 
     def _check(self, settings: dict[str, Any]) -> None:
         """Raises ConfigurationError for settings that the method cannot work with."""
@@ -74,9 +116,15 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
         """Computes the norms of two lists of equally many tensors, pair by pair."""
         if not first:
             return []
-        squares = self.squared_norms([*first, *second]).tolist()
+        squares = self._squared_norms([*first, *second], [*first, *first]).tolist()
         norms = [math.sqrt(square) for square in squares]
         return list(zip(norms[: len(first)], norms[len(first) :], strict=True))
+
+    def _squared_norms(self, tensors: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.squared_norms is not None:
+            return self.squared_norms(tensors, of)
+        self._refuse_parts(of)  # a copy of the optimizer has no mesh
+        return summed_over_tp(squared_norms(tensors), [placement(p) for p in of], self.mesh)
 
 
 def require(name: str, value: Any, fits: bool, what: str) -> None:

@@ -8,6 +8,7 @@ linear         column- and row-parallel layers
 vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
 functions      where autograd communicates
 communication  the collectives of activations, through symmetric memory
+steps          optimizers that would step wrongly on parts
 state          what the layers of a model share: ranks, pieces of sequences, random numbers
 sizes          which heads, features and tokens each rank holds
 

@@ -22,6 +22,7 @@ from ..errors import TrainingError
 from ..mesh import Mesh
 from .communication import Activations
 from .functions import summed_gradients
+from .steps import watch_steps
 
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbouring ranks lie far from each other
 
@@ -35,6 +36,7 @@ class TensorParallel:
     """
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+        watch_steps()
         self.mesh, self.comm = mesh, mesh["tp"]
         self.rank, self.ranks = self.comm.rank, self.comm.size
         self.activations = Activations(self.comm)

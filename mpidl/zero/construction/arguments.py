@@ -15,7 +15,7 @@ from ...digest import DIGEST, digest
 from ...errors import ConfigurationError
 from ...mesh import Mesh
 from ...mesh.experts import refuse_experts
-from ...mesh.placement import refuse_cut
+from ...mesh.placement import refuse_offload, refuse_unknown_cut
 from ...optim.trust import TrustRatioOptimizer
 from ...optimizer_trial import comparable
 from ...trained_by import refuse_trained
@@ -66,17 +66,20 @@ def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> N
 
 
 def refuse_placements(
-    model: torch.nn.Module, optimizer_class: type, mesh: Mesh | None, wholes: bool, divisor: int
+    model: torch.nn.Module, optimizer_class: type, mesh: Mesh | None, offloads: bool, wholes: bool, divisor: int
 ) -> None:
     """Refuses parameters that are cut over a mesh where that cannot be trained.
 
-    wholes: a step needs whole ones. divisor: of contributions to gradients, as `gradient_group` gives it.
+    offloads: state lies elsewhere. wholes: a step needs whole ones. divisor: of contributions to gradients, as
+    `gradient_group` gives it.
     """
     if mesh is not None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         refuse_experts(mesh, divisor, named)
-        if wholes or issubclass(optimizer_class, TrustRatioOptimizer):
-            refuse_cut(optimizer_class.__name__, named)
+        if wholes:
+            refuse_unknown_cut(optimizer_class.__name__, named)
+        if offloads and issubclass(optimizer_class, TrustRatioOptimizer):
+            refuse_offload(optimizer_class.__name__, named)
 
 
 def _instance_of(given: Any, base: type) -> str:

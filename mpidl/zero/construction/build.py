@@ -28,7 +28,7 @@ from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacemen
 from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.place import place_of
-from ...mesh import Mesh
+from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import comparable
@@ -206,7 +206,7 @@ def build(
         parameters.publish()
     parameters.start()
 
-    inner = _inner(plan, group, slices, optimizer_class, kwargs)
+    inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
     hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
     hooks += divide_contributions(model.parameters(), divisor)
     refuse_copies(model)
@@ -272,7 +272,7 @@ def _check(
     kwargs: Mapping[str, Any],
 ) -> tuple[ShardGroup, _Plan]:
     """Checks all arguments, on all ranks, and plans what is to be done. Collective; the model stays as it is."""
-    stage, cap, mesh = options.stage, options.bucket_cap_mb, options.mesh
+    stage, cap = options.stage, options.bucket_cap_mb
     check_everywhere(world, lambda: arguments.check(model, optimizer_class, stage, cap))
     check_everywhere(world, lambda: [flag(name, value) for name, value in options.flags().items()])
     group = ShardGroup.of(world, options.shard_group)
@@ -300,7 +300,12 @@ def _check(
         step_in_backward=options.step_in_backward,
     )
     found = check_everywhere(world, lambda: wants(groups))
-    check_everywhere(world, lambda: arguments.refuse_placements(model, optimizer_class, mesh, found.wholes, divisor))
+    check_everywhere(
+        world,
+        lambda: arguments.refuse_placements(
+            model, optimizer_class, options.mesh, elsewhere is not None, found.wholes, divisor
+        ),
+    )
     offloaded = None
     if elsewhere is not None:
         halves = conversion.precision.param_dtype is not None
@@ -400,6 +405,7 @@ def _inner(
     slices: Mapping[torch.nn.Parameter, Slice],
     optimizer_class: type[torch.optim.Optimizer],
     kwargs: Mapping[str, Any],
+    mesh: Mesh | None,
 ) -> InnerOptimizer:
     """Makes what steps on the slices."""
     groups = [{**given, "params": [slices[p].values for p in given["params"]]} for given in plan.groups]
@@ -407,10 +413,12 @@ def _inner(
         plan.offloaded.add_param_groups(groups)
         return plan.offloaded
     if plan.wants.wholes:
-        inner = WholeSteps(group, partial(optimizer_class, **kwargs), slices, plan.wants.together)
+        inner = WholeSteps(group, partial(optimizer_class, **kwargs), slices, plan.wants.together, mesh)
         inner.add_param_groups(groups)
         return inner
     plain = optimizer_class(groups, **kwargs)
     if isinstance(plain, TrustRatioOptimizer):
-        plain.squared_norms = partial(squared_norms_over, group.shards)
+        plain.squared_norms = lambda tensors, of: squared_norms_over(
+            group.shards, mesh, {part.values: placement(p) for p, part in slices.items()}, tensors, of
+        )
     return SliceSteps(plain, slices)

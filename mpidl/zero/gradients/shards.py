@@ -41,7 +41,7 @@ from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
 from ...gradients.buckets import BucketLayout, GradientBucket, by_rank
 from ...gradients.foreign_steps import ForeignSteps
-from ...gradients.partial_steps import NOT_REDUCED
+from ...partial_steps import NOT_REDUCED
 from ..shard_group import ShardGroup
 from .gradient_buffers import GradientBuffers
 from .sharded_gradient import ShardedGradient

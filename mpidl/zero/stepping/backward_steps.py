@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...errors import TrainingError
-from ...gradients.partial_steps import STEP_NOT_CALLED, PartialSteps
+from ...partial_steps import STEP_NOT_CALLED, PartialSteps
 from ..gradients.shards import ParameterShard
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy

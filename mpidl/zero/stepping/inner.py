@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ...gradients.partial_steps import PartialSteps
+from ...partial_steps import PartialSteps
 from .slices import Slice
 
 

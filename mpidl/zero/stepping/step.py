@@ -21,8 +21,8 @@ import torch
 
 from ...errors import TrainingError
 from ...gradients.backward import inside_backward
-from ...gradients.partial_steps import STEP_INSIDE
 from ...job.agreement import raise_everywhere
+from ...partial_steps import STEP_INSIDE
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_settings_agree
 from ..construction import arguments

@@ -5,6 +5,9 @@
     a step of the inner optimizer     rank 0   w            rank 1   v
     all-to-all back                   rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
 
+Where parameters are cut over tp as well, all ranks of dp x tp take part, and the owner joins the parts of tp too
+(`holdings`): so the work on whole parameters is dealt over these ranks, and none is done twice.
+
 A few parameters of every owner at a time, so that no rank holds much whole; with classes that are not torch's all at
 once, as they may count their steps, and may change parameters that have no gradient.
 
@@ -25,9 +28,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
+from ...mesh import Mesh, placement
 from ...optim.elementwise import is_slice, mark_replicated
 from ..construction.value_targets import placeholder
 from ..shard_group import ShardGroup
+from .holdings import Holdings, holdings, ranks_of_wholes
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
 from .slices import ShardedStateSpec, Slice
@@ -37,13 +42,13 @@ _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no pa
 
 @dataclass(eq=False)
 class _Owned:
-    """A parameter. part: this rank's slice of it. counts: elements of each rank's. owner: the rank that steps on it.
+    """A parameter. part: this rank's slice of it. held: all ranks'. owner: the rank that steps on it.
 
     whole: what the inner optimizer steps on, on the owner; between steps without memory.
     """
 
     part: Slice
-    counts: list[int]
+    held: Holdings
     owner: int
     whole: torch.nn.Parameter
 
@@ -62,9 +67,10 @@ class _ReplicatedState:
 class WholeSteps(InnerOptimizer):
     """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
 
-    over: the ranks over which parameters are cut. make: an inner optimizer of parameter groups. slices: of all
-    parameters, also of those that are added later. together: steps on all that a rank owns in one call. param_groups:
-    settings, and slices' values. state: by these, cut like them, from `cut_state` until the next step; else empty.
+    over: the ranks over which parameters are cut. mesh: over whose tp they may be cut, too. make: an inner optimizer of
+    parameter groups. slices: of all parameters, also of those that are added later. together: steps on all that a rank
+    owns in one call. param_groups: settings, and slices' values. state: by these, cut like them, from `cut_state` until
+    the next step; else empty. With tp the constructor is collective over the mesh.
     """
 
     needs_wholes: ClassVar = True
@@ -75,9 +81,12 @@ class WholeSteps(InnerOptimizer):
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         slices: Mapping[torch.nn.Parameter, Slice],
         together: bool,
+        mesh: Mesh | None = None,
     ) -> None:
-        self._comm, self._make, self._slices, self._together = over.shards, make, slices, together
-        self._loads = [0] * over.size  # elements that each rank owns
+        self._comm, self._make, self._slices, self._together = ranks_of_wholes(over, mesh), make, slices, together
+        self._over = over
+        self._tp = mesh.rank("tp") if mesh is not None and mesh.size("tp") > 1 else None
+        self._loads = [0] * self._comm.size  # elements that each rank owns
         self._owned: dict[torch.Tensor, _Owned] = {}
         self._batches: list[list[_Owned]] = []
         self._inner: torch.optim.Optimizer | None = None
@@ -86,14 +95,18 @@ class WholeSteps(InnerOptimizer):
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
 
     def add_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Adds groups of slices' values, the same on every rank, to step on from now on."""
+        """Adds groups of slices' values, the same on every rank, to step on from now on. Collective."""
         parts = {part.values: (p, part) for p, part in self._slices.items()}
-        added = {values: parts[values] for group in groups for values in group["params"]}
-        for p, part in sorted(added.values(), key=lambda pair: -pair[0].numel()):
+        added = [parts[values] for values in dict.fromkeys(values for group in groups for values in group["params"])]
+        size, rank = self._over.size, self._over.rank
+        found = holdings(
+            self._comm, self._tp, [(p.shape, part.counts(p, size), rank, placement(p)) for p, part in added]
+        )
+        for (_, part), held in sorted(zip(added, found, strict=True), key=lambda pair: -pair[1].shape.numel()):
             owner = self._loads.index(min(self._loads))
-            self._loads[owner] += p.numel()
-            whole = torch.nn.Parameter(placeholder(p.shape, part.values.dtype, part.values.device))
-            self._owned[part.values] = _Owned(part, part.counts(p, self._comm.size), owner, whole)
+            self._loads[owner] += held.shape.numel()
+            whole = torch.nn.Parameter(placeholder(held.shape, part.values.dtype, part.values.device))
+            self._owned[part.values] = _Owned(part, held, owner, whole)
         made = []
         for group in groups:
             owned = [self._owned[values] for values in group["params"]]
@@ -181,30 +194,30 @@ class WholeSteps(InnerOptimizer):
         """Whole ones, flat, of those that this rank owns, in the batch's order."""
         if not batch:  # on all ranks
             return []
-        leaving, coming = self._splits(batch)
-        sent = torch.cat([*slices])
+        rank = self._comm.rank
+        leaving, coming = self._splits(batch, [each.held.given for each in batch])
+        sent = torch.cat([piece[: each.held.given[rank]] for each, piece in zip(batch, slices, strict=True)])
         received = sent.new_empty(sum(coming))
         self._comm.all_to_all(received, sent, coming, leaving)
         mine = self._mine(batch)
-        wholes = [sent.new_empty(sum(each.counts)) for each in mine]
-        for whole, pieces in zip(wholes, self._pieces(mine, received, coming), strict=True):
-            torch.cat(pieces, out=whole)
-        return wholes
+        pieces = self._pieces([each.held.given for each in mine], received, coming)
+        return [each.held.join(some) for each, some in zip(mine, pieces, strict=True)]
 
     def _from_owners(self, batch: Sequence[_Owned], wholes: Sequence[torch.Tensor]) -> None:
         """The slices' values become those of whole ones on the owners."""
         if not batch:
             return
-        coming, leaving = self._splits(batch)
+        coming, leaving = self._splits(batch, [each.held.counts for each in batch])
         mine = self._mine(batch)
         values = batch[0].part.values.detach()
         sent = values.new_empty(sum(leaving))
-        for each, whole, pieces in zip(mine, wholes, self._pieces(mine, sent, leaving), strict=True):
-            for piece, part in zip(pieces, whole.split(each.counts), strict=True):
+        places = self._pieces([each.held.counts for each in mine], sent, leaving)
+        for each, whole, pieces in zip(mine, wholes, places, strict=True):
+            for piece, part in zip(pieces, each.held.split(whole), strict=True):
                 piece.copy_(part)
         received = values.new_empty(sum(coming))
         self._comm.all_to_all(received, sent, coming, leaving)
-        sizes = [each.counts[self._comm.rank] for each in batch]
+        sizes = [each.held.counts[self._comm.rank] for each in batch]
         for each, part in zip(batch, received.split(sizes), strict=True):
             each.part.values.detach().copy_(part)
 
@@ -212,21 +225,28 @@ class WholeSteps(InnerOptimizer):
         """Returns the parameters that this rank owns."""
         return [each for each in batch if each.owner == self._comm.rank]
 
-    def _splits(self, batch: Sequence[_Owned]) -> tuple[list[int], list[int]]:
-        """Elements of slices of this rank's by owner, and of what it owns by the rank that has the slices."""
+    def _splits(self, batch: Sequence[_Owned], counts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """Elements of slices of this rank's by owner, and of what it owns by the rank that has the slices.
+
+        counts: of each parameter's elements that are exchanged, by rank.
+        """
         ranks, rank = range(self._comm.size), self._comm.rank
-        of_owner = [sum(each.counts[rank] for each in batch if each.owner == owner) for owner in ranks]
-        of_slices = [sum(each.counts[other] for each in batch if each.owner == rank) for other in ranks]
+        pairs = [*zip(batch, counts, strict=True)]
+        of_owner = [sum(count[rank] for each, count in pairs if each.owner == owner) for owner in ranks]
+        of_slices = [sum(count[other] for each, count in pairs if each.owner == rank) for other in ranks]
         return of_owner, of_slices
 
     @staticmethod
-    def _pieces(mine: Sequence[_Owned], flat: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Every rank's slice of each parameter that this rank owns, as views of the buffer that is exchanged."""
+    def _pieces(counts: Sequence[Sequence[int]], flat: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Every rank's slice of each parameter that this rank owns, as views of the buffer that is exchanged.
+
+        counts: of the parameter's elements, by rank.
+        """
         by_rank = [
-            part.split([each.counts[rank] for each in mine]) if mine else ()
+            part.split([count[rank] for count in counts]) if counts else ()
             for rank, part in enumerate(flat.split(list(sizes)))
         ]
-        return [[parts[number] for parts in by_rank] for number in range(len(mine))]
+        return [[parts[number] for parts in by_rank] for number in range(len(counts))]
 
     # ---- its state --------------------------------------------------------------------------------------------------
 
@@ -273,14 +293,16 @@ class WholeSteps(InnerOptimizer):
     def _scatter(self, each: _Owned, whole: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """This rank's slice of the owner's."""
         own = torch.empty_like(each.part.values, dtype=dtype, requires_grad=False)
-        self._comm.scatter(own, None if whole is None else whole.reshape(-1), each.owner, each.counts)
+        pieces = None if whole is None else each.held.in_a_row(whole)
+        self._comm.scatter(own, pieces, each.owner, each.held.counts)
         return own
 
     def _gather(self, each: _Owned, own: torch.Tensor) -> torch.Tensor | None:
         """Gathers all ranks' slices to the whole, on the owner."""
-        whole = own.new_empty(each.whole.shape) if each.owner == self._comm.rank else None
-        self._comm.gather(None if whole is None else whole.view(-1), own.contiguous(), each.owner, each.counts)
-        return whole
+        given, rank = each.held.given, self._comm.rank
+        pieces = own.new_empty(sum(given)) if each.owner == rank else None
+        self._comm.gather(pieces, own.contiguous()[: given[rank]], each.owner, given)
+        return None if pieces is None else each.held.join(pieces.split(given)).view(each.whole.shape)
 
     @property
     def _own_state(self) -> Mapping[Any, Any]:

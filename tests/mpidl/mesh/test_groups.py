@@ -134,11 +134,14 @@ def test_what_cannot_be_trained_over_dp_and_cp_is_refused(comm: Communicator) ->
         with pytest.raises(ConfigurationError, match="weight is placed on ep"):
             mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=1, mesh=mesh, lr=0.1)
     with Mesh(tp=2, comm=comm) as mesh:
-        for optimizer in (mpidl.optim.LAMB, torch.optim.Adafactor):
-            model = linear()
-            mpidl.mesh.place(model.weight, "tp")
-            with pytest.raises(ConfigurationError, match="needs whole parameters, and weight is cut over tp"):
-                mpidl.ZeroOptimizer(model, optimizer, stage=1, mesh=mesh, lr=0.1)
+        model = linear()
+        mpidl.mesh.place(model.weight, "tp")
+        with pytest.raises(ConfigurationError, match="needs whole parameters, and weight is cut over tp"):
+            mpidl.ZeroOptimizer(model, torch.optim.Adafactor, stage=1, mesh=mesh, lr=0.1)
+        with pytest.raises(ConfigurationError, match=r"offload: LAMB .* weight is cut over tp"):
+            mpidl.ZeroOptimizer(model, mpidl.optim.LAMB, stage=1, mesh=mesh, lr=0.1, offload="cpu")
+        with pytest.raises(ConfigurationError, match=r"LAMB: got parameters that are cut over tp.* needs mesh="):
+            mpidl.optim.LAMB(model.parameters())
 
 
 def test_mesh_and_process_group_are_two_answers(mesh: Mesh) -> None:

@@ -179,7 +179,7 @@ def test_a_closure_is_called_with_gradients_on() -> None:
 def test_without_gradients_nothing_moves_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = start()
     for optimizer in (LARS(parameters, lr=0.1), LAMB(parameters)):
-        monkeypatch.setattr(optimizer, "squared_norms", None)
+        monkeypatch.setattr(optimizer, "squared_norms", pytest.fail)
         optimizer.step()
         assert not optimizer.state
     assert all(torch.equal(p, q) for p, q in zip(parameters, start(), strict=True))
@@ -191,7 +191,8 @@ def test_norms_are_measured_once_a_step() -> None:
         optimizer = optimizer_class([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
         calls = []
 
-        def measure(tensors: list[torch.Tensor], calls: list[int] = calls) -> torch.Tensor:
+        def measure(tensors: list[torch.Tensor], of: list[torch.Tensor], calls: list[int] = calls) -> torch.Tensor:
+            assert len(of) == len(tensors)
             calls.append(len(tensors))
             return trust.squared_norms(tensors)
 
