@@ -49,7 +49,8 @@ def clip_grad_norm_(
         norm = norm_over_shards(gradients, norm_type, None)
     else:
         norms = local_norms(gradients, check_norm_type(norm_type))
-        norm = norm_over_mesh(norms, with_gradients, check_norm_type(norm_type), mesh, shards=False)
+        joined = [getattr(gradient, "norm_is_over_tp", False) for gradient in gradients]  # those of a ZeroOptimizer
+        norm = norm_over_mesh(norms, with_gradients, check_norm_type(norm_type), mesh, shards=False, joined=joined)
     scale_(gradients, max_norm, norm, error_if_nonfinite)
     return norm
 

@@ -22,7 +22,7 @@ import torch
 
 from ..errors import TrainingError
 from .mesh import Mesh
-from .placement import placement
+from .placement import Placement, placement
 
 _TOLERANCE = 1e-3  # of sums of powers that should be equal; a shard's norm is in fp32
 
@@ -35,19 +35,25 @@ def norm_over_mesh(
     *,
     shards: bool,
     counted: bool = True,
+    joined: Iterable[bool] | None = None,
 ) -> float:
     """Computes the norm of all gradients of the model. Collective over the mesh, also for ranks without gradients.
 
     local_norms: of each parameter's gradient on this rank. shards: these are of parts, cut over dp x cp; else every
     rank of dp x cp (of edp, for experts) has the whole gradient. counted: False for shards that other ranks hold too.
+    joined: of each parameter, whether its norm is that of all parts over tp already.
     """
     axes = mesh.layout.model_axes
     placements = [frozenset(some) for some in chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))]
     infinite = math.isinf(norm_type)
     row = np.zeros(len(placements))
     with np.errstate(over="ignore"):
-        for norm, p in zip(local_norms, parameters, strict=True):
+        listed = list(parameters)
+        for norm, p, whole in zip(local_norms, listed, joined or [False] * len(listed), strict=True):
             declared = placement(p)
+            if whole:
+                others = declared.axes - {"tp"}
+                declared = Placement(others, declared.counted or not others)
             if declared.counted and counted:
                 place = placements.index(declared.axes & set(axes))
                 row[place] = max_or_nan(row[place], norm) if infinite else row[place] + norm**norm_type

@@ -224,7 +224,7 @@ class _ColumnProduct(torch.autograd.Function):
         else:
             x = activations.all_gather(x, length)
         matrix = weight.t() if out_in else weight
-        flat = x.reshape(-1, x.shape[-1])
+        flat = rows_of(x)
         y = flat.mm(matrix) if bias is None else torch.addmm(bias, flat, matrix)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -233,7 +233,7 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         activations, length = ctx.activations, ctx.length
-        flat = gradient.reshape(-1, gradient.shape[-1])
+        flat = rows_of(gradient)
         matrix = weight if ctx.out_in else weight.t()
         of_x = of_weight = of_bias = reduction = None
         if ctx.needs_input_grad[0] and length is None:
@@ -242,7 +242,7 @@ class _ColumnProduct(torch.autograd.Function):
             reduction = activations.begin_all_reduce(partial)
         if ctx.needs_input_grad[1]:
             whole = x if length is None else activations.all_gather(x, length)
-            inputs = whole.reshape(-1, whole.shape[-1])
+            inputs = rows_of(whole)
             of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
         if ctx.needs_input_grad[2]:
             of_bias = flat.sum(0)
@@ -269,7 +269,7 @@ class _RowProduct(torch.autograd.Function):
         matrix = weight.t() if out_in else weight
         width = matrix.shape[1]
         if length is None:
-            flat = x.reshape(-1, x.shape[-1])
+            flat = rows_of(x)
             partial = activations.partial((flat.shape[0], width), x)
             torch.mm(flat, matrix, out=partial)
             y = activations.all_reduce(partial).view(*x.shape[:-1], width)
@@ -283,12 +283,12 @@ class _RowProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.length is not None:
             gradient = ctx.activations.all_gather(gradient, ctx.length)
-        flat, of_x, of_weight = gradient.reshape(-1, gradient.shape[-1]), None, None
+        flat, of_x, of_weight = rows_of(gradient), None, None
         of_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # of whole sequences: it needs no sum over the ranks
         if ctx.needs_input_grad[0]:
             of_x = flat.mm(weight if ctx.out_in else weight.t()).view(x.shape)
         if ctx.needs_input_grad[1]:
-            inputs = x.reshape(-1, x.shape[-1])
+            inputs = rows_of(x)
             of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
         return of_x, of_weight, of_bias, None, None, None
 
@@ -300,6 +300,11 @@ def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, activations: Activ
     for part, piece in _by_piece(partial, x, activations, matrix.shape[1]):
         torch.bmm(piece, matrix.expand(batch, *matrix.shape), out=part)
     return activations.reduce_scatter(partial, batch, length)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """[..., width] -> [rows, width], also for a width of 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _own_piece(x: torch.Tensor, activations: Activations) -> torch.Tensor:

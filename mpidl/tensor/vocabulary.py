@@ -22,7 +22,7 @@ from ..compiling import uncompiled
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
 from .communication import Activations
-from .functions import sum_of_region
+from .functions import rows_of, sum_of_region
 from .linear import cut_parameter, make_column, sizes_of
 from .sizes import Run, run_of
 from .state import TensorParallel
@@ -282,7 +282,7 @@ def cross_entropy(
         return F.cross_entropy(
             logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
-    local = logits.local.reshape(-1, logits.local.shape[-1])
+    local = rows_of(logits.local)
     flat = target.reshape(-1)
     counted = flat != ignore_index
     wrong = counted & ((flat < 0) | (flat >= logits._tokens))
@@ -367,7 +367,7 @@ class _GatherLast(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, activations: Activations, tokens: int) -> torch.Tensor:
         ranks = activations.ranks
         ctx.run = run_of(tokens, ranks, activations.rank)
-        rows = local.reshape(-1, local.shape[-1])
+        rows = rows_of(local)
         whole = local.new_empty(tokens, rows.shape[0])
         counts = [(stop - start) * rows.shape[0] for start, stop in (run_of(tokens, ranks, r) for r in range(ranks))]
         activations.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)

@@ -197,7 +197,8 @@ def build(
     parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
     gradients = _gradients(parameters, trains, plan, layouts, group, watch, names, options)
-    grads = GradAttributes(gradients, group.shards, watch, names, parameters.release)
+    tp = options.mesh["tp"] if options.mesh is not None and options.mesh.size("tp") > 1 else None
+    grads = GradAttributes(gradients, group.shards, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, gradients, grads)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}

@@ -7,7 +7,8 @@ A parameter gets one at the end of a pass if any rank's passes have reached it, 
 `p.grad = None` gives up one gradient, as it does with a plain model: what was reduced of it is forgotten.
 
 A norm is computed of all gradients at once and remembered until they change: the norms that clipping asks for, one by
-one, cost one all-reduce, and ranks may ask for them in any order. For every other number made of a whole gradient the
+one, cost one all-reduce, and ranks may ask for them in any order. Of a parameter that is cut over tp it is the norm of
+the whole one, so torch's own clipping is right there. For every other number made of a whole gradient the
 ranks compare what they ask for. What was changed through `.grad` is noted, and compared at the step.
 """
 
@@ -26,6 +27,7 @@ from ...digest import code
 from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch
 from ...gradients.clip import local_norms
+from ...mesh import placement
 from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
 from .shards import GradientShards
 
@@ -36,7 +38,7 @@ class GradAttributes:
     """Puts ShardedGradients into `.grad`, and takes in what the program does to them.
 
     comm: the ranks over which `gradients` are cut. names: of the parameters. release: returns when no rank
-    needs another one for a pass that is over; collective.
+    needs another one for a pass that is over; collective. tp: ranks over which parameters are cut as well, or None.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class GradAttributes:
         watch: BackwardWatch,
         names: Mapping[torch.nn.Parameter, str],
         release: Callable[[], None],
+        tp: Communicator | None = None,
     ) -> None:
         self._gradients, self._comm, self._watch = gradients, comm, watch
-        self._names, self._release = names, release
+        self._names, self._release, self._tp = names, release, tp
         self._made: dict[torch.nn.Parameter, ShardedGradient] = {}
         self._shown: dict[torch.nn.Parameter, bool] = {}  # whether all ranks show it, or its passes were under no_sync
         self._norms: dict[float, dict[GradientPlace, float]] = {}
@@ -83,7 +86,7 @@ class GradAttributes:
                 if reached or used:
                     if p not in self._made:
                         piece = bucket.layout.piece(index, self._comm.rank)
-                        place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self))
+                        place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self), placement(p))
                         self._made[p] = ShardedGradient(place, p.shape, p.dtype, p.device)
                     yield p, self._made[p].place
 
@@ -209,7 +212,44 @@ class GradAttributes:
                 f"{places[0].name}: this rank asks for norms of order {order} of {len(places)} gradients, and another "
                 "rank for others; every rank must make the same calls"
             )
+        found = self._over_tp(places, f"norms of order {order}", found, math.isinf(order))
         return {place: root_of(power, order) for place, power in zip(places, found.tolist(), strict=True)}
+
+    @property
+    def norms_are_over_tp(self) -> bool:
+        """True if norms are of whole parameters where these are cut over tp."""
+        return self._tp is not None
+
+    def _over_tp(self, places: list[GradientPlace], asked: str, powers: np.ndarray, infinite: bool) -> np.ndarray:
+        """Powers of norms of whole parameters, from those of the parts that this rank of tp has. Collective over tp.
+
+        powers: changed in place. infinite: they are the largest elements.
+        """
+        cut = [n for n, place in enumerate(places) if "tp" in place.placed.axes]
+        if self._tp is None or not cut:
+            return powers
+        number = code(f"{asked} of {[places[n].name for n in cut]}", _EXACT_BITS)
+        own = [powers[n] if places[n].placed.counted else 0.0 for n in cut]
+        table = np.empty((self._tp.size, len(cut) + 1))
+        self._tp.all_gather(table, np.array([*own, number]))
+        if (table[:, -1] != number).any():
+            raise TrainingError(
+                f"{places[cut[0]].name}: this rank asks for the {asked} of {len(cut)} gradients that are cut over tp, "
+                "and another rank of tp for something else; every rank must make the same calls"
+            )
+        powers[cut] = table[:, :-1].max(0) if infinite else table[:, :-1].sum(0)
+        return powers
+
+    def of_tp(self, place: GradientPlace, asked: str, power: float, infinite: bool) -> float:
+        """The power of the norm of a whole parameter's, from that of the part that this rank of tp has. Collective."""
+        return float(self._over_tp([place], asked, np.array([power]), infinite)[0])
+
+    def largest_of_tp(self, value: float) -> float:
+        """The largest number of the ranks of tp. Collective."""
+        largest = np.array([value])
+        if self._tp is not None:
+            self._tp.all_reduce(largest, "max")
+        return float(largest[0])
 
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""

@@ -6,7 +6,8 @@
 
 An operator that treats every element by itself works on this rank's part, in place or into a result that is cut in the
 same way. One that makes a number of all elements (norm, max, all, ...) combines the numbers of all ranks: every rank
-must call it. Shape, dtype and device are known without. Every other operator is refused by name.
+must call it. Where parameters are cut over tp, norms are of whole parameters, all else of the part that this rank has.
+Shape, dtype and device are known without. Every other operator is refused by name.
 
 `torch._foreach_norm` and the norms one by one, as `torch.nn.utils.clip_grad_norm_` asks for them, cost one operation
 between the ranks for all gradients together (`grad_attribute`).
@@ -26,6 +27,7 @@ from ...errors import TrainingError
 from ...gradients.backward import inside_backward
 from ...gradients.buckets import Piece
 from ...gradients.clip import local_norms
+from ...mesh import Placement
 
 _ELEMENTWISE = frozenset(
     {"abs", "neg", "sign", "sgn", "sqrt", "rsqrt", "reciprocal", "exp", "log", "log2", "log10", "log1p", "pow"}
@@ -59,6 +61,16 @@ class Source(Protocol):
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
 
+    @property
+    def norms_are_over_tp(self) -> bool:
+        """True if norms are of whole parameters where these are cut over tp."""
+
+    def of_tp(self, place: GradientPlace, asked: str, power: float, infinite: bool) -> float:
+        """The power of the norm of a whole parameter's, from that of the part that this rank of tp has. Collective."""
+
+    def largest_of_tp(self, value: float) -> float:
+        """The largest number of the ranks of tp. Collective."""
+
     def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts, flat. Collective."""
 
@@ -68,7 +80,7 @@ class GradientPlace:
     """The place of one parameter's gradient. name: of the parameter. piece: what this rank holds of it.
 
     number, index: the bucket, and the parameter in it. source: gives the Source; None once that is gone. arrived: what
-    autograd has added to the `.grad` in the backward pass under way.
+    autograd has added to the `.grad` in the backward pass under way. placed: the parameter's placement on a mesh.
     """
 
     name: str
@@ -76,6 +88,7 @@ class GradientPlace:
     index: int
     piece: Piece
     source: Callable[[], Source | None]
+    placed: Placement
     arrived: torch.Tensor | None = None
 
     def known(self) -> Source:
@@ -121,6 +134,11 @@ class ShardedGradient(torch.Tensor):
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise self._refusal("pickling")
+
+    @property
+    def norm_is_over_tp(self) -> bool:
+        """True if its norm is that of the whole parameter's gradient where that is cut over tp."""
+        return "tp" in self.place.placed.axes and self.place.known().norms_are_over_tp
 
     def take_arrived(self) -> torch.Tensor | None:
         """Returns what autograd has added since the last call."""
@@ -219,8 +237,10 @@ class ShardedGradient(torch.Tensor):
             norm = self.place.known().norm(self.place, order)
         else:
             (own,) = local_norms([self.result], order)
-            norms = self._of_ranks(f"norm of order {order}", own)
-            norm = float(norms.max()) if math.isinf(order) else root_of(float((norms**order).sum()), order)
+            asked, infinite = f"norm of order {order}", math.isinf(order)
+            norms = self._of_ranks(asked, own)
+            power = float(norms.max() if infinite else (norms**order).sum())
+            norm = root_of(self.place.known().of_tp(self.place, asked, power, infinite), order)
         return torch.tensor(norm, dtype=given.get("dtype") or _finer(self.dtype).to_real(), device=self.device)
 
     def _reduced(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -322,4 +342,5 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     told = f"unscaled by {_told(inverse_scale)}"
     parts = [g.place.known().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
-    found_inf.fill_(own[0]._of_ranks("finite", float(found_inf)).max())
+    found = float(own[0]._of_ranks("finite", float(found_inf)).max())
+    found_inf.fill_(own[0].place.known().largest_of_tp(found))

@@ -27,6 +27,7 @@ GLOBAL_BATCH = 4
 class Recipe:
     """Recipe of a training. micro: passes a step, all but the last under no_sync. clip: the largest norm.
 
+    clipper: the optimizer's own function, or that of "mpidl" or "torch".
     frozen: parts of names of parameters that do not train. settings: of the optimizer. engine: arguments of the engine.
     """
 
@@ -34,6 +35,7 @@ class Recipe:
     micro: int = 1
     clip: float | None = None
     norm_type: float = 2.0
+    clipper: str = "optimizer"
     frozen: tuple[str, ...] = ()
     optimizer: Any = torch.optim.AdamW
     settings: Any = None
@@ -102,9 +104,12 @@ def engine_of(name: str, model: nn.Module, mesh: Mesh, recipe: Recipe) -> Any:
 
 
 def clip(model: nn.Module, optimizer: Any, mesh: Mesh, recipe: Recipe) -> float:
+    """Clips, and returns the norm."""
     assert recipe.clip is not None
-    if isinstance(optimizer, mpidl.ZeroOptimizer):
+    if recipe.clipper == "optimizer" and isinstance(optimizer, mpidl.ZeroOptimizer):
         return optimizer.clip_grad_norm_(recipe.clip, recipe.norm_type)
+    if recipe.clipper == "torch":
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, recipe.norm_type).item()
     return mpidl.clip_grad_norm_(model.parameters(), recipe.clip, recipe.norm_type, mesh=mesh)
 
 

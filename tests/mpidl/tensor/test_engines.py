@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 import mpidl
 from collectives import Communicator
 from mpidl import Mesh
-from tests.mpidl.tensor.engines import ENGINES, MESHES, Recipe, Trained, assert_same, train_alone, train_cut
+from mpidl.mesh import placement
+from mpidl.tensor import FeedForwardParallel
+from tests.mpidl.tensor.engines import (
+    ENGINES,
+    MESHES,
+    Recipe,
+    Trained,
+    assert_same,
+    clip,
+    engine_of,
+    train_alone,
+    train_cut,
+)
 from tests.mpidl.tensor.reference import all_in_float64, build
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh"), pytest.mark.filterwarnings("ignore:units")]
 
@@ -40,3 +58,97 @@ def test_engines_train_a_cut_model_as_one_process(
             with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
                 model = mpidl.parallelize(build(name), mesh, sequence_parallel=sequence_parallel)
                 assert_same(train_cut(engine, model, mesh, RECIPES[recipe]), expected)
+
+
+@pytest.mark.each("engine")
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, inf])
+@pytest.mark.parametrize("name", ["gpt2", "llama, two key heads"])
+@pytest.mark.parametrize(
+    ("engine", "clipper"),
+    [
+        ("torch", "mpidl"),
+        ("ddp", "mpidl"),
+        *((way, whose) for way in WAYS for whose in ("optimizer", "mpidl", "torch")),
+    ],
+)
+def test_a_norm_counts_every_element_once(
+    comm: Communicator, engine: str, name: str, clipper: str, norm_type: float
+) -> None:
+    """By torch's own function too where ZeRO has the gradients, which answer for all ranks."""
+    recipe = Recipe(steps=3, clip=0.01, norm_type=norm_type, clipper=clipper)
+    with all_in_float64():
+        expected = trained_alone(name, recipe)
+        assert min(expected.norms) > 0.01
+        for dp, tp in MESHES[comm.size]:
+            if engine == "torch" and dp > 1:
+                continue
+            with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
+                model = mpidl.parallelize(build(name), mesh, sequence_parallel=norm_type != 3.0)
+                assert_same(train_cut(engine, model, mesh, recipe), expected)
+
+
+class Narrow(nn.Module):
+    """A network of two features, of which the third rank has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(5, 2), nn.Linear(2, 5)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_may_hold_an_empty_part(comm: Communicator, engine: str) -> None:
+    def loss(call: Any, step: int) -> torch.Tensor:
+        x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        return call(x).square().mean()  # type: ignore[no-any-return]
+
+    whole = Narrow()
+    plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    norms = []
+    for step in range(4):
+        loss(whole, step).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item())
+        plain.step()
+        plain.zero_grad()
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        narrow = Narrow()
+        model = nn.Sequential(narrow)
+        mpidl.parallelize(model, mesh, {"0": FeedForwardParallel(inputs=("inner",), output="outer", input="x")})
+        assert comm.rank < 2 or (narrow.inner.weight.numel() == 0 and placement(narrow.inner.weight).cut is not None)
+        recipe = Recipe(settings={"lr": 0.01}, clip=0.1)
+        found = []
+        with engine_of(engine, model, mesh, recipe) as (call, optimizer):
+            for step in range(4):
+                loss(call, step).backward()
+                found.append(clip(model, optimizer, mesh, recipe))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert found == pytest.approx(norms, rel=1e-10)
+        for name, value in mpidl.tensor.model_state_dict(model).items():
+            torch.testing.assert_close(value, whole.state_dict()[name.removeprefix("0.")], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.each("engine")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_ranks_of_tp_share_has_the_same_bits(comm: Communicator, engine: str, sequence_parallel: bool) -> None:
+    """After 100 steps in single precision: replicated parameters, and the key heads that some of the ranks share."""
+    for dp, tp in MESHES[comm.size]:
+        if engine == "torch" and dp > 1:
+            continue
+        with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
+            model = build("llama, two key heads", torch.float32)
+            mpidl.parallelize(model, mesh, sequence_parallel=sequence_parallel)
+            train_cut(engine, model, mesh, Recipe(steps=100, clip=0.05))
+            own = {name: (placement(p).cut, p.detach()) for name, p in model.named_parameters()}
+            shared = 0
+            for theirs in mpidl.all_gather_object(mesh["tp"], own):
+                for name, (cut, values) in theirs.items():
+                    if cut == own[name][0]:
+                        assert torch.equal(values, own[name][1]), name
+                        shared += 1
+            assert shared >= len(own) + 5 * (tp - 1)
