@@ -170,9 +170,17 @@ class NonfiniteGuard:
         if self._zero is None and self._steps_in_backward:
             return None  # they are gone
         if self._zero is not None:
-            return self._zero.find_nonfinite()
+            return self._of_all_parts(self._zero.find_nonfinite())
         found = find_nonfinite_gradients(self._model, self._comm)
         return None if found is None else [*found]
+
+    def _of_all_parts(self, found: Spoilt | None) -> Spoilt | None:
+        """Joins what the engines of a model's parts have found, each over the ranks of its part. Collective."""
+        assert self._zero is not None
+        if self._comm.size == self._zero.process_group.size:
+            return found
+        names = [name for some in all_gather_object(self._comm, found or []) for name, _ in some]
+        return [(name, None) for name in dict.fromkeys(names)] or None
 
     def _forget(self) -> None:
         if self._watch is not None:

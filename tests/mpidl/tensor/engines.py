@@ -125,7 +125,7 @@ def train_cut(engine: str, model: nn.Module, mesh: Mesh, recipe: Recipe) -> Trai
                 later = micro < recipe.micro - 1 and engine != "torch"
                 owner = optimizer if engine in WAYS else call
                 with owner.no_sync() if later else contextlib.nullcontext():
-                    loss = _loss(call, x) / recipe.micro
+                    loss = loss_of(call, x) / recipe.micro
                     loss.backward()
                 losses[-1] += _mean(mesh["dp"], loss.item())
             if recipe.clip is not None:
@@ -133,13 +133,6 @@ def train_cut(engine: str, model: nn.Module, mesh: Mesh, recipe: Recipe) -> Trai
             optimizer.step()
             optimizer.zero_grad()
     return Trained(losses, norms, mpidl.tensor.model_state_dict(model))
-
-
-def _loss(call: Any, x: torch.Tensor) -> torch.Tensor:
-    plain = call.module if isinstance(call, mpidl.DistributedDataParallel) else call
-    if type(plain).__name__ == "GPT2":
-        return call(x[:, :-1], x[:, 1:])  # type: ignore[no-any-return]
-    return call(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
 
 def _mean(comm: Communicator, value: float) -> float:

@@ -88,7 +88,7 @@ def tokens(step: int, batch: int = 2) -> torch.Tensor:
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The loss of predicting each next token."""
-    if isinstance(model, GPT2):
+    if isinstance(getattr(model, "module", model), GPT2):  # under an engine as well
         return model(x[:, :-1], x[:, 1:])  # type: ignore[no-any-return]
     return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
