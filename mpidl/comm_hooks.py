@@ -1,4 +1,4 @@
-"""Communication hooks: what may stand in for the reduction of a gradient bucket, in DDP and in every stage of ZeRO.
+"""Communication hooks: they compress a gradient bucket, or replace its reduction, in DDP and in every stage of ZeRO.
 
     wrapped.register_comm_hook(None, mpidl.comm_hooks.bf16_compress)        of DistributedDataParallel
     optimizer.register_comm_hook(None, mpidl.comm_hooks.bf16_compress)      of ZeroOptimizer

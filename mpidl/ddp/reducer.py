@@ -1,13 +1,15 @@
-"""Gradients -> buckets in symmetric memory -> their means over the ranks, while backward goes on.
+"""Averages gradients: from autograd to buckets in symmetric memory to their means over the ranks, during backward.
 
     arena, one a dtype   [ bucket 0: g9 g8 | bucket 1: g7 g6 g5 | ... ]      a parameter's `.grad` is its place in here
     first pass           buckets by the reverse of `parameters()`
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 
 A forward pass sends nothing, so that a rank may run it alone. At the begin of a backward pass the ranks agree, in a
-small all-reduce, on what trains. Then, strictly in the order of the buckets, each is all-reduced as soon as it is
-filled. After the last the ranks agree in another one on what the pass reached, so that what is wrong on one rank is an
-error on all, and rank 0's buffers are broadcast.
+small all-reduce, on what trains. Then, strictly in the order of the buckets, each is handed in as soon as it is filled.
+The Communicator's progress thread all-reduces it while backward goes on; where the ranks fill the cores of one node, no
+rank reduces before the end of the pass, where it waits and takes part in the thread that runs the pass
+(`collectives.partitioned`). After the last bucket the ranks agree in another all-reduce on what the pass reached, so
+that what is wrong on one rank is an error on all, and rank 0's buffers are broadcast.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """
@@ -240,7 +242,7 @@ class Reducer:
         self._lay_out(list(reversed(self._trained)))
 
     def _average_left_behind(self, frozen: Sequence[torch.nn.Parameter]) -> None:
-        """Parameters that were frozen after passes under no_sync gave them something: no pass will average that."""
+        """Averages what passes under no_sync gave to parameters that were frozen since; no later pass reduces it."""
         if not frozen:
             return
         given = np.array([p in self._accumulated_under_no_sync and p.grad is not None for p in frozen], np.uint8)

@@ -4,12 +4,13 @@ autograd has no event for either. The pass begins when the gradient of the model
 that do not come from the output, the first gradient of a parameter), and a callback queued then runs when the whole
 pass is over. Passes nested in it, as re-entrant activation checkpoints start them, belong to it.
 
-    thread of backward()   begun | reached, reached, ...            | filled | reduced         | finished
-    DDP and ZeRO           agree | fill buckets, launch full ones   |        | launch, wait    |
-    ZeRO                         | release units                    | release| drain rounds    | show .grad
+    phase  begun    | reached, reached, ...                         | filled        | reduced             | finished
+    DDP    agree    | fill buckets, launch full ones                |               | launch, wait, agree |
+    ZeRO   (agree)  | release units, fill buckets, launch full ones | release units | launch, wait, drain | show .grad
 
-All phases run in the thread that calls `backward()`. Collectives are in `begun`, in launches, which are in the order of
-the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order (`PassPhases`).
+ZeRO agrees as a pass begins only with `step_in_backward`. On CPUs all phases run in the thread that calls `backward()`,
+on a GPU in autograd's own thread for it, one at a time. Collectives are in `begun`, in launches, which are in the order
+of the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order (`PassPhases`).
 """
 
 from __future__ import annotations
