@@ -3,6 +3,22 @@
 Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new algorithm of messages goes into
 `algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 
+    what is called      communicator; partitioned (an all-reduce in parts); messages, message_work (between two ranks)
+    its checks          arguments, errors; coalesced (lists of arrays); details (words about an operation, for reports)
+    arrays              buffers (a view of any array's memory), partition (n elements over p ranks), devices
+    arithmetic          reduction (operators, kernels), float_errors (neither raises nor warns)
+    how it is carried out
+                        backends/ (one interface for every way), schedule and algorithms/ (steps as data), scratch
+    proofs, prediction  simulate, layout, price; tune and timing measure
+    memory              memory/ (shared by the ranks of a node)
+    when                progress (asynchronous operations), idle_wait (leaves the core to others while it waits), cores
+    who is late         positions (what each rank is in), watchdog (ends the job), deadlock, labels (for profilers)
+    the job's launcher  diagnostics (public), witness (sends it the page of positions), inbox (receives it), exit_status
+    groups, their end   topology (the ranks of a node), dropped (frees what was garbage on all ranks),
+                        lifetime (keeps memory that MPI may still write), leftovers (names of shared memory that a
+                        killed job would leave), forked (a forked child is no rank)
+    the MPI library     find_mpi (a clear error where it is missing), about (its name and version)
+
 Public are the names in `__all__` here, in `devices` (the memory that tensors lie in) and in `diagnostics` (where ranks
 are, and how a job ends); all else is private.
 """

@@ -1,4 +1,4 @@
-"""Finds out, for a rank that waits, that those it waits for wait for it elsewhere, so that none of them can go on.
+"""Finds ranks that wait for each other in two communicators.
 
     rank 0   in "gather units" of one communicator, to which rank 1 has not come
     rank 1   in "barrier" of another one, to which rank 0 has not come

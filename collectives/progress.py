@@ -1,7 +1,9 @@
 """Progress thread of a communicator, in which its asynchronous operations run in the order of their issue.
 
 Order of issue is order of execution, on every rank, so no operation can overtake another and none can deadlock by
-reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn.
+reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn. Where
+the MPI library gives less than MPI_THREAD_MULTIPLE there is no thread: an asynchronous operation runs in the caller's
+as it is issued, and the order is the same.
 
 While the program computes, a thread that waits for a late rank inside MPI takes a core from it, as MPI looks for
 messages all the time. So an operation begins when the node's other ranks have come to it, for which the thread sleeps

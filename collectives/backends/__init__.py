@@ -13,5 +13,6 @@
 
 A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
 `collectives.algorithms` and its lines there. A new operation is declared in `Backend` and defined in every backend that
-has it. Nothing else tells one backend from another.
+has it. Besides, names of backends stand in two places, where one is preferred: the tables of `selection`, by which
+"auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the one that adds in the order of ranks.
 """

@@ -130,7 +130,7 @@ class Dispatch:
         return next((made for made in found if made is not None), None)
 
     def announce(self, operation: str, what: str = "") -> None:
-        """Comes before what ranks do together and no backend does; see `checks`."""
+        """Compares the ranks' next operation (MPIDL_DEBUG=1, in `checks`); does nothing here."""
 
     # ---- lists of arrays --------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Dispatch:
 
     @property
     def gpu(self) -> GpuBackend:
-        """The group's other side, from its first operation there on."""
+        """The backend of GPU memory, made at first use."""
         if self._gpu is None:
             self._gpu = GpuBackend(self)
         return self._gpu
@@ -209,7 +209,7 @@ class Dispatch:
         return in_shared_memory(self.backends)
 
     def part(self, color: int) -> Dispatch:
-        """One of the ranks that give the same colour, for what this one leaves to it. Collective."""
+        """Makes the Dispatch of the sub-group with this colour. Collective."""
         comm = self.comm.Split(color, self.rank)
         assert isinstance(comm, MPI.Intracomm)
         self._made.append(comm)
@@ -217,7 +217,7 @@ class Dispatch:
         return self._parts[-1]
 
     def split(self, color: int, key: int) -> MPI.Comm:
-        """The ranks of one colour, in the order of keys. Frees what all of some ranks have dropped."""
+        """The ranks of one colour, in the order of keys. Frees communicators that all their ranks have dropped."""
         self.announce("split")
         free_dropped(self.comm)
         return self.comm.Split(color, key)

@@ -143,7 +143,7 @@ class Device(ABC):
 
     @abstractmethod
     def unpin(self, address: int) -> None:
-        """Lets them go."""
+        """Unpins the pages."""
 
     @abstractmethod
     def export(self, address: int) -> bytes:
@@ -155,7 +155,7 @@ class Device(ABC):
 
     @abstractmethod
     def close(self, address: int) -> None:
-        """Ends that."""
+        """Unmaps memory that `open` mapped."""
 
     @abstractmethod
     def shared_event(self) -> SharedEvent:
@@ -163,7 +163,7 @@ class Device(ABC):
 
     @abstractmethod
     def open_event(self, handle: bytes) -> Event:
-        """Another process's: a stream's wait for it is for where it is at the time of that call. Raises OSError."""
+        """Opens another process's event; a wait refers to its record at the time of the call. Raises OSError."""
 
     @abstractmethod
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
