@@ -21,7 +21,9 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class PartialSteps:
-    """optimizer: whose state and groups' settings are used, as they are at each step. It must step on each parameter by
+    """Makes steps of an optimizer on some of its parameters.
+
+    optimizer: whose state and groups' settings are used, as they are at each step. It must step on each parameter by
     itself, and keep only a state of each.
     """
 

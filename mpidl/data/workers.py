@@ -3,7 +3,8 @@
 A process that is forked after MPI_Init shares the rank's connections: whatever it then does may hang or damage the
 job. One that is started afresh inherits the environment, in which the launcher says "you are rank 3": it must not act
 on that, also where it imports mpi4py, as the import of a training script does. So workers are started afresh, without
-those variables and with an mpi4py that leaves MPI uninitialised.
+those variables and with an mpi4py that leaves MPI uninitialised. In each the thread `mpidl-parent` waits for the end of
+the rank, and ends the worker then.
 """
 
 from __future__ import annotations

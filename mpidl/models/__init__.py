@@ -1,1 +1,7 @@
-"""Models written in the project, each in one file."""
+"""Models written in the project, each in one file, and what they share.
+
+gpt2, bert, resnet   the models
+pretrained           published weights of GPT-2, in the files of Hugging Face's transformers; pretrained_bert: BERT's
+published            the settings files that go with such weights
+segments             activation checkpointing of a model's blocks
+"""

@@ -5,7 +5,10 @@
         replicas    hold the same shard               0 <------> 2           all-reduce of reduced gradients
                                                          1 <------> 3
 
-Without replicas the shards are cut over all ranks. Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2.
+A bucket's all-reduce over the replicas follows its reduce-scatter at once, in one operation of a Communicator of its
+own, in that one's progress thread. Without replicas the shards are cut over all ranks.
+
+Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ _by_node: weakref.WeakKeyDictionary[Communicator, tuple[Communicator, Communicat
 
 
 class ShardGroup:
-    """world: all ranks. shards: those over which state is cut. replicas: those with this rank's shard, None if alone.
+    """The ranks of an engine.
 
+    world: all of them. shards: those over which state is cut. replicas: those with this rank's shard, None if alone.
     rank, size: among `shards`. is_root: whether this is rank 0 of all, which gets whole states.
     """
 

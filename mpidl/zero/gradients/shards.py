@@ -10,12 +10,13 @@ Kinds of tensor, and which share storage:
     slice           what the shard holds of one parameter: a view of `values`, or its fp32 master copy for 16-bit
                     parameters; the inner optimizer steps on slices
 
-Everything here runs in the thread that calls `backward()`; reductions run in the Communicator's own thread.
-Collectives, in this order on every rank:
+Everything here runs in the thread of the backward pass (`backward`); reductions run in the Communicator's progress
+thread. Collectives, in this order on every rank:
 
     for each bucket, in order   reduce-scatter; with a `Stepper` also an all-reduce of what was reached
-    at the end of the pass      an all-reduce of flags: steps of hooks, gradients after launch, what was reached
-                                reduce-scatters of the buckets that got gradients after their launch
+    at the end of the pass      waits for all of these
+                                an all-reduce of flags: steps of hooks, gradients after launch, what was reached
+                                reduce-scatters of the buckets that got gradients after their launch, and their wait
 
 A rank whose buffers are all in use waits for its own oldest reduction (`wait`), which needs nothing of this rank but
 what it has launched already, and, in stage 3, its part in gathers, in which `wait` takes part: so no rank waits for one

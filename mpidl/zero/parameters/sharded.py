@@ -18,7 +18,9 @@ in a round:
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
     in the program's own operation  the rank in the round finds out, and raises an error that names the operation
 
-`release` drains before a step, so every rank has ended its use of what was gathered before any shard changes.
+`release` drains before a step, so every rank has ended its use of what was gathered before any shard changes. `publish`
+after the step does nothing unless a `gathered` block is open, whose units it gathers anew: others are gathered when
+they are next used.
 """
 
 from __future__ import annotations

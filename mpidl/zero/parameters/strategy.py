@@ -13,7 +13,9 @@ The optimizer's parts call a strategy by the verbs of `ParameterStrategy` alone.
                    last gradient; drain() when all buckets have been reduced
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
-publish, release, drain and gathered are collective: every rank calls them, in the same order. The others are local.
+publish, release, drain and gathered are collective: every rank calls them, in the same order. Not every strategy
+communicates in each of them: `ReplicatedParameters` does in publish() alone, `NodeSharedParameters` in publish() and
+gathered(), `ShardedParameters` in all four, in publish() only inside a `gathered` block. The others are local.
 No call deadlocks: what gathers units takes part in other ranks' rounds while it waits (`sharded`), and where nothing is
 gathered no rank waits for another but in publish() and gathered(), which all ranks call.
 """

@@ -1,11 +1,15 @@
 """A step of a ZeroOptimizer: every rank's inner optimizer on its slices, then new parameters for all.
 
     local        has this rank a reason not to step? (guard, foreign gradients, an open pass)
-    collective   release(): no rank reads the parameters any more
-    collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings
+    collective   release(): this rank reads no parameter any more; of `ShardedParameters` no rank does
+    collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
+                 after it no rank reads a parameter any more, whatever the strategy
     collective   rank 0's buffers are broadcast
-    local        the inner optimizer steps on the slices; masters are rounded into the shards
-    collective   publish(): every rank sees the new parameters
+    mostly local the inner optimizer steps on the slices; masters are rounded into the shards
+    collective   publish(): every rank sees the new parameters, at once or before it next reads one
+
+The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), and where an
+offloaded update was delayed, on whose success the ranks agree.
 
 All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed.
 With `step_in_backward` the pass has made the step (`backward_steps`), and `step()` only ends it.
