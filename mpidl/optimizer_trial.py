@@ -1,6 +1,8 @@
-"""Trial steps of an optimizer's class of which nothing is known, on a few elements: how does it step?
+"""The needs of an optimizer's step: declared by its class, or found by trial steps on a few elements.
 
 one parameter alone | the same in parts | together with another one | one after the other        equal?
+
+Optimizers of mpidl declare them (`declared_needs`), engines know torch's by name, and any other class is tried.
 """
 
 from __future__ import annotations
@@ -20,6 +22,24 @@ NOT_SEQUENTIAL = "makes other steps on one parameter after another than on all a
 _STEPS = 8  # some change their manner after a few
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
+
+    wholes: bool
+    together: bool = False
+
+
+def declared_needs(optimizer_class: type[torch.optim.Optimizer]) -> StepNeeds | None:
+    """The needs that a class itself declares as `step_needs`; None for a class derived from one, which may change them.
+
+    A class that declares any steps on one parameter after another as on all at once, unless `together`, and changes no
+    settings of its groups.
+    """
+    found = vars(optimizer_class).get("step_needs")
+    return found if isinstance(found, StepNeeds) else None
 
 
 @dataclass(frozen=True)

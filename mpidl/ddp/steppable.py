@@ -3,7 +3,8 @@
     AdamW, SGD, Muon, LAMB, ...     a step on a parameter is one of its own
     LBFGS                           it works on all gradients at once: refused
 
-Of classes that are neither torch's nor mpidl's nothing is known: they are tried out on a few elements.
+Optimizers of mpidl declare what their steps need. Of classes that are neither torch's nor declare anything nothing is
+known: they are tried out on a few elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from ..digest import digest
 from ..errors import ConfigurationError, ConfigurationTypeError
-from ..optimizer_trial import NOT_SEQUENTIAL, like, notes_in_groups, try_steps
+from ..optimizer_trial import NOT_SEQUENTIAL, declared_needs, like, notes_in_groups, try_steps
 from ..tensor.steps import refuse_steps_on_parts
 from ..trained_by import trainer_of
 
@@ -24,7 +25,6 @@ _REFUSED = {
     "LBFGS": "it works on all gradients at once",
     "PostLocalSGDOptimizer": "it counts steps and averages weights in them; step_in_backward takes the optimizer in it",
 }
-_KNOWN = ("torch.optim.", f"{__name__.partition('.')[0]}.optim.")
 
 
 def check(
@@ -82,7 +82,8 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             "step_in_backward: got differentiable=True; autograd does not follow a step within a backward pass"
         )
-    if f"{type(optimizer).__module__}.".startswith(_KNOWN):
+    declared = declared_needs(type(optimizer))
+    if f"{type(optimizer).__module__}.".startswith("torch.optim.") or (declared is not None and not declared.together):
         return
     trial = try_steps(partial(like, optimizer), optimizer.param_groups)
     if trial.failed:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..mesh import Mesh
+from ..optimizer_trial import StepNeeds
 from .trust import TrustRatioOptimizer, require
 
 
@@ -31,6 +32,8 @@ class LAMB(TrustRatioOptimizer):
     The state of a parameter is `step`, `exp_avg` (m) and `exp_avg_sq` (v). A step holds the updates of all parameters
     at one time. Sharded by ZeroOptimizer as well as plain.
     """
+
+    step_needs = StepNeeds(wholes=False)
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..mesh import Mesh
+from ..optimizer_trial import StepNeeds
 from .trust import TrustRatioOptimizer, require
 
 
@@ -27,6 +28,8 @@ class LARS(TrustRatioOptimizer):
 
     The state of a parameter is `momentum_buffer`, v. Sharded by ZeroOptimizer as well as plain.
     """
+
+    step_needs = StepNeeds(wholes=False)
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from ...job.place import place_of
 from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
-from ...optimizer_trial import comparable
+from ...optimizer_trial import StepNeeds, comparable
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_models_agree, check_settings_agree
 from ..gradients.grad_attribute import GradAttributes
@@ -50,7 +50,7 @@ from ..states.own_storages import with_own_storages
 from ..states.whole_states import StateNames
 from ..stepping.backward_steps import BackwardSteps
 from ..stepping.inner import InnerOptimizer, SliceSteps
-from ..stepping.optimizer_class import Needs, needs, prototype
+from ..stepping.optimizer_class import find_needs, prototype
 from ..stepping.precision import Conversion, Precision
 from ..stepping.slices import Slice
 from ..stepping.whole_steps import WholeSteps
@@ -100,7 +100,7 @@ class Parts:
     names: of the model's state_dict.
     groups: list of dicts; the parameter groups as given, with the model's parameters.
     prototype: optimizer of the inner class on single elements; refuses wrong groups before anything is changed.
-    needs: function of groups; what a step on them needs besides slices.
+    find_needs: function of groups; what a step on them needs besides slices.
     trained: list of the parameters that train; grows by add_param_group.
     watch: begins and ends backward passes.
     parameters: where the parameters live.
@@ -120,7 +120,7 @@ class Parts:
     names: StateNames
     groups: list[dict[str, Any]]
     prototype: torch.optim.Optimizer
-    needs: Callable[[Iterable[Mapping[str, Any]]], Needs]
+    find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
     trained: list[torch.nn.Parameter]
     watch: BackwardWatch
     parameters: ParameterStrategy
@@ -161,8 +161,8 @@ class _Plan:
     construction: Construction
     units: list[Unit]
     prototype: torch.optim.Optimizer
-    needs: Callable[[Iterable[Mapping[str, Any]]], Needs]
-    wants: Needs
+    find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
+    needs: StepNeeds
     offloaded: OffloadedOptimizer | None
 
 
@@ -216,7 +216,7 @@ def build(
     whole = WholeParameters(world, model, parameters, slices)
     backward_steps = None
     if options.step_in_backward:
-        assert isinstance(inner, SliceSteps)  # `needs` refuses what steps otherwise
+        assert isinstance(inner, SliceSteps)  # `find_needs` refuses what steps otherwise
         backward_steps = BackwardSteps(
             inner.partial(), parameters, shards, slices, guard, agree=before_backward_steps, reached=gradients.reached
         )
@@ -231,7 +231,7 @@ def build(
         names=state_names,
         groups=plan.groups,
         prototype=plan.prototype,
-        needs=plan.needs,
+        find_needs=plan.find_needs,
         trained=trained,
         watch=watch,
         parameters=parameters,
@@ -278,10 +278,10 @@ def _check(
     check_everywhere(world, lambda: [flag(name, value) for name, value in options.flags().items()])
     group = ShardGroup.of(world, options.shard_group)
     groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
-    elsewhere = check_everywhere(world, lambda: Offload.of(options.offload))
+    offload = check_everywhere(world, lambda: Offload.of(options.offload))
     place = check_everywhere(world, lambda: place_of("model", model, device=options.device))
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
-    compared |= {**options.flags(), "offload": elsewhere is not None, "device": place.device.type}
+    compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type}
     check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})
     check_models_agree(world, model)
     conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
@@ -293,25 +293,35 @@ def _check(
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
     check_settings_agree(world, "params", arguments.outline(model, groups))
     made = check_everywhere(world, lambda: prototype(optimizer_class, groups, kwargs))
-    wants = partial(
-        needs,
+    needs_of = partial(
+        find_needs,
         optimizer_class,
         settings=kwargs,
-        offloaded=elsewhere is not None,
+        offloaded=offload is not None,
         step_in_backward=options.step_in_backward,
     )
-    found = check_everywhere(world, lambda: wants(groups))
+    needs = check_everywhere(world, lambda: needs_of(groups))
     check_everywhere(
         world,
         lambda: arguments.refuse_placements(
-            model, optimizer_class, options.mesh, elsewhere is not None, found.wholes, divisor
+            model, optimizer_class, options.mesh, offload is not None, needs.wholes, divisor
         ),
     )
     offloaded = None
-    if elsewhere is not None:
+    if offload is not None:
         halves = conversion.precision.param_dtype is not None
-        offloaded = OffloadedOptimizer(group, elsewhere, optimizer_class, kwargs, groups, halves, place)
-    return group, _Plan(groups, place, conversion, construction, units, made, wants, found, offloaded)
+        offloaded = OffloadedOptimizer(group, offload, optimizer_class, kwargs, groups, halves, place)
+    return group, _Plan(
+        groups=groups,
+        place=place,
+        conversion=conversion,
+        construction=construction,
+        units=units,
+        prototype=made,
+        find_needs=needs_of,
+        needs=needs,
+        offloaded=offloaded,
+    )
 
 
 def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Parameter]]:
@@ -413,8 +423,8 @@ def _inner(
     if plan.offloaded is not None:
         plan.offloaded.add_param_groups(groups)
         return plan.offloaded
-    if plan.wants.wholes:
-        inner = WholeSteps(group, partial(optimizer_class, **kwargs), slices, plan.wants.together, mesh)
+    if plan.needs.wholes:
+        inner = WholeSteps(group, partial(optimizer_class, **kwargs), slices, plan.needs.together, mesh)
         inner.add_param_groups(groups)
         return inner
     plain = optimizer_class(groups, **kwargs)

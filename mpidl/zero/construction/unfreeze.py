@@ -37,7 +37,7 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
-    if parts.needs([group]).wholes and not parts.inner.needs_wholes:
+    if parts.find_needs([group]).wholes and not parts.inner.needs_wholes:
         raise ConfigurationError(
             f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
             "parameters, and with the first groups' it did not: give a group like this one at construction"

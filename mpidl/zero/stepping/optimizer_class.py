@@ -4,20 +4,27 @@
     Muon, Adafactor     it needs whole parameters: `whole_steps`
     LBFGS               it depends on several parameters at once: refused
 
-Of classes that are not torch's nothing is known: they are tried out on a few elements.
+torch's classes are known by name, optimizers of mpidl declare what they need (`optimizer_trial.declared_needs`), and
+any other class is tried out on a few elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import ConfigurationError
 from ...optim.trust import TrustRatioOptimizer
-from ...optimizer_trial import NOT_SEQUENTIAL, notes_in_groups, try_steps, without_parameters
+from ...optimizer_trial import (
+    NOT_SEQUENTIAL,
+    StepNeeds,
+    declared_needs,
+    notes_in_groups,
+    try_steps,
+    without_parameters,
+)
 
 _REFUSED = {
     "LBFGS": "it works on the whole model's gradient at once",
@@ -54,22 +61,14 @@ def prototype(
     return made
 
 
-@dataclass(frozen=True)
-class Needs:
-    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
-
-    wholes: bool
-    together: bool = False
-
-
-def needs(
+def find_needs(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     offloaded: bool,
     step_in_backward: bool = False,
-) -> Needs:
-    """No wholes, if a step on a parameter is one on its parts.
+) -> StepNeeds:
+    """The needs of a step: no wholes, if a step on a parameter is one on its parts.
 
     Raises ConfigurationError if it depends on other parameters too. offloaded: refuses what needs whole parameters, and
     what notes anything in its groups, as there are several of it then. step_in_backward: refuses these too, and what
@@ -85,10 +84,13 @@ def needs(
             raise ConfigurationError(
                 f"step_in_backward: {name} needs norms over all ranks' slices, for which a backward pass cannot wait"
             )
-    if any(base.__name__ in _ON_WHOLES for base in optimizer_class.__mro__):
-        found, noted = Needs(wholes=True), frozenset[str]()
-    elif optimizer_class.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0]):
-        return Needs(wholes=False)
+    declared, noted = declared_needs(optimizer_class), frozenset[str]()
+    if declared is not None:
+        found = declared
+    elif any(base.__name__ in _ON_WHOLES for base in optimizer_class.__mro__):
+        found = StepNeeds(wholes=True)
+    elif optimizer_class.__module__.partition(".")[0] == "torch":
+        found = StepNeeds(wholes=False)
     else:
         trial = try_steps(lambda given: optimizer_class(given, **settings), groups)
         if trial.together:
@@ -98,7 +100,8 @@ def needs(
             )
         if step_in_backward and not trial.sequential:
             raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
-        found, noted = Needs(trial.wholes or trial.failed, together=True), trial.noted  # it may note more than states
+        found = StepNeeds(trial.wholes or trial.failed, together=True)  # it may note more than states
+        noted = trial.noted
     if found.wholes and offloaded:
         raise ConfigurationError(
             f"offload: a step of {name} needs whole parameters, and what is offloaded are shards: needs offload=None"
