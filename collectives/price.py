@@ -57,7 +57,7 @@ class Pricing:
         """The predicted time for an operation whose larger buffer has `nbytes`."""
         if not nbytes >= 0:
             raise ArgumentError(f"price: got {nbytes} bytes; needs 0 or more")
-        return _Run(self._layout, nbytes / self._layout.schedule.chunks).carry_out()
+        return _ModelledRun(self._layout, nbytes / self._layout.schedule.chunks).carry_out()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Message:
 _Event = tuple[float, int, int, "_Message | None"]
 
 
-class _Run:
+class _ModelledRun:
     """All ranks' rounds in modelled time."""
 
     def __init__(self, layout: Layout, chunk_bytes: float) -> None:

@@ -49,7 +49,7 @@ def verify(schedule: Schedule, in_place: bool = False) -> None:
 
     in_place: prove it for in, work and out in the same memory, as when an all-reduce overwrites its argument.
     """
-    run = _Run(schedule, in_place)
+    run = _Simulation(schedule, in_place)
     run.carry_out()
     run.check_end()
 
@@ -79,7 +79,7 @@ class _Values:
         return f"input chunk {value >> self.ranks + 1} of ranks {contributors}, {state}"
 
 
-class _Run:
+class _Simulation:
     def __init__(self, schedule: Schedule, in_place: bool) -> None:
         self.schedule = schedule
         self.in_place = in_place

@@ -63,14 +63,14 @@ def call(
     """`checkpoint`, for arguments that are checked, of which none can be taken for its own."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run = _Run(function, args, kwargs)
+    run = _Recomputed(function, args, kwargs)
     keeping = contextlib.nullcontext() if store is None or _inside_checkpoint() else store.keeping(run.tensors)
     with keeping:
         return torch_checkpoint(run, *run.tensors, use_reentrant=False, **options)
 
 
-class _Run:
-    """Runs the function on its own arguments, and every time after the first on ones that are put together anew.
+class _Recomputed:
+    """A function that runs on its own arguments, and every time after the first on ones that are put together anew.
 
     tensors: those among the arguments. They are held until the first run only.
     """

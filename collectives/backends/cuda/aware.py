@@ -27,7 +27,7 @@ from .chunks import Range, nth
 from .device import Device, Event
 from .host import Host
 from .memory import Retired, own_memory
-from .task import Run
+from .task import Enqueue
 
 SCRATCH_BYTES = 64 << 20
 
@@ -47,7 +47,7 @@ class Aware:
         """Implements `Transport.serves`."""
         return algorithm in ("auto", Library.name)
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""
         return partial(self._run, operation, arguments)
 

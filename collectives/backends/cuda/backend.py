@@ -13,7 +13,7 @@ from . import driver
 from .device import Event, Stream
 from .group import GpuGroup
 from .host import Host
-from .task import Compound, Run, Task
+from .task import Compound, Enqueue, Task
 
 
 class GpuBackend:
@@ -26,7 +26,7 @@ class GpuBackend:
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...], index: int) -> Task:
         """The operation as a Task, to be issued again and again. index: of the GPU that the arrays are on."""
-        made: list[Run] = []
+        made: list[Enqueue] = []
 
         def run(begin: Event) -> Event:
             group = self.group(index)

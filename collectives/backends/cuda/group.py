@@ -23,7 +23,7 @@ from .memory import DeviceAllocator, DeviceMemory, own_memory, retired
 from .probe import discover
 from .staged import Staged
 from .symmetric import Ipc
-from .task import Run
+from .task import Enqueue
 from .transports import Transport
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +58,7 @@ class GpuGroup:
         if self.transports.all == "aware":
             self._set_up.append(Aware(host, self._device, self._retired))
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """The operation by the group's transport for "auto", or for the algorithm that is asked for. Collective.
 
         It can be run again and again on the same arrays. arguments: as `Backend` has them.
@@ -69,7 +69,7 @@ class GpuGroup:
             self._set_up.append(transport)
         return transport.prepare(operation, algorithm, arguments)
 
-    def run(self, prepared: Run, begin: Event) -> Event:
+    def run(self, prepared: Enqueue, begin: Event) -> Event:
         """Carries it out after an event; gives that of its end. Collective."""
         self._release_done()
         return prepared(begin)

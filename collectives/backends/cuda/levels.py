@@ -32,7 +32,7 @@ from ...reduction import Reduction, partial_of, rest_of
 from ..hierarchical.hierarchy import Hierarchy
 from .device import Device, Event
 from .memory import DeviceMemory, Retired, own_memory
-from .task import Run
+from .task import Enqueue
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 CHUNK_BYTES = 64 << 20  # of the array
@@ -42,10 +42,10 @@ CHUNK_BYTES = 64 << 20  # of the array
 class _Chunk:
     """The steps of a chunk of an all-reduce: inside, between the islands, and inside again."""
 
-    reduce: Run
-    across: Run
-    finish: Run
-    gather: Run
+    reduce: Enqueue
+    across: Enqueue
+    finish: Enqueue
+    gather: Enqueue
 
 
 class Level(Protocol):
@@ -54,10 +54,10 @@ class Level(Protocol):
     rank: int
     size: int
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """The operation, to be given to `run` again and again. Collective."""
 
-    def run(self, prepared: Run, begin: Event) -> Event:
+    def run(self, prepared: Enqueue, begin: Event) -> Event:
         """Carries it out after an event; gives that of its end. Collective."""
 
 
@@ -74,9 +74,9 @@ class Levels:
         """Implements `Transport.serves`."""
         return algorithm in ("auto", Hierarchy.name) and operation in OPERATIONS
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""
-        steps: Run = getattr(self, f"_{operation}")(*arguments)
+        steps: Enqueue = getattr(self, f"_{operation}")(*arguments)
 
         def run(begin: Event) -> Event:
             self._stream.wait(begin)  # and comes after what is still in the memory that operations share
@@ -85,7 +85,7 @@ class Levels:
 
         return run
 
-    def _all_reduce(self, x: Buffer, op: Reduction) -> Run:
+    def _all_reduce(self, x: Buffer, op: Reduction) -> Enqueue:
         size = CHUNK_BYTES // x.dtype.itemsize
         starts = range(0, x.size, size)
         chunks = [
@@ -116,7 +116,7 @@ class Levels:
             self.inner.prepare("all_gather", "auto", (x, mine, counts)),
         )
 
-    def _reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Run:
+    def _reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Enqueue:
         mine = self._of_place(counts)
         island = self._take("partial", sum(mine), x.dtype.wide)
         own = out if not x.dtype.widened else self._take("own", out.size, x.dtype.wide)
@@ -133,7 +133,7 @@ class Levels:
 
         return run
 
-    def _all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Run:
+    def _all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Enqueue:
         mine = self._of_place(counts)
         gathered = self._take("gathered", sum(mine), x.dtype)
         across = self.outer.prepare("all_gather", "auto", (gathered, x, mine))
@@ -150,7 +150,7 @@ class Levels:
 
         return run
 
-    def _broadcast(self, x: Buffer, root: int) -> Run:
+    def _broadcast(self, x: Buffer, root: int) -> Enqueue:
         island, place = divmod(root, self.inner.size)
         across = self.outer.prepare("broadcast", "auto", (x, island)) if self.inner.rank == place else None
         inside = self.inner.prepare("broadcast", "auto", (x, place))

@@ -29,7 +29,7 @@ from . import chunks
 from .chunks import Chunk, CopyPiece
 from .device import Device, Event, Stream
 from .host import Host
-from .task import Run
+from .task import Enqueue
 
 SLOT_BYTES = 4 << 20
 _SLOTS = 3
@@ -54,7 +54,7 @@ class Staged:
         """Implements `Transport.serves`."""
         return True
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""
         return partial(self._run, operation, algorithm, arguments)
 

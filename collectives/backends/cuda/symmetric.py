@@ -22,7 +22,7 @@ from .barrier import StreamBarrier
 from .device import Device, Event, Stream
 from .host import Host
 from .memory import DeviceAllocator
-from .task import Run
+from .task import Enqueue
 
 Array = np.ndarray[Any, Any]
 CHUNK_BYTES = 32 << 20  # so large that the ranks' meetings cost little compared with the copies
@@ -76,7 +76,7 @@ class Ipc:
         """Implements `Transport.serves`."""
         return algorithm in ("auto", Symmetric.name)
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""
         return partial(self._run, getattr(self._symmetric, operation)(*arguments))
 

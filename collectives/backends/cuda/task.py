@@ -21,7 +21,7 @@ from . import arrays as gpu_arrays
 from . import driver
 from .device import Device, Event, Stream
 
-Run = Callable[[Event], Event]
+Enqueue = Callable[[Event], Event]  # queues an operation after an event, and returns that of its end
 Hold = Callable[[Event, Any], None]
 
 
@@ -32,7 +32,7 @@ class Task:
     until an event. device: the GPU's number.
     """
 
-    def __init__(self, operation: str, run: Run, hold: Hold, device: int) -> None:
+    def __init__(self, operation: str, run: Enqueue, hold: Hold, device: int) -> None:
         self._operation, self._run, self._hold, self._index = operation, run, hold, device
 
     def after(self, first: Callable[[], None]) -> Task:
@@ -92,7 +92,7 @@ class Started:
 
     def __init__(
         self,
-        run: Run,
+        run: Enqueue,
         hold: Hold | None,
         device: Device,
         stream: Stream,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...errors import ArgumentError
-from .task import Run
+from .task import Enqueue
 
 VARIABLE = "MPIDL_CUDA"
 TRANSPORTS = ("ipc", "aware", "staged")
@@ -29,7 +29,7 @@ class Transport(Protocol):
     def serves(self, operation: str, algorithm: str) -> bool:
         """Returns whether it takes the operation where `algorithm=` is that."""
 
-    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Run:
+    def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """The operation, to be run again and again on the same arrays. arguments: as Backend has them. Collective."""
 
     def close(self) -> None:

@@ -62,8 +62,8 @@ class _Views:
 
 
 @dataclass
-class _Run:
-    """One all-reduce under way. sources: every local rank's x, where the node can read it; else None."""
+class _InFlight:
+    """One all-reduce in flight. sources: every local rank's x, where the node can read it; else None."""
 
     x: Buffer
     op: Reduction
@@ -98,7 +98,7 @@ class PipelinedAllReduce:
 
     def run(self, x: Buffer, op: Reduction) -> None:
         """Reduces x in place; bitwise equal on all ranks."""
-        run = _Run(x, op, self._shared(x.dtype), SEGMENT_BYTES // x.dtype.itemsize)
+        run = _InFlight(x, op, self._shared(x.dtype), SEGMENT_BYTES // x.dtype.itemsize)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         if place is None and x.size:
             self._copy_in(run, 0)
@@ -112,7 +112,7 @@ class PipelinedAllReduce:
         for tick in range(1, run.segments + _TICKS):
             self._tick(run, tick)
 
-    def _tick(self, run: _Run, tick: int) -> None:
+    def _tick(self, run: _InFlight, tick: int) -> None:
         """Runs one tick of the pipeline: what can begin a message comes before what waits for one."""
 
         def is_segment(number: int) -> bool:
@@ -134,14 +134,14 @@ class PipelinedAllReduce:
 
     # ---- stages -----------------------------------------------------------------------------------------------
 
-    def _copy_in(self, run: _Run, segment: int) -> None:
+    def _copy_in(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
         slot = run.views.slots[segment % _SLOTS][self._rank]
         for peer, (start, stop) in enumerate(_cut(high - low, self._ranks)):
             if peer != self._rank:
                 slot[start:stop] = run.x.flat[low + start : low + stop]
 
-    def _combine(self, run: _Run, segment: int) -> None:
+    def _combine(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
         start, stop = _cut(high - low, self._ranks)[self._rank]
         if run.sources is not None:
@@ -157,7 +157,7 @@ class PipelinedAllReduce:
             self._across.Isend([partial[slice(*ranges[node])], MPI.BYTE], node, _PARTS) for node in self._others
         ]
 
-    def _add(self, run: _Run, segment: int) -> None:
+    def _add(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
         start, stop = _cut(high - low, self._ranks)[self._rank]
         ranges = self._ranges(run, stop - start)
@@ -175,31 +175,31 @@ class PipelinedAllReduce:
             ]
             requests += [self._across.Isend([out, MPI.BYTE], node, _FINISHED) for node in self._others]
 
-    def _copy_out(self, run: _Run, segment: int) -> None:
+    def _copy_out(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
         for peer, (start, stop) in enumerate(_cut(high - low, self._ranks)):
             run.x.flat[low + start : low + stop] = run.views.results[segment % _RESULTS][peer][: stop - start]
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
-    def _is_whole(self, run: _Run, size: int) -> bool:
+    def _is_whole(self, run: _InFlight, size: int) -> bool:
         return size * run.x.dtype.accumulate.itemsize <= _WHOLE_BELOW
 
-    def _ranges(self, run: _Run, size: int) -> Ranges:
+    def _ranges(self, run: _InFlight, size: int) -> Ranges:
         """The part of a slice that each node adds up."""
         return [(0, size)] * self._nodes if self._is_whole(run, size) else _cut(size, self._nodes)
 
-    def _partial(self, run: _Run, segment: int, size: int) -> Array:
+    def _partial(self, run: _InFlight, segment: int, size: int) -> Array:
         """Memory for this node's sum of a slice, in the accumulating dtype."""
         return self._turn("partial", run, segment, size)
 
-    def _coming(self, run: _Run, segment: int, ranges: Ranges) -> list[Array]:
+    def _coming(self, run: _InFlight, segment: int, ranges: Ranges) -> list[Array]:
         """The memory for each node's contribution to this node's part."""
         low, high = ranges[self._node]
         memory = self._turn("contributions", run, segment, self._nodes * (high - low))
         return [memory[node * (high - low) : (node + 1) * (high - low)] for node in range(self._nodes)]
 
-    def _turn(self, purpose: str, run: _Run, segment: int, size: int) -> Array:
+    def _turn(self, purpose: str, run: _InFlight, segment: int, size: int) -> Array:
         dtype = run.x.dtype.accumulate
         memory = self._scratch.take(f"{purpose} {segment % 2}", size * dtype.itemsize)
         return memory.view(dtype)

@@ -43,8 +43,8 @@ _TURNS = 2  # of all memory: a segment travels while the next one is combined
 
 
 @dataclass
-class _Run:
-    """One under way. parts: the ranges of x. size: elements of a piece. sources: every local rank's x, or None."""
+class _InFlight:
+    """One reduce-scatter in flight. parts: the ranges of x. size: elements of a piece. sources: every local rank's x, or None."""
 
     out: Buffer
     x: Buffer
@@ -81,7 +81,7 @@ class PipelinedReduceScatter:
     def run(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
         """counts: elements for each rank. out may be this rank's part of x."""
         parts = list(pairwise((0, *accumulate(counts))))
-        run = _Run(out, x, op, parts, self._piece_bytes // x.dtype.accumulate.itemsize)
+        run = _InFlight(out, x, op, parts, self._piece_bytes // x.dtype.accumulate.itemsize)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         entry = Entry("reduce_scatter", x.dtype.name, op.name, 0, x.size, op.factor)
         meeting = self._meetings.meet(entry, place)
@@ -91,7 +91,7 @@ class PipelinedReduceScatter:
             self._tick(run, tick)
         self._meetings.barrier()  # all ranks of the node have read this one's x, and what it copied in
 
-    def _tick(self, run: _Run, tick: int) -> None:
+    def _tick(self, run: _InFlight, tick: int) -> None:
         """Runs one tick of the pipeline: what can begin a message comes before what waits for one."""
         copies = run.sources is None and tick < run.segments
         if copies:
@@ -105,13 +105,13 @@ class PipelinedReduceScatter:
 
     # ---- stages -----------------------------------------------------------------------------------------------
 
-    def _copy_in(self, run: _Run, segment: int) -> None:
+    def _copy_in(self, run: _InFlight, segment: int) -> None:
         for number in range(len(run.parts)):
             low, high = run.piece(number, segment)
             if number % self._ranks != self._rank:
                 self._slot(run, segment, self._rank, number)[: high - low] = run.x.flat[low:high]
 
-    def _combine(self, run: _Run, segment: int) -> None:
+    def _combine(self, run: _InFlight, segment: int) -> None:
         partial, coming = self._memory_of(run, "partial", segment), self._memory_of(run, "contributions", segment)
         sizes = []
         for node in range(self._nodes):
@@ -134,7 +134,7 @@ class PipelinedReduceScatter:
             if sizes[node]
         ]
 
-    def _add(self, run: _Run, segment: int) -> None:
+    def _add(self, run: _InFlight, segment: int) -> None:
         wait_all(run.requests.pop(segment))
         first, _ = run.parts[self._number]
         low, high = run.piece(self._number, segment)
@@ -150,14 +150,14 @@ class PipelinedReduceScatter:
         """This rank's among all."""
         return self._node * self._ranks + self._rank
 
-    def _memory_of(self, run: _Run, purpose: str, segment: int) -> list[Array]:
+    def _memory_of(self, run: _InFlight, purpose: str, segment: int) -> list[Array]:
         """The memory of a piece for each node, in the accumulating dtype."""
         dtype = run.x.dtype.accumulate
         nbytes = self._nodes * run.size * dtype.itemsize
         memory = self._scratch.take(f"{purpose} {segment % _TURNS}", nbytes).view(dtype)
         return [memory[node * run.size : (node + 1) * run.size] for node in range(self._nodes)]
 
-    def _slot(self, run: _Run, segment: int, rank: int, part: int) -> Array:
+    def _slot(self, run: _InFlight, segment: int, rank: int, part: int) -> Array:
         """The shared memory for a local rank's piece of a part."""
         size, itemsize = run.size, run.x.dtype.itemsize
         start = (segment % _TURNS * len(run.parts) + part) * size * itemsize

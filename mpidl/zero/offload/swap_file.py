@@ -32,7 +32,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Run(NamedTuple):
+class Transfer(NamedTuple):
     """Bytes that lie together in the file and in the buffer."""
 
     offset: int
@@ -58,16 +58,16 @@ def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
     return positions, filled
 
 
-def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Run]:
-    """Merges extents at positions, given by offset, into as few runs as possible."""
-    runs: list[Run] = []
+def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Transfer]:
+    """Merges extents at positions, given by offset, into as few transfers as possible."""
+    transfers: list[Transfer] = []
     for (offset, nbytes), position in pairs:
-        gap = offset - (runs[-1].offset + runs[-1].nbytes) if runs else _ALIGNED
-        if 0 <= gap < _ALIGNED and runs[-1].position + runs[-1].nbytes + gap == position:
-            runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + gap + nbytes)
+        gap = offset - (transfers[-1].offset + transfers[-1].nbytes) if transfers else _ALIGNED
+        if 0 <= gap < _ALIGNED and transfers[-1].position + transfers[-1].nbytes + gap == position:
+            transfers[-1] = transfers[-1]._replace(nbytes=transfers[-1].nbytes + gap + nbytes)
         elif nbytes:
-            runs.append(Run(offset, position, nbytes))
-    return runs
+            transfers.append(Transfer(offset, position, nbytes))
+    return transfers
 
 
 class SwapFile:
@@ -110,14 +110,14 @@ class SwapFile:
         for mapped in self._maps if hasattr(mmap.mmap, "madvise") else ():
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def read(self, runs: Iterable[Run], buffer: torch.Tensor) -> None:
-        """Fills the runs' places in the buffer (uint8)."""
-        for offset, position, nbytes in runs:
+    def read(self, transfers: Iterable[Transfer], buffer: torch.Tensor) -> None:
+        """Fills the transfers' places in the buffer (uint8)."""
+        for offset, position, nbytes in transfers:
             self._file.read(buffer[position : position + nbytes], offset)
 
-    def write(self, runs: Iterable[Run], buffer: torch.Tensor) -> None:
-        """Writes what is at the runs' places in the buffer (uint8)."""
-        for offset, position, nbytes in runs:
+    def write(self, transfers: Iterable[Transfer], buffer: torch.Tensor) -> None:
+        """Writes what is at the transfers' places in the buffer (uint8)."""
+        for offset, position, nbytes in transfers:
             self._file.write(buffer[position : position + nbytes], offset)
 
     def _region(self, part: OffloadedSlice, name: str, dtype: torch.dtype) -> int:
