@@ -206,7 +206,7 @@ class Sending(Message):
         self._requests.append(channel.comm.Isend([header, MPI.BYTE], channel.peer, channel.tag))
         if data.nbytes > INLINE_BYTES:
             tag = channel.pieces_tag(self.number)
-            for piece in _cut(data):
+            for piece in _pieces_of(data):
                 self._requests.append(channel.comm.Isend([piece, MPI.BYTE], channel.peer, tag))
 
 
@@ -219,7 +219,7 @@ class Receiving(Message):
         self._requests.append(channel.comm.Irecv([self._header, MPI.BYTE], channel.peer, channel.tag))
         if data is not None and data.nbytes > INLINE_BYTES:
             tag = channel.pieces_tag(self.number)
-            for piece in _cut(data):  # now, as they come while this rank is in other operations
+            for piece in _pieces_of(data):  # now, as they come while this rank is in other operations
                 self._pieces.append(channel.comm.Irecv([piece, MPI.BYTE], channel.peer, tag))
 
     def _arrive(self) -> list[MPI.Request]:
@@ -261,7 +261,7 @@ def _nothing() -> None:
     pass
 
 
-def _cut(data: Buffer) -> list[np.ndarray[Any, Any]]:
+def _pieces_of(data: Buffer) -> list[np.ndarray[Any, Any]]:
     """The bytes of an array in pieces that every MPI can count."""
     flat = data.flat.view(np.uint8)
     return [flat[i : i + PIECE_BYTES] for i in range(0, flat.size, PIECE_BYTES)]

@@ -24,6 +24,6 @@ def even_counts(size: int, ranks: int) -> list[int]:
     return [share + (rank < rest) for rank in range(ranks)]
 
 
-def cut(counts: Sequence[int], pieces: int) -> list[int]:
-    """Each part cut as evenly as possible into so many pieces."""
+def even_pieces(counts: Sequence[int], pieces: int) -> list[int]:
+    """Cuts each part as evenly as possible into so many pieces."""
     return [piece for count in counts for piece in even_counts(count, pieces)]

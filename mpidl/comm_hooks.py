@@ -54,11 +54,11 @@ class GradBucket:
         views: Sequence[torch.Tensor],
         of: Sequence[Any],
         duplicates: Mapping[Communicator, Communicator] | None = None,
-        cut: BucketShards | None = None,
+        shards: BucketShards | None = None,
     ) -> None:
         self._index, self._last, self._flat = index, last, flat
         self._views, self._parameters = list(views), list(of)
-        self._duplicates, self._cut = duplicates or {}, cut
+        self._duplicates, self._shards = duplicates or {}, shards
 
     def index(self) -> int:
         """The bucket's number; buckets are reduced in the order of their numbers."""
@@ -89,7 +89,7 @@ class GradBucket:
 
     def needed(self) -> slice:
         """The elements of `buffer()` whose mean this rank needs: all of them in DDP, those of its shard in ZeRO."""
-        return slice(0, self._flat.numel()) if self._cut is None else self._cut.shard
+        return slice(0, self._flat.numel()) if self._shards is None else self._shards.shard
 
     def reduce(self, values: torch.Tensor | None = None, process_group: Communicator | None = None) -> Handle:
         """Starts the mean over all ranks of `values`, in DDP by an all-reduce, in ZeRO by a reduce-scatter.
@@ -104,8 +104,8 @@ class GradBucket:
             raise TrainingError(
                 f"bucket.reduce: got values of shape {tuple(values.shape)}; needs {tuple(self._flat.shape)}"
             )
-        if self._cut is not None:
-            return self._cut.reduce_scatter(values)
+        if self._shards is not None:
+            return self._shards.reduce_scatter(values)
         comm = self.communicator(process_group)
         if comm.size == 1:
             return completed(values)

@@ -9,7 +9,7 @@ from typing import Any
 from .. import algorithms
 from ..algorithms import ALGORITHMS, EVEN_ONLY
 from ..buffers import Buffer, DType
-from ..partition import Splits, cut, even_counts
+from ..partition import Splits, even_counts, even_pieces
 from ..reduction import Reduction
 from ..schedule import Role, Schedule
 from .backend import Backend, Call, Resources
@@ -41,7 +41,7 @@ class ScheduleBackend(Backend):
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
         """Each rank's part is cut into the schedule's pieces."""
         schedule = self._schedule("reduce_scatter")
-        chunks = cut(counts, schedule.pieces)
+        chunks = even_pieces(counts, schedule.pieces)
         own = single(out, self._rank, self._size, schedule.pieces)
         return self._call(schedule, whole(x, chunks), own, chunks, op)
 
@@ -55,7 +55,7 @@ class ScheduleBackend(Backend):
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
         """Each rank's part is cut into the schedule's pieces."""
         schedule = self._schedule("all_gather")
-        chunks = cut(counts, schedule.pieces)
+        chunks = even_pieces(counts, schedule.pieces)
         own = single(x, self._rank, self._size, schedule.pieces)
         return self._call(schedule, own, whole(out, chunks), chunks)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import ConfigurationError
-from .segments import cut, run_in_segments
+from .segments import run_in_segments, split_blocks
 
 STEMS = ("imagenet", "small")
 
@@ -172,7 +172,7 @@ class ResNet(nn.Module):
     @segments.setter
     def segments(self, number: int) -> None:
         if number != 0:
-            cut(self.blocks, number)
+            split_blocks(self.blocks, number)
         self._segments = number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

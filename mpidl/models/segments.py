@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ConfigurationError
 
 
-def cut(blocks: Sequence[nn.Module], segments: int) -> list[Sequence[nn.Module]]:
+def split_blocks(blocks: Sequence[nn.Module], segments: int) -> list[Sequence[nn.Module]]:
     """The blocks in `segments` parts in a row, of lengths that differ by one at most, the longer ones first."""
     if not 1 <= segments <= len(blocks):
         raise ConfigurationError(f"segments: got {segments}; needs 1 to {len(blocks)}, the number of blocks")
@@ -41,7 +41,7 @@ def run_in_segments(
     blocks: modules that take and return one tensor. use_reentrant: which of torch's two checkpoints; the re-entrant
     one gives gradients only if `x` requires them.
     """
-    for part in cut(blocks, segments):
+    for part in split_blocks(blocks, segments):
         x = checkpoint(_Segment(part), x, use_reentrant=use_reentrant)
     return x
 

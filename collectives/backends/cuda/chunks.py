@@ -73,7 +73,7 @@ def whole(size: int, room: int, *, gives: bool = True, takes: bool = True) -> St
 def reduce_scatter(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
     """The host's result takes the place of its own part."""
     chunks = []
-    for parts in _cut(counts, room):
+    for parts in _chunk_ranges(counts, room):
         places = _starts(parts)
         own = CopyPiece(parts[rank][0] - sum(counts[:rank]), parts[rank][1] - sum(counts[:rank]), places[rank])
         gives = tuple(CopyPiece(*part, place) for part, place in zip(parts, places, strict=False))
@@ -86,7 +86,7 @@ def all_gather(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
     """The host's contribution lies at its own part of the result; on the GPU it is copied straight."""
     chunks = []
     start = sum(counts[:rank])
-    for parts in _cut(counts, room):
+    for parts in _chunk_ranges(counts, room):
         places = _starts(parts)
         own = CopyPiece(parts[rank][0] - start, parts[rank][1] - start, places[rank])
         chunks.append(
@@ -109,7 +109,7 @@ def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> StagingPl
     """The copies back to the GPU."""
     if rank == root:
         made = []
-        for parts in _cut(counts, room):
+        for parts in _chunk_ranges(counts, room):
             places = _starts(parts)
             own = (places[rank], places[rank + 1])
             made.append(Chunk(_others(parts, places, rank), (), (0, places[-1]), own, places[-1], _sizes(parts)))
@@ -174,7 +174,7 @@ def _part(memory: Buffer, place: Range | None) -> Buffer | None:
 def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[Chunk]:
     """The chunks of a rank that gives its part to the root, or takes it from there."""
     chunks = []
-    for parts in _cut(counts, room):
+    for parts in _chunk_ranges(counts, room):
         (first, last), start = parts[rank], sum(counts[:rank])
         piece, here = (CopyPiece(first - start, last - start, 0),), (0, last - first)
         elements = sum(_sizes(parts))
@@ -185,7 +185,7 @@ def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[
     return chunks
 
 
-def _cut(counts: Sequence[int], room: int) -> list[list[Range]]:
+def _chunk_ranges(counts: Sequence[int], room: int) -> list[list[Range]]:
     """The range of every rank's part, for each chunk."""
     size = max(1, room // len(counts))
     return [nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]

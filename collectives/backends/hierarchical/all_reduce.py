@@ -137,13 +137,13 @@ class PipelinedAllReduce:
     def _copy_in(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
         slot = run.views.slots[segment % _SLOTS][self._rank]
-        for peer, (start, stop) in enumerate(_cut(high - low, self._ranks)):
+        for peer, (start, stop) in enumerate(_even_ranges(high - low, self._ranks)):
             if peer != self._rank:
                 slot[start:stop] = run.x.flat[low + start : low + stop]
 
     def _combine(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
-        start, stop = _cut(high - low, self._ranks)[self._rank]
+        start, stop = _even_ranges(high - low, self._ranks)[self._rank]
         if run.sources is not None:
             inputs = [source[low + start : low + stop] for source in run.sources]
         else:
@@ -159,7 +159,7 @@ class PipelinedAllReduce:
 
     def _add(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
-        start, stop = _cut(high - low, self._ranks)[self._rank]
+        start, stop = _even_ranges(high - low, self._ranks)[self._rank]
         ranges = self._ranges(run, stop - start)
         result = run.views.results[segment % _RESULTS][self._rank][: stop - start]
         contributions = self._coming(run, segment, ranges)
@@ -177,7 +177,7 @@ class PipelinedAllReduce:
 
     def _copy_out(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
-        for peer, (start, stop) in enumerate(_cut(high - low, self._ranks)):
+        for peer, (start, stop) in enumerate(_even_ranges(high - low, self._ranks)):
             run.x.flat[low + start : low + stop] = run.views.results[segment % _RESULTS][peer][: stop - start]
 
     # ---- memory -----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class PipelinedAllReduce:
 
     def _ranges(self, run: _InFlight, size: int) -> Ranges:
         """The part of a slice that each node adds up."""
-        return [(0, size)] * self._nodes if self._is_whole(run, size) else _cut(size, self._nodes)
+        return [(0, size)] * self._nodes if self._is_whole(run, size) else _even_ranges(size, self._nodes)
 
     def _partial(self, run: _InFlight, segment: int, size: int) -> Array:
         """Memory for this node's sum of a slice, in the accumulating dtype."""
@@ -225,5 +225,5 @@ class PipelinedAllReduce:
         return made
 
 
-def _cut(size: int, parts: int) -> Ranges:
+def _even_ranges(size: int, parts: int) -> Ranges:
     return list(pairwise((0, *accumulate(even_counts(size, parts)))))

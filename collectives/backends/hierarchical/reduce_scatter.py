@@ -44,7 +44,10 @@ _TURNS = 2  # of all memory: a segment travels while the next one is combined
 
 @dataclass
 class _InFlight:
-    """One reduce-scatter in flight. parts: the ranges of x. size: elements of a piece. sources: every local rank's x, or None."""
+    """One reduce-scatter in flight.
+
+    parts: the ranges of x. size: elements of a piece. sources: every local rank's x, or None.
+    """
 
     out: Buffer
     x: Buffer

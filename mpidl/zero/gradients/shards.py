@@ -455,9 +455,9 @@ class GradientShards:
                 own, algorithm = bucket.layout.shard(values, self._comm.rank), "auto"  # in ordinary memory
             return Then(self._over.reduce_scatter(own, values, algorithm), lambda: own)
 
-        cut = BucketShards(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
+        shards = BucketShards(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
         last = gradients.number == len(self.queue.buckets) - 1
-        return GradBucket(gradients.number, last, flat, bucket.views, bucket.parameters, {}, cut)
+        return GradBucket(gradients.number, last, flat, bucket.views, bucket.parameters, {}, shards)
 
     def _take_result(self, gradients: _Gradients, handle: Handle, flat: torch.Tensor) -> None:
         """Waits for what a hook has started, and puts this rank's part of the mean where it is expected."""

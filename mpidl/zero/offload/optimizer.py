@@ -34,7 +34,7 @@ from .offloaded_slice import Gradient, OffloadedSlice
 from .pipeline import BUFFERS, Pipeline
 from .settings import Offload
 from .state_mapping import Entries
-from .sub_groups import MASTER, Chunk, SubGroup, cut
+from .sub_groups import MASTER, Chunk, SubGroup, sub_groups_of
 from .swap_file import SwapFile
 
 
@@ -120,9 +120,9 @@ class OffloadedOptimizer(InnerOptimizer):
         parts, budget = [wholes], self._settings.buffer_mb * MIB / BUFFERS
         sizes = [chunk.part.largest for chunk in wholes]
         if self._file is not None:
-            parts = cut(wholes, budget, sizes if self._stays_whole else None)
+            parts = sub_groups_of(wholes, budget, sizes if self._stays_whole else None)
         elif any(chunk.part.elsewhere for chunk in wholes):  # so that one is stepped on while others are copied
-            parts = cut(wholes, budget, sizes)
+            parts = sub_groups_of(wholes, budget, sizes)
         check_everywhere(self._comm, lambda: self._make(parts))
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:

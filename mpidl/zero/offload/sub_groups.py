@@ -54,7 +54,7 @@ class Chunk:
         return master + sum(dtype.itemsize for dtype in self.states.values())
 
 
-def cut(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] | None) -> list[list[Chunk]]:
+def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] | None) -> list[list[Chunk]]:
     """Chunks of at most `budget` bytes together, in order.
 
     wholes: whole slices. sizes: if they must stay whole, the elements by which each counts, the same on every rank.

@@ -12,7 +12,7 @@ from torch import nn
 import mpidl
 from mpidl.errors import ConfigurationError
 from mpidl.models.resnet import SIZES, ResNet
-from mpidl.models.segments import buffers_left_alone, cut
+from mpidl.models.segments import buffers_left_alone, split_blocks
 from tests.mpidl.small_models import largest_difference
 
 PARAMETERS = {
@@ -139,7 +139,7 @@ def test_settings_out_of_range(settings: dict, message: str) -> None:
 @pytest.mark.parametrize(("number", "lengths"), [(1, [7]), (2, [4, 3]), (4, [2, 2, 2, 1]), (7, [1] * 7)])
 def test_segments_are_of_nearly_the_same_length(number: int, lengths: list[int]) -> None:
     blocks = [nn.Identity() for _ in range(7)]
-    parts = cut(blocks, number)
+    parts = split_blocks(blocks, number)
     assert [len(part) for part in parts] == lengths
     assert [block for part in parts for block in part] == blocks
 
