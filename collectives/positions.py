@@ -84,7 +84,7 @@ class Position:
         return self.peer if self.operation == END else 0
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         """Describes the position, in words that follow "is" or "was"."""
         if self.message:
             return f"in {self.message} {'to' if self.message == 'send' else 'from'} rank {self.peer}"
@@ -99,7 +99,7 @@ class Position:
         return f"{'in' if self.inside else 'after'} {self.operation} (operation {self.number})"
 
     def __str__(self) -> str:
-        return f"is {self.place}"
+        return f"is {self.description}"
 
 
 class Positions:

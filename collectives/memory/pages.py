@@ -47,7 +47,7 @@ class Pages:
         """The address of the first byte."""
         return int(torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr())
 
-    def place(self, start: int) -> int:
+    def address_of(self, start: int) -> int:
         """The address of a byte."""
         return self.address + start
 

@@ -29,7 +29,7 @@ from ..gradients.buckets import MIB
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
 from ..job.join import Join
-from ..job.place import place_of
+from ..job.place import place_of_model
 from ..mesh import Mesh
 from ..mesh.experts import divide_contributions, gradient_group, refuse_experts
 from ..mesh.groups import data_group
@@ -117,7 +117,7 @@ class DistributedDataParallel(torch.nn.Module):
             self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb) * MIB
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
-            self._place = place_of("module", module, self.parameters_to_ignore)
+            self._place = place_of_model("module", module, self.parameters_to_ignore)
             self.module = module
             if mesh is not None:
                 refuse_experts(mesh, self._divisor, ((name, p) for p, name in self._named_parameters().items()))
@@ -436,7 +436,7 @@ class DistributedDataParallel(torch.nn.Module):
         super().__setstate__(state)
         self._reducer = self._first_pass = None
         self._watch = BackwardWatch()
-        self._place = place_of("module", self.module, self.parameters_to_ignore)
+        self._place = place_of_model("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
         self.__dict__.setdefault("_divisor", 1)
         self._divide_contributions()

@@ -7,9 +7,9 @@ clip, loss       clipping by norm or value; means over the samples of all ranks
 amp              loss scaling, whose decisions all ranks take together
 nonfinite        the parameter and the rank of a gradient that is infinite or no number
 nonfinite_guard  stops the job for it, or skips the step; `kept_buffers` puts the model's buffers back
-partial_steps    steps on some parameters at a time, within the backward pass
 foreign_steps    notices steps that something else makes during the pass
 scalars          reads many numbers out of tensors at once
 
-Communication hooks and compression are in `mpidl.comm_hooks`.
+Communication hooks and compression are in `mpidl.comm_hooks`, steps on some parameters within a pass in
+`mpidl.partial_steps`.
 """

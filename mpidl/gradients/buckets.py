@@ -142,7 +142,7 @@ def by_rank(comm: Communicator, operation: str) -> str:
     return next((name for name in ("symmetric", "hierarchical") if name in offered), "auto")
 
 
-def place_of(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def parameter_view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's place, a flat piece of storage, as a view of its shape and, where it is dense, of its strides."""
     if parameter.is_contiguous():
         return flat.view(parameter.shape)
@@ -186,7 +186,7 @@ class GradientBucket:
         self._padding = self._padding.to(storage.device)
         self.clear_padding()
         places = zip(self.parameters, self.layout.offsets, self.layout.sizes, strict=True)
-        self.views = [place_of(self.flat[offset : offset + size], p) for p, offset, size in places]
+        self.views = [parameter_view(self.flat[offset : offset + size], p) for p, offset, size in places]
 
     def clear_padding(self) -> None:
         """Zeroes what belongs to no parameter."""

@@ -13,7 +13,7 @@ from collectives.devices import Place, place_at
 from ..errors import ConfigurationError
 
 
-def place_of(what: str, model: torch.nn.Module, ignored: Container[str] = (), device: Any = None) -> Place:
+def place_of_model(what: str, model: torch.nn.Module, ignored: Container[str] = (), device: Any = None) -> Place:
     """The place of a model's parameters and buffers, but those of ignored names.
 
     what: the argument that the model is. device: where those on the meta device are to be; by default with the others,

@@ -126,7 +126,7 @@ class Report:
         group = max(known, key=lambda group: (len(_waiting(rank, group)), max(p.number for p in group.values())))
         together: dict[str, list[int]] = {}
         for other, there in sorted(_waiting(rank, group).items()):
-            together.setdefault(there.place, []).append(other)
+            together.setdefault(there.description, []).append(other)
         told = [f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {place}" for place, ranks in together.items()]
         return ", ".join(([f"it was {group[rank].place}"] if rank in group else []) + told)
 

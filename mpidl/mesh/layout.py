@@ -15,7 +15,7 @@ otherwise, so an expert-parallel group is a part of dp x cp, whose ranks hold di
 order of dp, then cp. edp ("expert data parallel") counts the ranks that hold the same experts, over which their
 gradients are reduced. Experts are cut over tp as other layers are.
 
-Placement: ranks are taken node by node, in the order of AXES, the last fastest. Where groups do not fill nodes evenly,
+Rank order: ranks are taken node by node, in the order of AXES, the last fastest. Where groups do not fill nodes evenly,
 as with tp=2 on nodes of three ranks, they are formed from the inside out: first as many as fit whole into a node, then
 others, which cross nodes, of the ranks that remain. A single axis keeps the order of the world.
 """

@@ -82,7 +82,7 @@ class Aware:
             else:
                 result = self._combine(x, parts, op, None)
                 done = [self._device.for_mpi(result, (last - first) * x.dtype.itemsize), datatype(x.dtype)]
-            whole = self._cut(x, parts)
+            whole = self._parts_for_mpi(x, parts)
             if root is None:
                 self._comm.Allgatherv(MPI.IN_PLACE, whole)
             else:
@@ -96,7 +96,7 @@ class Aware:
         came = [scratch + rank * nbytes for rank in range(self._ranks)]
         counts = [size] * self._ranks
         memory = self._device.for_mpi(scratch, nbytes * self._ranks)
-        self._comm.Alltoallv(self._cut(x, parts), [memory, counts, datatype(x.dtype)])
+        self._comm.Alltoallv(self._parts_for_mpi(x, parts), [memory, counts, datatype(x.dtype)])
         factors = self._comm.allgather(op.factor) if op.premultiplied else [1.0] * self._ranks
         found = came[0] if target is None else target
         self._device.combine(op, x.dtype, came, [found], size, factors, self._stream)
@@ -108,8 +108,8 @@ class Aware:
         size = max(1, SCRATCH_BYTES // itemsize // self._ranks)
         return [nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]
 
-    def _cut(self, x: Buffer, parts: Sequence[Range]) -> list[Any]:
-        """Parts of an array as MPI takes them."""
+    def _parts_for_mpi(self, x: Buffer, parts: Sequence[Range]) -> list[Any]:
+        """The arguments by which MPI takes parts of an array."""
         counts, starts = [last - first for first, last in parts], [first for first, _ in parts]
         return [self._device.for_mpi(x.address, x.nbytes), counts, starts, datatype(x.dtype)]
 

@@ -31,7 +31,7 @@ class DevicePages:
         """Implements `Pages.claim`; memory of a GPU is this rank's own."""
         return True
 
-    def place(self, start: int) -> int:
+    def address_of(self, start: int) -> int:
         """The address of a region now; 0 for one that is not there."""
         return self._regions[start].data_ptr() if start in self._regions else 0
 

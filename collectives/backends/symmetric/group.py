@@ -39,7 +39,7 @@ class Group:
         self._allocator = allocator
         self._peers = peers
 
-    def place(self, data: Buffer | None) -> tuple[SharedMemory, int] | None:
+    def find(self, data: Buffer | None) -> tuple[SharedMemory, int] | None:
         """The symmetric memory that an array lies in, and where in this rank's part of it."""
         return None if data is None or not data.size else self._allocator.find(data.address, data.nbytes)
 

@@ -57,7 +57,7 @@ class Operation(MeetsInMemory):
 
     def _find(self) -> None:
         """Finds the arrays' allocations. Holds them weakly: the arrays keep the memory."""
-        found = [self._group.place(data) for data in (self._x, self._out)]
+        found = [self._group.find(data) for data in (self._x, self._out)]
         self._memories = [None if place is None else weakref.ref(place[0]) for place in found]
         self._rows = [
             self._group.meetings.pack(self._entry, found[0], found[1], self._addresses, filled)

@@ -27,7 +27,7 @@ from ...ddp.arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
-from ...job.place import place_of
+from ...job.place import place_of_model
 from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
@@ -279,7 +279,7 @@ def _check(
     group = ShardGroup.of(world, options.shard_group)
     groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
     offload = check_everywhere(world, lambda: Offload.of(options.offload))
-    place = check_everywhere(world, lambda: place_of("model", model, device=options.device))
+    place = check_everywhere(world, lambda: place_of_model("model", model, device=options.device))
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
     compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type}
     check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})

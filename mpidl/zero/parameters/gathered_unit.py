@@ -50,13 +50,13 @@ class FlatParameters:
 
     def places(self) -> dict[torch.nn.Parameter, int]:
         """The addresses of the parameters in `whole`."""
-        start, each = self._pages.place(self._start), self._dtype.itemsize
+        start, each = self._pages.address_of(self._start), self._dtype.itemsize
         places = zip(self._parameters, self.layout.offsets, strict=True)
         return {p: start + offset * each if p.numel() else 0 for p, offset in places}
 
     def covers(self, address: int) -> bool:
         """Tells if an address lies in `whole`."""
-        start = self._pages.place(self._start)
+        start = self._pages.address_of(self._start)
         return start <= address < start + self.nbytes
 
     @staticmethod
