@@ -43,7 +43,7 @@ from ..parameters.node_shared import NodeSharedParameters, shared_arenas
 from ..parameters.replicated import ReplicatedParameters
 from ..parameters.sharded import ShardedParameters
 from ..parameters.strategy import ParameterStrategy
-from ..parameters.units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_rest
+from ..parameters.units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_large_root_unit
 from ..parameters.whole import WholeParameters
 from ..shard_group import ShardGroup
 from ..states.own_storages import with_own_storages
@@ -222,7 +222,7 @@ def build(
         )
         gradients.stepper = backward_steps
     if options.stage == 3 and options.units is None and world.rank == 0 and group.shards.size > 1:
-        warn_of_rest(plan.units, stacklevel=3)
+        warn_of_large_root_unit(plan.units, stacklevel=3)
     return Parts(
         group=group,
         mesh=options.mesh,

@@ -28,7 +28,7 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
     check_everywhere(parts.comm, lambda: try_group(parts.prototype, group))
     check_everywhere(parts.comm, lambda: _check_needs(parts, group))
     flush(parts)
-    shards = parts.parameters.add(group["params"], parts.names_of)
+    shards = parts.parameters.unfreeze(group["params"], parts.names_of)
     parts.gradients.add(shards)
     parts.trained.extend(group["params"])
     parts.slice(shards)

@@ -27,7 +27,7 @@ from ...gradients.buckets import aligned
 from ..gradients.shards import ParameterShard
 from ..traffic import Traffic
 from .private_copy import PrivateCopy
-from .strategy import NamesOf, ParameterStrategy, thawed
+from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import FlatGroup, UnitLayout, backward_order
 
 
@@ -65,9 +65,9 @@ class NodeSharedParameters(ParameterStrategy):
         """Zeros: memory that all ranks share is never gathered."""
         return Traffic()
 
-    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
-        """Lets frozen shards train; errors as of `thawed`."""
-        return thawed(self.shards, parameters, names_of)
+    def unfreeze(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+        """Lets frozen shards train; errors as of `unfreeze_shards`."""
+        return unfreeze_shards(self.shards, parameters, names_of)
 
     def step_problem(self) -> str | None:
         """Tells that the copies of a writable `gathered` block are in place of the parameters."""

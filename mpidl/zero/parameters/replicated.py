@@ -60,7 +60,7 @@ class ReplicatedParameters(ParameterStrategy):
         """Counts of the gathers so far."""
         return self._traffic
 
-    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+    def unfreeze(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
         """Moves parameters that were frozen into buckets of their own; returns their shards."""
         added = set(parameters)
         return self._move([p for p in self._model.parameters() if p in added])

@@ -46,7 +46,7 @@ from ..gradients.shards import ParameterShard
 from ..traffic import Traffic
 from .gathered_unit import Call, GatheredUnit, UnitState
 from .gathering import Forecast, GatherRound, GatherRounds, Purpose, leave
-from .strategy import NamesOf, ParameterStrategy, thawed
+from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import UnitLayout, backward_order
 
 _FIRST_POLL_S, _POLL_S = 0.1, 0.002  # a wait for a reduction, before its first and its further rounds for other ranks
@@ -122,9 +122,9 @@ class ShardedParameters(ParameterStrategy):
         """Counts of the gathers so far."""
         return self._rounds.traffic
 
-    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
-        """Lets frozen shards train; errors as of `thawed`."""
-        return thawed(self.shards, parameters, names_of)
+    def unfreeze(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+        """Lets frozen shards train; errors as of `unfreeze_shards`."""
+        return unfreeze_shards(self.shards, parameters, names_of)
 
     def start(self) -> None:
         """Releases all units: from here on the parameters are whole only while they are gathered."""

@@ -132,7 +132,7 @@ class ParameterStrategy(Protocol):
     # ---- what there is ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def add(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
+    def unfreeze(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
         """Lets parameters train that were frozen; returns their shards. The same call on every rank.
 
         Raises ConfigurationError where one of them shares a shard with a parameter that stays frozen.
@@ -152,7 +152,7 @@ class ParameterStrategy(Protocol):
         return
 
 
-def thawed(
+def unfreeze_shards(
     shards: Sequence[ParameterShard],
     parameters: Sequence[torch.nn.Parameter],
     names_of: NamesOf,

@@ -93,7 +93,7 @@ def cut(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
     return [*units, Unit("", model, tuple(p for p, owner in owners.items() if owner is model))]
 
 
-def warn_of_rest(units: Sequence[Unit], stacklevel: int) -> None:
+def warn_of_large_root_unit(units: Sequence[Unit], stacklevel: int) -> None:
     """RuntimeWarning where most of a large model, embeddings aside, is in its last unit, the model's own."""
     model = units[-1].module
     tables = {p for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()}
