@@ -128,7 +128,7 @@ class Report:
         for other, there in sorted(_waiting(rank, group).items()):
             together.setdefault(there.description, []).append(other)
         told = [f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {place}" for place, ranks in together.items()]
-        return ", ".join(([f"it was {group[rank].place}"] if rank in group else []) + told)
+        return ", ".join(([f"it was {group[rank].description}"] if rank in group else []) + told)
 
     # ---- why it ended -------------------------------------------------------------------------------------------
 
