@@ -50,10 +50,10 @@ class Place:
         """torch's current stream in this thread; equal to others of the same one."""
         return None
 
-    def follow(self, streams: Collection[Stream | None]) -> None:
+    def wait_for_streams(self, streams: Collection[Stream | None]) -> None:
         """Makes the current stream wait for what these streams hold."""
 
-    def lead(self, stream: Stream | None) -> None:
+    def make_wait(self, stream: Stream | None) -> None:
         """Makes another stream wait for what the current one holds."""
 
     def synchronize(self) -> None:
@@ -69,8 +69,8 @@ class Place:
         """Returns whether all ranks have their memory in the same host, or on the same GPU. Collective."""
         return comm.nodes == 1
 
-    def alone(self, part: torch.Tensor) -> torch.Tensor:
-        """The memory of a flat tensor as one whose storage is no larger, so that it counts as what it is."""
+    def with_own_storage(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor over the memory of a flat one, whose storage is no larger, so that it counts as what it is."""
         if part.numel() == 0:
             return torch.empty(0, dtype=part.dtype, device=part.device)
         return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)
@@ -93,16 +93,16 @@ class GpuPlace(Place):
         """Implements `Place.stream`."""
         return self._gpu.torch_stream()
 
-    def follow(self, streams: Collection[Stream | None]) -> None:
-        """Implements `Place.follow`."""
+    def wait_for_streams(self, streams: Collection[Stream | None]) -> None:
+        """Implements `Place.wait_for_streams`."""
         with self._gpu.current():
             current = self._gpu.torch_stream()
             for stream in streams:
                 if stream is not None and stream != current:
                     current.wait(stream.record())
 
-    def lead(self, stream: Stream | None) -> None:
-        """Implements `Place.lead`."""
+    def make_wait(self, stream: Stream | None) -> None:
+        """Implements `Place.make_wait`."""
         with self._gpu.current():
             current = self._gpu.torch_stream()
             if stream is not None and stream != current:
@@ -130,8 +130,8 @@ class GpuPlace(Place):
         """Implements `Place.is_one_for`."""
         return comm.nodes == 1 and len(set(comm.mpi.allgather(self._gpu.identity()))) == 1
 
-    def alone(self, part: torch.Tensor) -> torch.Tensor:
-        """Implements `Place.alone`."""
+    def with_own_storage(self, part: torch.Tensor) -> torch.Tensor:
+        """Implements `Place.with_own_storage`."""
         with self._gpu.current():
             made: torch.Tensor = self._gpu.array(part.data_ptr(), tuple(part.shape), part.dtype, part)
         return made

@@ -168,7 +168,7 @@ class BackwardSteps:
             if fitting:
                 found = min(fitting, key=len)
                 self._free = [b for b in self._free if b is not found]
-                self._place.follow(self._streams)
+                self._place.wait_for_streams(self._streams)
                 return found
             self._finish_oldest()
 

@@ -126,7 +126,7 @@ class BucketQueue:
     def _start(self, bucket: GradientBucket) -> None:
         self._next += 1
         bucket.launched = True
-        self._place.follow(bucket.streams)
+        self._place.wait_for_streams(bucket.streams)
         for index, p in enumerate(bucket.parameters):
             if p not in self.arrivals:
                 self._missing(bucket, index)

@@ -377,7 +377,7 @@ class GradientShards:
                 self._finish_oldest_reduction(steps=True)
             if flat is None:  # more buckets fill than there are buffers, as under no_sync
                 flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
-            self._place.follow(self._buffer_readers)
+            self._place.wait_for_streams(self._buffer_readers)
             bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
             gradients.shard = gradients.shard.clone()

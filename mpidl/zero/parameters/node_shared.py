@@ -123,7 +123,7 @@ class _SharedFlat:
     def __init__(self, group: FlatGroup, whole: torch.Tensor, rank: int, place: Place) -> None:
         self._whole = whole
         self._views = group.layout.views(whole, group.shapes)
-        own = place.alone(group.layout.shard(whole, rank))
+        own = place.with_own_storage(group.layout.shard(whole, rank))
         self.shard = ParameterShard(list(group.parameters), group.layout, own, group.trains)
         self._private = PrivateCopy(self.shard, rank)
 

@@ -130,7 +130,7 @@ class _GatherInFlight:
     def wait(self) -> None:
         """Returns when the bucket has arrived, and no operator need wait for it any more."""
         self._work.wait()
-        self._place.lead(self._stream)
+        self._place.make_wait(self._stream)
         for p in self._parameters:
             unwatch(p)
 

@@ -32,9 +32,9 @@ def test_streams_follow_and_lead_each_other(standin: Gpu) -> None:
     streams[1].queue(lambda: (__import__("time").sleep(0.05), seen.append(1)))
     with standin.using(streams[0]):
         assert place.stream() == streams[0]
-        place.follow({streams[0], streams[1]})
+        place.wait_for_streams({streams[0], streams[1]})
         streams[0].queue(lambda: seen.append(0))
-        place.lead(streams[2])
+        place.make_wait(streams[2])
         streams[2].queue(lambda: seen.append(2))
         place.synchronize()
     streams[2].record().wait()
