@@ -3,7 +3,7 @@
     the others      begin of backward   buckets ...          end of backward
     this rank       zeros for all buckets at once            takes part in what the ranks agree on at the end
 
-Between the two it listens to further rounds, as passes through several wrappers may be one inside the other.
+Between the two it listens to further turns, as passes through several wrappers may be one inside the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..job.join import JoinHook, JoinRounds
+from ..job.join import JoinHook, JoinTurns
 from .reducer import Reducer
 
 
@@ -31,12 +31,12 @@ class WrapperJoinHook(JoinHook):
     @property
     def mean_correction(self) -> float:
         """The factor of the mean over all ranks."""
-        return self.rounds.mean_correction if self._divide_by_active else 1.0
+        return self.turns.mean_correction if self._divide_by_active else 1.0
 
-    def begin(self, rounds: JoinRounds, number: int) -> None:
+    def begin(self, turns: JoinTurns, number: int) -> None:
         """The block begins."""
-        super().begin(rounds, number)
-        if self._synchronised_norms and not rounds.throw:
+        super().begin(turns, number)
+        if self._synchronised_norms and not self.turns.throw:
             raise ConfigurationError(
                 "join: SyncBatchNorm needs all ranks in every forward pass; set throw_on_early_termination=True"
             )
@@ -51,7 +51,7 @@ class WrapperJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Broadcasts the states of a rank that ended last to all."""
-        self._take_over(self.rounds.root)
+        self._take_over(self.turns.root)
 
     def end(self) -> None:
         """The block is left."""

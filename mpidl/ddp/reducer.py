@@ -42,7 +42,7 @@ from ..gradients.bucket_queue import BucketQueue
 from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
 from ..gradients.foreign_steps import ForeignSteps
 from ..job.agreement import raise_everywhere
-from ..job.join import JoinRounds, Stage
+from ..job.join import JoinTurns, Turn
 from ..job.objects import broadcast_object
 from ..partial_steps import STEP_NOT_CALLED
 from ..replicas.broadcast import broadcast_states
@@ -58,14 +58,14 @@ from .sparse import mean_of_sparse, sparse_parameters
 class Joining(Protocol):
     """A `Join` block around the passes, as the reducer uses it (`join_hook.WrapperJoinHook`)."""
 
-    rounds: JoinRounds
+    turns: JoinTurns
 
     @property
     def mean_correction(self) -> float:
         """The factor of the mean over all ranks."""
 
-    def tell(self, stage: Stage) -> None:
-        """Tells the ranks without batches what this one begins."""
+    def tell(self, turn: Turn) -> None:
+        """Tells the ranks without batches which operation this one begins."""
 
 
 class Reducer:
@@ -142,7 +142,7 @@ class Reducer:
         watch.phases = PassPhases(
             begun=(
                 self._refuse_double_backward,
-                self._begin_round,
+                self._begin_turn,
                 self._agree_on_buckets,
                 self._begin_steps,
                 self._mark_unreached,
@@ -164,8 +164,8 @@ class Reducer:
 
         Collective only in training mode in a `join` that ends with the first rank. training: the module's mode.
         """
-        if training and self.joining is not None and self.joining.rounds.throw:
-            self.joining.tell(Stage.FORWARD)
+        if training and self.joining is not None and self.joining.turns.throw:
+            self.joining.tell(Turn.FORWARD)
         self._wanted = self._what_trains()
         if self._wanted != self._trains:
             self.queue.listen(self._trained_by(self._wanted))
@@ -321,15 +321,15 @@ class Reducer:
         for p in unreached:
             self.queue.mark_missing(p)
 
-    def _begin_round(self) -> None:
+    def _begin_turn(self) -> None:
         if self.joining is not None and self.queue.synchronise:
-            self.joining.tell(Stage.BACKWARD)
-            self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.rounds.root
+            self.joining.tell(Turn.BACKWARD)
+            self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.turns.root
 
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
         assert self.joining is not None
-        self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.rounds.root
+        self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.turns.root
         self.is_join_shadow = True
         self._agree_on_buckets()
         self._own = {p: p.grad for p in self._trained}
@@ -464,7 +464,7 @@ class Reducer:
 
     def _finish(self) -> None:
         if self.joining is not None and not self.is_join_shadow:
-            self.joining.tell(Stage.END_OF_BACKWARD)
+            self.joining.tell(Turn.END_OF_BACKWARD)
         results, self._results, self._opaque = self._results, [], False
         for bucket, handle in results:
             self._complete(bucket, handle)

@@ -4,8 +4,9 @@
     rank 1:  batch  batch | stands in   |  all take over the states of one that ended last
     rank 2:  batch  batch  batch | st.in|
 
-Before what it does together with the other ranks, a rank tells in a round of which object it is the turn; a rank that
-has ended takes part in the rounds alone, and calls that object's hook. Rounds have a Communicator of their own.
+Before what it does together with the other ranks, a rank tells all, in one small all-gather, which object has its turn;
+a rank that has ended takes part in the turns alone, and calls that object's hook. Turns have a Communicator of their
+own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from . import communicator_pool
 _ENDED = -1
 
 
-class Stage(IntEnum):
+class Turn(IntEnum):
     """The next operation of a rank with batches, on the object whose turn it is. NOTIFIED: what only that one knows."""
 
     FORWARD, BACKWARD, END_OF_BACKWARD, NOTIFIED = range(4)
@@ -35,8 +36,8 @@ class Stage(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class JoinRounds:
-    """The rounds of one `Join`. throw: the first rank that ends is an error. active: ranks that had batches last."""
+class JoinTurns:
+    """The turns of one `Join`. throw: the first rank that ends is an error. active: ranks that had batches last."""
 
     def __init__(self, comm: Communicator, throw: bool) -> None:
         self._comm, self.throw = comm, throw
@@ -52,10 +53,10 @@ class JoinRounds:
         """Number of all ranks divided by that of ranks with batches."""
         return self._comm.size / len(self.active)
 
-    def tell(self, number: int, stage: Stage = Stage.NOTIFIED) -> int | None:
-        """A round: the number of the object whose turn it is; None when no rank has batches left. Collective."""
+    def tell(self, number: int, turn: Turn = Turn.NOTIFIED) -> int | None:
+        """Returns the number of the object whose turn it is; None when no rank has batches left. Collective."""
         told = np.empty((self._comm.size, 2), np.int64)
-        self._comm.all_gather(told, np.array([number, stage], np.int64))
+        self._comm.all_gather(told, np.array([number, turn], np.int64))
         active = np.flatnonzero(told[:, 0] != _ENDED).tolist()
         if not active:
             return None
@@ -64,7 +65,7 @@ class JoinRounds:
             ended = ", ".join(map(str, sorted(set(range(self._comm.size)).difference(active))))
             raise TrainingError(f"join: no batches left on rank {ended}, and throw_on_early_termination is set")
         if (told[active] != told[active[0]]).any():
-            what = ", ".join(f"rank {r}: {Stage(told[r, 1])} of joinable {told[r, 0]}" for r in active)
+            what = ", ".join(f"rank {r}: {Turn(told[r, 1])} of joinable {told[r, 0]}" for r in active)
             raise TrainingError(f"join: the ranks with batches are not in step: {what}")
         return int(told[active[0], 0])
 
@@ -72,16 +73,16 @@ class JoinRounds:
 class JoinHook:
     """The part in one object's collectives of a rank whose batches have run out."""
 
-    rounds: JoinRounds
+    turns: JoinTurns
     number: int
 
-    def begin(self, rounds: JoinRounds, number: int) -> None:
+    def begin(self, turns: JoinTurns, number: int) -> None:
         """The block begins. number: of the object."""
-        self.rounds, self.number = rounds, number
+        self.turns, self.number = turns, number
 
-    def tell(self, stage: Stage = Stage.NOTIFIED) -> None:
+    def tell(self, turn: Turn = Turn.NOTIFIED) -> None:
         """Tells the ranks that have ended to call `main_hook`; called on ranks with batches. Collective."""
-        self.rounds.tell(self.number, stage)
+        self.turns.tell(self.number, turn)
 
     def main_hook(self) -> None:
         """The part of a rank without batches in the collectives that follow a `notify_join_context` of the others."""
@@ -146,11 +147,11 @@ class Join:
             raise ConfigurationError("join: another join is under way, and a rank can stand in for one alone")
         self._hooks: list[JoinHook] = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         self._pooled = communicator_pool.take(self._group)
-        self._rounds = JoinRounds(self._pooled.comm, self._throw)
+        self._turns = JoinTurns(self._pooled.comm, self._throw)
         Join._under_way = self
         try:
             for number, hook in enumerate(self._hooks):
-                hook.begin(self._rounds, number)
+                hook.begin(self._turns, number)
         except BaseException:
             self._end()
             raise
@@ -166,10 +167,10 @@ class Join:
             self._end()
 
     def _stand_in(self) -> None:
-        while (number := self._rounds.tell(_ENDED)) is not None:
+        while (number := self._turns.tell(_ENDED)) is not None:
             self._hooks[number].main_hook()
         for hook in self._hooks:
-            hook.post_hook(self._group.rank in self._rounds.active)
+            hook.post_hook(self._group.rank in self._turns.active)
 
     def _end(self) -> None:
         Join._under_way = None
