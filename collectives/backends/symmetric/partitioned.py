@@ -30,8 +30,8 @@ from .tickets import Tickets
 
 _CHUNK_BYTES = 1 << 20
 _KEPT_CHUNKS = 1024  # whose calls are kept for the next time
-_ROUND = 1 << 20  # more than there are arrays: a rank that has handed in n of round r has the number r * _ROUND + n
-_DRAWN = 1 << 32  # more than there are chunks: those of round r have the tickets from r * _DRAWN on
+_ARRAYS = 1 << 20  # more than there are: a rank that has handed in n of generation g has the number g * _ARRAYS + n
+_DRAWN = 1 << 32  # more than there are chunks: those of generation g have the tickets from g * _DRAWN on
 
 
 class Pool:
@@ -89,7 +89,7 @@ class PartitionedReduction(MeetsInMemory):
         entered: Callable[[int], bool],
     ) -> None:
         self._pool, self._op, self._entered = pool, op, entered
-        self._round = self._count = 0
+        self._generation = self._count = 0
         self._parts = parts
         self._arrays = [
             _arrays(allocator, data, of_part) for data, of_part in zip(parts, zip(*places, strict=True), strict=True)
@@ -105,15 +105,15 @@ class PartitionedReduction(MeetsInMemory):
     def hand_in(self, number: int) -> None:
         """This rank's next array is ready. number: of the operation that will complete it, if nothing comes between.
 
-        It is the round's number, if the array is the first of a round: the same on all ranks, and higher every time.
-        Raises ArgumentError while a round of another one is under way.
+        It is the generation's number, if the array is the first of one: the same on all ranks, and higher every time.
+        Raises ArgumentError while a generation of another PartitionedReduction is under way.
         """
         if not self._count:
             if self._pool.under_way() not in (None, self):
                 raise ArgumentError("partitioned_all_reduce: hand_in: got an array while another one waits for `wait`")
-            self._round, self._pool.under_way = number, weakref.ref(self)
+            self._generation, self._pool.under_way = number, weakref.ref(self)
         self._count += 1
-        self._pool.handed_in.advance(self._round * _ROUND + self._count)
+        self._pool.handed_in.advance(self._generation * _ARRAYS + self._count)
 
     def withdraw(self) -> None:
         """Withdraws what this rank has handed in; it will not be reduced."""
@@ -125,12 +125,12 @@ class PartitionedReduction(MeetsInMemory):
         """Collective. Raises MismatchError on all ranks if they are in different operations."""
         count, self._count = self._count, 0
         self._pool.under_way = lambda: None
-        first = self._round * _DRAWN
+        first = self._generation * _DRAWN
         while True:
             number = self._pool.tickets.draw(first) - first
             if number >= len(self._chunks) or self._chunks[number][0] >= count:
                 break
-            least = self._round * _ROUND + self._chunks[number][0] + 1
+            least = self._generation * _ARRAYS + self._chunks[number][0] + 1
             if not self._pool.handed_in.wait_for_all(least, unless=self._entered):
                 break  # which the meeting will find
             for function, arguments in self._calls_of(number):
@@ -142,10 +142,10 @@ class PartitionedReduction(MeetsInMemory):
         group = self._pool.group
         elements = sum(data.size for data in self._parts[:count])
         entry = entry_of("all_reduce", self._parts[0], self._op, elements=elements)
-        row = Meetings.pack(entry, None, addresses=(self._round, 0))
-        rounds = Meeting(group.meetings.publish(row), group.ranks, None, None).addresses(outputs=False)
-        if any(other != rounds[0] for other in rounds):
-            behind = [rank for rank, other in enumerate(rounds) if other < max(rounds)]
+        row = Meetings.pack(entry, None, addresses=(self._generation, 0))
+        generations = Meeting(group.meetings.publish(row), group.ranks, None, None).addresses(outputs=False)
+        if any(other != generations[0] for other in generations):
+            behind = [rank for rank, other in enumerate(generations) if other < max(generations)]
             raise MismatchError(f"all_reduce: {listing(behind)} began to hand in arrays before the others")
 
     def _calls_of(self, number: int) -> list[Call]:
