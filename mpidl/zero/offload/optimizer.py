@@ -31,7 +31,7 @@ from ..stepping.inner import InnerOptimizer
 from ..stepping.optimizer_class import frozen
 from .disk_space import Groups, Make, foresee, needed, open_file
 from .offloaded_slice import Gradient, OffloadedSlice
-from .pipeline import BUFFERS, Pipeline
+from .pipeline import BUFFERS, TripleBuffering
 from .settings import Offload
 from .state_mapping import Entries
 from .sub_groups import MASTER, Chunk, SubGroup, sub_groups_of
@@ -73,7 +73,7 @@ class OffloadedOptimizer(InnerOptimizer):
         self._file: SwapFile | None = None
         if settings.to == "disk":
             self._file = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
-        self._pipeline = Pipeline()
+        self._buffering = TripleBuffering()
         self._down, self._up = place.copies(), place.copies()
         self._updater = ThreadPoolExecutor(1, "mpidl-offload-update") if settings.delayed_update else None
         self._under_way: Future[None] | None = None
@@ -184,7 +184,7 @@ class OffloadedOptimizer(InnerOptimizer):
         """Steps on all sub-groups, in any thread."""
         groups = [group for group in self._groups if group.prepare(settings, self._held_back)]
         # Norms are sums over the ranks, so that none may begin a step for which another one lacks the state.
-        self._pipeline.run(groups, self._agree if self._stays_whole else lambda _: None)
+        self._buffering.run(groups, self._agree if self._stays_whole else lambda _: None)
 
     @property
     def pending(self) -> bool:
@@ -274,7 +274,7 @@ class OffloadedOptimizer(InnerOptimizer):
         """Tensors in the model's own memory: buffers, values that wait to be seen, and state that is not elsewhere."""
         inside = [tensor for part, tensor in self._in_memory() if not part.elsewhere]
         gradients = [gradient.values for part, gradient in self._held_back.items() if not part.elsewhere]
-        return {"optimizer": [*self._pipeline.buffers, *inside], "gradients": gradients}
+        return {"optimizer": [*self._buffering.buffers, *inside], "gradients": gradients}
 
     def offloaded_bytes(self) -> int:
         """Bytes of state and masters in the file, or in CPU memory where the model is on another device."""

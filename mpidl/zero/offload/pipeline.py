@@ -17,8 +17,8 @@ import torch
 BUFFERS = 3
 
 
-class Stage(Protocol):
-    """A sub-group that passes through the pipeline. nbytes: of the buffer that it needs."""
+class Buffered(Protocol):
+    """A sub-group that passes through the buffers. nbytes: of the buffer that it needs."""
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +34,7 @@ class Stage(Protocol):
         """Writes the buffer, in the writer's thread."""
 
 
-class Pipeline:
+class TripleBuffering:
     """Three buffers, kept from pass to pass, and two threads."""
 
     def __init__(self) -> None:
@@ -42,29 +42,29 @@ class Pipeline:
         self._reader = ThreadPoolExecutor(1, "mpidl-offload-read")
         self._writer = ThreadPoolExecutor(1, "mpidl-offload-write")
 
-    def run(self, stages: Sequence[Stage], ready: Callable[[Exception | None], None] = lambda _: None) -> None:
+    def run(self, groups: Sequence[Buffered], ready: Callable[[Exception | None], None] = lambda _: None) -> None:
         """Reads, steps and writes each. An exception of any is raised once nothing is in flight.
 
         ready: called before each step, with the exception of the reading before it if there was one.
         """
-        needed = max((stage.nbytes for stage in stages), default=0)
+        needed = max((group.nbytes for group in groups), default=0)
         if needed > len(self.buffers[0]):
             self.buffers = [torch.empty(needed, dtype=torch.uint8) for _ in range(BUFFERS)]
         reads: list[Future[None]] = []
         writes: list[Future[None]] = []
 
         def read(number: int) -> None:
-            reads.append(self._reader.submit(stages[number].read, self.buffers[number % BUFFERS]))
+            reads.append(self._reader.submit(groups[number].read, self.buffers[number % BUFFERS]))
 
         try:
-            for number, stage in enumerate(stages):
+            for number, group in enumerate(groups):
                 error: Exception | None = None
                 try:
                     if number == 0:
                         read(0)
                     if number >= BUFFERS - 1:  # the next one's buffer is that of the last but one
                         writes[number - BUFFERS + 1].result()
-                    if number + 1 < len(stages):
+                    if number + 1 < len(groups):
                         read(number + 1)
                     reads[number].result()
                 except Exception as raised:
@@ -72,8 +72,8 @@ class Pipeline:
                 ready(error)
                 if error is not None:
                     raise error
-                stage.step(self.buffers[number % BUFFERS])
-                writes.append(self._writer.submit(stage.write, self.buffers[number % BUFFERS]))
+                group.step(self.buffers[number % BUFFERS])
+                writes.append(self._writer.submit(group.write, self.buffers[number % BUFFERS]))
             for future in writes:
                 future.result()
         finally:

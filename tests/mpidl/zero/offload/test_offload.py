@@ -22,7 +22,7 @@ from mpidl import Offload
 from mpidl.memory import measure
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.zero.offload import offloaded_slice
-from mpidl.zero.offload.pipeline import Pipeline
+from mpidl.zero.offload.pipeline import TripleBuffering
 from mpidl.zero.offload.swap_file import Extent, arrange, merged
 from tests.mpidl.small_models import MODELS, Branching, fresh, sequences
 
@@ -397,5 +397,5 @@ def test_a_buffer_is_read_into_only_when_it_has_been_written(comm) -> None:
             self.written = int(buffer[0])
 
     stages = [Slow(number) for number in range(9)]
-    Pipeline().run(stages)
+    TripleBuffering().run(stages)
     assert [stage.written for stage in stages] == [100 + number for number in range(9)]
