@@ -2,7 +2,8 @@
 
     backend     the interface: the operations, each as a call that can be made again and again; what a backend serves
     mpi         "mpi": the MPI library's own
-    schedules   "ring", "tree", ...: a schedule of messages (`collectives.algorithms`), run by `executor`
+    schedule_backend
+                "ring", "tree", ...: a schedule of messages (`collectives.algorithms`), run by `executor`
     symmetric/       "symmetric": one copy, inside a node
     hierarchical/    "hierarchical": symmetric inside nodes, a schedule between them
     cuda/       arrays on GPUs, by whatever name; they come back to the others for what the host does of them

@@ -9,7 +9,7 @@ from ..algorithms import NAMES
 from .backend import Backend, Resources
 from .hierarchical.hierarchy import Hierarchy
 from .mpi import Library
-from .schedules import ScheduleBackend
+from .schedule_backend import ScheduleBackend
 from .symmetric.backend import Symmetric
 
 # In the order in which `Communicator.algorithms` lists them; each gives None where the group cannot have it.

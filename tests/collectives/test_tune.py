@@ -12,7 +12,7 @@ from collectives import ArgumentError, Communicator
 from collectives.backends.backend import Backend
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.backends.mpi import Library
-from collectives.backends.schedules import ScheduleBackend
+from collectives.backends.schedule_backend import ScheduleBackend
 from collectives.backends.selection import Selection, read_tables
 from collectives.backends.symmetric.backend import Symmetric
 from collectives.buffers import describe

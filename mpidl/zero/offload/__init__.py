@@ -9,7 +9,7 @@
 | `swap_file` | the storage on disk: a file, its regions, and their positions in a buffer |
 | `disk_space` | the bytes that the file needs, predicted, and the file of that size |
 | `sub_groups` | the chunks of slices that are read, stepped on and written together |
-| `pipeline` | reads the next sub-group and writes the last one while one is stepped on |
+| `triple_buffering` | reads the next sub-group and writes the last one while one is stepped on |
 | `optimizer` | the optimizer inside ZeroOptimizer in place of torch's; delayed updates |
 | `state_mapping` | the state of every slice as a mapping |
 

@@ -31,11 +31,11 @@ from ..stepping.inner import InnerOptimizer
 from ..stepping.optimizer_class import frozen
 from .disk_space import Groups, Make, foresee, needed, open_file
 from .offloaded_slice import Gradient, OffloadedSlice
-from .pipeline import BUFFERS, TripleBuffering
 from .settings import Offload
 from .state_mapping import Entries
 from .sub_groups import MASTER, Chunk, SubGroup, sub_groups_of
 from .swap_file import SwapFile
+from .triple_buffering import BUFFERS, TripleBuffering
 
 
 class OffloadedOptimizer(InnerOptimizer):

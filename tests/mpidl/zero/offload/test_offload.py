@@ -22,8 +22,8 @@ from mpidl import Offload
 from mpidl.memory import measure
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.zero.offload import offloaded_slice
-from mpidl.zero.offload.pipeline import TripleBuffering
 from mpidl.zero.offload.swap_file import Extent, arrange, merged
+from mpidl.zero.offload.triple_buffering import TripleBuffering
 from tests.mpidl.small_models import MODELS, Branching, fresh, sequences
 
 pytestmark = pytest.mark.mpi
