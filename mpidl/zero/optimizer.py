@@ -44,7 +44,7 @@ from .states.owned import OwnedState
 from .states.owned_weights import OwnedWeights
 from .stepping import step
 from .stepping.precision import Precision
-from .traffic import Traffic
+from .traffic import ZeroTraffic
 
 _REQUIRED: Any = None  # the error for an argument that is not given says what to write
 
@@ -178,7 +178,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Saves communication when gradients are accumulated, at the price of whole gradients meanwhile.
         """
-        return self._parts.gradients.queue.no_sync()
+        return self._parts.shard_reducer.queue.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns it. Collective.
@@ -208,12 +208,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         the same modules.
         """
         check_hook(hook)
-        gradients = self._parts.gradients
-        if gradients.hook is not None:
+        reducer = self._parts.shard_reducer
+        if reducer.hook is not None:
             raise ConfigurationConflict("register_comm_hook: this ZeroOptimizer has a hook already")
-        if gradients.counted["reductions"]:
+        if reducer.counted["reductions"]:
             raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
-        gradients.hook = state, hook
+        reducer.hook = state, hook
 
     def watch_nonfinite(self, on: bool = True) -> None:
         """Has `find_nonfinite` also tell the rank. Costs one more reading of every gradient."""
@@ -351,7 +351,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return states.held_tensors(self._parts)
 
     def offloaded_bytes(self) -> int:
-        """Bytes of this rank's optimizer state and masters that lie elsewhere: see `Offload`."""
+        """Bytes of this rank's optimizer state and masters that are offloaded: see `Offload`."""
         offloaded = self._parts.offloaded
         return 0 if offloaded is None else offloaded.offloaded_bytes()
 
@@ -386,9 +386,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = self._parts.slices
         return dict(zip(slices, self._parts.names_of(slices), strict=True))
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ZeroTraffic:
         """Counts of what this rank's collectives have moved so far for parameters and gradients."""
-        return replace(self._parts.parameters.traffic, **self._parts.gradients.counted)
+        return replace(self._parts.parameters.traffic, **self._parts.shard_reducer.counted)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

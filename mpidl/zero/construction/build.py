@@ -106,8 +106,8 @@ class Parts:
     parameters: where the parameters live.
     shards: list of ParameterShard; this rank's shards that train, by the numbers of the gradients' buckets.
     slices: dict of parameter to Slice; this rank's part of each that trains.
-    gradients: reduces gradients to shards. grads: shows them as `.grad`.
-    inner: steps on the slices' values. offloaded: the same, where state lies elsewhere; else None.
+    shard_reducer: reduces gradients to shards. grad_attributes: shows these as `.grad`.
+    inner: steps on the slices' values. offloaded: the same, where state is offloaded; else None.
     guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
     backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
     hooks: list of handles on the model, to be removed. dtypes: of parameters before `precision`.
@@ -126,8 +126,8 @@ class Parts:
     parameters: ParameterStrategy
     shards: list[ParameterShard]
     slices: dict[torch.nn.Parameter, Slice]
-    gradients: GradientShards
-    grads: GradAttributes
+    shard_reducer: GradientShards
+    grad_attributes: GradAttributes
     inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None
     guard: WeightGuard
@@ -196,10 +196,10 @@ def build(
     layouts = lay_out(plan.units, group.size) if options.stage == 3 else []
     parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
-    gradients = _gradients(parameters, trains, plan, layouts, group, watch, names, options)
+    shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
     tp = options.mesh["tp"] if options.mesh is not None and options.mesh.size("tp") > 1 else None
-    grads = GradAttributes(gradients, group.shards, watch, names, parameters.release, tp)
-    watch.phases = _phases(parameters, gradients, grads)
+    grad_attributes = GradAttributes(shard_reducer, group.shards, watch, names, parameters.release, tp)
+    watch.phases = _phases(parameters, shard_reducer, grad_attributes)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
     slice_shards(group, plan.offloaded, trains, shards, slices)
@@ -218,9 +218,15 @@ def build(
     if options.step_in_backward:
         assert isinstance(inner, SliceSteps)  # `find_needs` refuses what steps otherwise
         backward_steps = BackwardSteps(
-            inner.partial(), parameters, shards, slices, guard, agree=before_backward_steps, reached=gradients.reached
+            inner.partial(),
+            parameters,
+            shards,
+            slices,
+            guard,
+            agree=before_backward_steps,
+            reached=shard_reducer.reached,
         )
-        gradients.stepper = backward_steps
+        shard_reducer.stepper = backward_steps
     if options.stage == 3 and options.units is None and world.rank == 0 and group.shards.size > 1:
         warn_of_large_root_unit(plan.units, stacklevel=3)
     return Parts(
@@ -237,8 +243,8 @@ def build(
         parameters=parameters,
         shards=shards,
         slices=slices,
-        gradients=gradients,
-        grads=grads,
+        shard_reducer=shard_reducer,
+        grad_attributes=grad_attributes,
         inner=inner,
         offloaded=plan.offloaded,
         guard=guard,
@@ -367,7 +373,7 @@ def _cut_parameters(
     )
 
 
-def _gradients(
+def _make_shard_reducer(
     parameters: ParameterStrategy,
     trains: list[ParameterShard],
     plan: _Plan,
@@ -396,16 +402,18 @@ def _gradients(
     )
 
 
-def _phases(parameters: ParameterStrategy, gradients: GradientShards, grads: GradAttributes) -> PassPhases:
+def _phases(
+    parameters: ParameterStrategy, shard_reducer: GradientShards, grad_attributes: GradAttributes
+) -> PassPhases:
     """The order of what happens in a backward pass."""
-    queue = gradients.queue
+    queue = shard_reducer.queue
     return PassPhases(
-        begun=(gradients.begin_pass, grads.begin_pass),
+        begun=(shard_reducer.begin_pass, grad_attributes.begin_pass),
         reached=(*parameters.on_gradient, queue.arrive),
         filled=(parameters.end_backward,),
         reduced=(queue.launch_rest, queue.finish, parameters.drain),
-        finished=(queue.end, grads.show_gradients),
-        abandoned=(parameters.end_backward, queue.reset, gradients.abandon_pass),
+        finished=(queue.end, grad_attributes.show_gradients),
+        abandoned=(parameters.end_backward, queue.reset, shard_reducer.abandon_pass),
         communicates=lambda: queue.synchronise,
     )
 

@@ -22,7 +22,7 @@ class ModuleCalls:
 
     wanted: parameters and buffers without values. init_fn: called with each module that has some of its own; None: the
     `reset_parameters` (or `_reset_parameters`) of every module that has such a method, for all that is in the module.
-    elsewhere: parameters that get their values after the calls, which may set them. loadable: what `weights` could
+    filled_later: parameters that get their values after the calls, which may set them. loadable: what `weights` could
     give, for the message. Raises ConfigurationError for a module with parameters or buffers that no call would set.
     """
 
@@ -31,7 +31,7 @@ class ModuleCalls:
         model: torch.nn.Module,
         wanted: set[torch.Tensor],
         init_fn: InitFn | None,
-        elsewhere: Collection[torch.Tensor] = (),
+        filled_later: Collection[torch.Tensor] = (),
         loadable: Collection[torch.Tensor] = (),
     ) -> None:
         self._init_fn, self._wanted = init_fn, wanted
@@ -41,7 +41,7 @@ class ModuleCalls:
                 continue
             of = dict.fromkeys(_tensors(module, recurse=init_fn is None))
             if any(t in wanted for t in of):
-                self._calls.append((name, module, [t for t in of if t in wanted or t in elsewhere]))
+                self._calls.append((name, module, [t for t in of if t in wanted or t in filled_later]))
         self._last = {t: number for number, (_, _, tensors) in enumerate(self._calls) for t in tensors}
         for name, module in model.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -29,7 +29,7 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
     check_everywhere(parts.comm, lambda: _check_needs(parts, group))
     flush(parts)
     shards = parts.parameters.unfreeze(group["params"], parts.names_of)
-    parts.gradients.add(shards)
+    parts.shard_reducer.add(shards)
     parts.trained.extend(group["params"])
     parts.slice(shards)
     parts.guard.watch(parts.slices)

@@ -32,7 +32,7 @@ def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
     refuse_everywhere(parts.comm, parts.guard.inside("unwrap") or parts.guard.damage())
     parts.parameters.release()
     reduced_gradients.clear(parts, nonfinite, set_to_none=True)
-    for part in (parts.guard, parts.watch, parts.gradients, parts.parameters, nonfinite, *parts.hooks):
+    for part in (parts.guard, parts.watch, parts.shard_reducer, parts.parameters, nonfinite, *parts.hooks):
         if part is not None:
             part.remove()
     allow_copies(parts.model)

@@ -18,27 +18,27 @@ from ..construction.build import Parts
 
 def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> None:
     """Forgets the gradients; set_to_none=False: they count as zeros. nonfinite: what watches their values."""
-    parts.gradients.clear()
-    parts.grads.clear()
+    parts.shard_reducer.clear()
+    parts.grad_attributes.clear()
     if nonfinite is not None:
         nonfinite.clear()
     if not set_to_none:
         for number in range(len(parts.shards)):
-            flags = parts.gradients.reached(number)
+            flags = parts.shard_reducer.reached(number)
             flags[:] = [True] * len(flags)
     for part in parts.slices.values():
         part.values.grad = None
     for p in parts.model.parameters():
         p.grad = None
     if not set_to_none:
-        parts.grads.show_gradients()
+        parts.grad_attributes.show_gradients()
 
 
 def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
     """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
     refuse_used(parts, "clip_grad_norm_")
     parts.parameters.release()
-    parts.gradients.promote_to_fp32()
+    parts.shard_reducer.promote_to_fp32()
     shards = _shards(parts)
     if parts.mesh is None or not parts.mesh.layout.model_axes:
         norm = norm_over_shards(shards, norm_type, parts.group.shards)
@@ -47,23 +47,23 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
         norms = local_norms([part.of(shards[part.number]) for part in parts.slices.values()], power)
         norm = norm_over_mesh(norms, parts.slices, power, parts.mesh, shards=True, counted=parts.group.is_first)
     scale_(shards, max_norm, norm, error_if_nonfinite)
-    parts.grads.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
+    parts.grad_attributes.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
     return norm
 
 
 def clip_value(parts: Parts, limit: float) -> None:
     """Brings every element of the gradients into -limit .. limit."""
     refuse_used(parts, "clip_grad_value_")
-    parts.gradients.promote_to_fp32()
+    parts.shard_reducer.promote_to_fp32()
     clamp_(_shards(parts), limit)
-    parts.grads.note(f"clip_grad_value_({float(limit)})")
+    parts.grad_attributes.note(f"clip_grad_value_({float(limit)})")
 
 
 def unscale(parts: Parts, inverse_scale: float) -> bool:
     """Multiplies the gradients, 16-bit ones in fp32 from here on; returns whether one of this rank was not finite."""
     refuse_used(parts, "unscale_")
     parts.parameters.release()
-    parts.gradients.promote_to_fp32()
+    parts.shard_reducer.promote_to_fp32()
     shards = _shards(parts)
     for shard in shards:
         shard.mul_(inverse_scale)
@@ -95,5 +95,5 @@ def refuse_used(parts: Parts, what: str) -> None:
 
 def _shards(parts: Parts) -> list[torch.Tensor]:
     """This rank's shards of the reduced gradients."""
-    parts.grads.update()
-    return [parts.gradients.shard(number) for number in range(len(parts.shards))]
+    parts.grad_attributes.update()
+    return [parts.shard_reducer.shard(number) for number in range(len(parts.shards))]

@@ -121,8 +121,8 @@ def _owned(parts: Parts) -> OwnedState:
         parts.group,
         parts.parameters,
         parts.slices,
-        parts.gradients,
-        parts.grads,
+        parts.shard_reducer,
+        parts.grad_attributes,
         parts.shards,
         parts.offloaded,
         parts.guard,
@@ -145,7 +145,7 @@ def _cut_state(parts: Parts) -> None:
 
 def held_tensors(parts: Parts) -> dict[str, list[torch.Tensor]]:
     """All tensors of model state on this rank, by category; views of one storage may appear several times."""
-    held = {**parts.parameters.held_tensors(), **parts.gradients.held_tensors()}
+    held = {**parts.parameters.held_tensors(), **parts.shard_reducer.held_tensors()}
     for category, tensors in parts.inner.held_tensors().items():
         held[category] = held.get(category, []) + tensors
     return held

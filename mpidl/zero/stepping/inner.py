@@ -2,7 +2,7 @@
 
 `SliceSteps`           a torch optimizer whose step treats every element by itself, on the slices' values
 `WholeSteps`           one that needs whole parameters: each parameter has one rank that gets it whole for the step
-`OffloadedOptimizer`   one for each sub-group of slices, whose state lies elsewhere
+`OffloadedOptimizer`   one for each sub-group of slices, whose state is offloaded
 """
 
 from __future__ import annotations

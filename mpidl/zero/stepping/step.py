@@ -44,28 +44,28 @@ def make_step(
     parts.place.refuse_capture("ZeroOptimizer.step")
     if inside_backward():
         raise TrainingError(STEP_INSIDE)
-    problem = parts.guard.problem(parts.slices) or parts.grads.foreign()
+    problem = parts.guard.problem(parts.slices) or parts.grad_attributes.foreign()
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     if parts.backward_steps is not None:
-        parts.gradients.refuse_unreduced()
+        parts.shard_reducer.refuse_unreduced()
         parts.backward_steps.close()
-        parts.grads.take_changes()
+        parts.grad_attributes.take_changes()
         if broadcasts_buffers:
             broadcast_states(parts.comm, parts.model.buffers())
         return loss
     parts.parameters.release()
     _hand_settings_on(parts, outer)
-    reached = _attach_gradients(parts, outer, problem or parts.grads.problem())
+    reached = _attach_gradients(parts, outer, problem or parts.grad_attributes.problem())
     if broadcasts_buffers:
         broadcast_states(parts.comm, parts.model.buffers())
     parts.inner.step()
     for mine, inner in zip(outer.param_groups, parts.inner.param_groups, strict=True):
         mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
-    for part in parts.slices.values():
-        part.write_back()
+    for own_slice in parts.slices.values():
+        own_slice.write_back()
     parts.parameters.publish()
     parts.guard.stepped(reached)
     return loss
@@ -89,16 +89,16 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
 
     Returns the reached ones. problem: why this rank cannot step, for which all ranks raise TrainingError.
     """
-    parts.grads.update()
-    flags = [r for number in range(len(parts.shards)) for r in parts.gradients.reached(number)]
+    parts.grad_attributes.update()
+    flags = [r for number in range(len(parts.shards)) for r in parts.shard_reducer.reached(number)]
     settings = arguments.settings_of(outer.param_groups, outer.defaults)  # not what the program notes in the groups
-    changes = parts.grads.take_changes()
+    changes = parts.grad_attributes.take_changes()
     if changes:
         settings["clipping since the last step"] = changes
     flag = iter(_agreed(parts, problem, flags, settings))
     reached = []
     for number, shard in enumerate(parts.shards):
-        gradient = parts.gradients.shard(number)
+        gradient = parts.shard_reducer.shard(number)
         for p in shard.parameters:
             if next(flag):
                 reached.append(p)

@@ -84,7 +84,7 @@ def test_it_can_be_wrapped_in_anything(comm) -> None:
         losses += run.steps(0, 1)
         if engine != "ddp":
             made = run.optimizer._parts
-            parts = [weakref.ref(part) for part in (made.parameters, made.gradients, made.guard)]
+            parts = [weakref.ref(part) for part in (made.parameters, made.shard_reducer, made.guard)]
             del made
             run.optimizer.unwrap()
             gc.collect()
