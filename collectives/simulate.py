@@ -28,7 +28,7 @@ Cells = list[int | None]
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """The traffic of a rank in a schedule: rounds with messages, messages sent, chunks sent."""
 
     rounds: int
@@ -36,12 +36,12 @@ class Traffic:
     chunks: int
 
 
-def traffic(schedule: Schedule, rank: int) -> Traffic:
+def traffic(schedule: Schedule, rank: int) -> RankTraffic:
     """Counts one rank's rounds, messages and chunks; bytes are chunks * n / schedule.chunks."""
     sends = [[s for s in r if s.kind is Kind.SEND] for r in schedule.program(rank)]
     talking = [r for r in schedule.program(rank) if any(s.peer >= 0 for s in r)]
     moved = sum(s.target.stop - s.target.start for r in sends for s in r)
-    return Traffic(len(talking), sum(map(len, sends)), moved)
+    return RankTraffic(len(talking), sum(map(len, sends)), moved)
 
 
 def verify(schedule: Schedule, in_place: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # that torch's optimizers keep, one for a whole parameter
 
-_REPLICATED = "_mpidl_alike"  # attribute of a tensor
+_REPLICATED = "_mpidl_replicated"  # attribute of a tensor
 
 
 def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> set[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Traffic:
+class ZeroTraffic:
     """Counts since construction. What moves no bytes, as gathering in memory that a node shares, is not counted.
 
     gathers, gathered_bytes: units or buckets of parameters that were gathered, and their bytes, whole.

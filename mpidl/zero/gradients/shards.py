@@ -120,7 +120,7 @@ class GradientShards:
     keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
 
     stepper: if there is one, gradients are given to it as they are reduced, and then forgotten; may be set.
-    counted: as of `Traffic`.
+    counted: as of `ZeroTraffic`.
 
     Gradients of several passes add up until `clear`. What autograd gives a parameter is taken away at once.
     """

@@ -1,11 +1,11 @@
-"""Offload: the optimizer's state and fp32 masters elsewhere, in CPU memory or on disk, and its step on the CPU.
+"""Offload: the optimizer's state and fp32 masters in CPU memory or on disk, and its step on the CPU.
 
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, offload=mpidl.Offload("disk", path="/nvme"))
 
 | module | what it is |
 |---|---|
 | `settings` | the argument `offload=`: the names of the places, and their checks |
-| `offloaded_slice` | a parameter's slice whose master may lie elsewhere |
+| `offloaded_slice` | a parameter's slice whose master may lie in CPU memory or in the file |
 | `swap_file` | the storage on disk: a file, its regions, and their positions in a buffer |
 | `disk_space` | the bytes that the file needs, predicted, and the file of that size |
 | `sub_groups` | the chunks of slices that are read, stepped on and written together |

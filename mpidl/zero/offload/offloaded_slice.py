@@ -1,4 +1,4 @@
-"""A parameter's slice whose master may lie elsewhere, and whose new values may be held back.
+"""A parameter's slice whose master may lie in CPU memory or in a file, and whose new values may be held back.
 
 values      what the optimizer steps on: a view of the shard for fp32 parameters on the CPU; else a master, in CPU
             memory or in the file
@@ -40,7 +40,7 @@ class OffloadedSlice(Slice):
     room: gives the memory for a master in the file, from a slice and its dtype; None: in CPU memory.
     delayed: new values are seen when `publish` is called. down, up: copy from and to where the parameters lie.
 
-    index: of the parameter in the shard. elsewhere: the parameters are on an accelerator. in_file: the master is there.
+    index: of the parameter in the shard. on_accelerator: the parameters are. in_file: the master is there.
     gradient: what `attach` gave, in the dtype and on the device of the reduction.
     """
 
@@ -60,19 +60,19 @@ class OffloadedSlice(Slice):
         self._inbox: torch.Tensor | None = None
         self.shard, self.number, self.piece, self.index = shard, number, piece, index
         own = self.of(shard.values)
-        half, self.elsewhere = own.dtype in HALVES, is_elsewhere(own)
+        half, self.on_accelerator = own.dtype in HALVES, is_on_accelerator(own)
         self.gradient: torch.Tensor | None = None
         self.staged: torch.Tensor | None = None
-        self.is_master = half or self.elsewhere or delayed
+        self.is_master = half or self.on_accelerator or delayed
         # Delayed weights are held in memory once more in any case: fp32 ones are their own masters.
-        self.in_file = room is not None and (half or self.elsewhere)
+        self.in_file = room is not None and (half or self.on_accelerator)
         self._delayed = delayed
         values = own
         if self.is_master:
             dtype = torch.float32 if half else own.dtype
             values = room(self, dtype) if room is not None and self.in_file else up.room(own.numel(), dtype)
             values.copy_(own)
-        if (self.in_file and (delayed or self.elsewhere)) or (half and self.elsewhere):
+        if (self.in_file and (delayed or self.on_accelerator)) or (half and self.on_accelerator):
             self.staged = up.room(own.numel(), own.dtype)
         self.values = torch.nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
 
@@ -112,7 +112,7 @@ class OffloadedSlice(Slice):
     def _send(self, start: int, stop: int, new: torch.Tensor) -> None:
         """Copies into the parameters; on a GPU from host memory that stays, so that no thread waits for the copy."""
         place = self.of(self.shard.values)[start:stop]
-        if self.elsewhere:
+        if self.on_accelerator:
             kept = self.values.detach() if self.staged is None else self.staged
             self._up.start(place, kept[start:stop])
         else:
@@ -122,7 +122,7 @@ class OffloadedSlice(Slice):
         """The gradient that `attach` gave, for a step. copied: as a copy, which passes that follow do not change."""
         given, self.gradient = self.gradient, None
         assert given is not None
-        if not self.elsewhere:
+        if not self.on_accelerator:
             return Gradient(given.clone() if copied else given)
         if self._inbox is None or self._inbox.dtype != given.dtype:
             self._inbox = self._down.room(self.size, given.dtype)
@@ -149,6 +149,6 @@ class OffloadedSlice(Slice):
                 master[changed] = own[changed].to(master.dtype)
 
 
-def is_elsewhere(tensor: torch.Tensor) -> bool:
+def is_on_accelerator(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is outside CPU memory, where the optimizer steps."""
     return tensor.device.type != "cpu"

@@ -121,7 +121,7 @@ class OffloadedOptimizer(InnerOptimizer):
         sizes = [chunk.part.largest for chunk in wholes]
         if self._file is not None:
             parts = sub_groups_of(wholes, budget, sizes if self._stays_whole else None)
-        elif any(chunk.part.elsewhere for chunk in wholes):  # so that one is stepped on while others are copied
+        elif any(chunk.part.on_accelerator for chunk in wholes):  # so that one is stepped on while others are copied
             parts = sub_groups_of(wholes, budget, sizes)
         check_everywhere(self._comm, lambda: self._make(parts))
 
@@ -271,14 +271,14 @@ class OffloadedOptimizer(InnerOptimizer):
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tensors in the model's own memory: buffers, values that wait to be seen, and state that is not elsewhere."""
-        inside = [tensor for part, tensor in self._in_memory() if not part.elsewhere]
-        gradients = [gradient.values for part, gradient in self._held_back.items() if not part.elsewhere]
+        """Tensors in the model's own memory: buffers, values that wait to be seen, and state that is not offloaded."""
+        inside = [tensor for part, tensor in self._in_memory() if not part.on_accelerator]
+        gradients = [gradient.values for part, gradient in self._held_back.items() if not part.on_accelerator]
         return {"optimizer": [*self._buffering.buffers, *inside], "gradients": gradients}
 
     def offloaded_bytes(self) -> int:
         """Bytes of state and masters in the file, or in CPU memory where the model is on another device."""
-        total = sum(t.numel() * t.element_size() for part, t in self._in_memory() if part.elsewhere)
+        total = sum(t.numel() * t.element_size() for part, t in self._in_memory() if part.on_accelerator)
         for group in self._groups if self._file is not None else []:
             for chunk in group.chunks:
                 each = sum(chunk.states[name].itemsize for name in chunk.present)

@@ -25,7 +25,7 @@ import torch
 from collectives import Communicator, Work
 from collectives.devices import HOST
 
-from ..traffic import Traffic
+from ..traffic import ZeroTraffic
 
 _BITS = 62  # of a message's word
 
@@ -87,7 +87,7 @@ class GatherRounds:
     """
 
     def __init__(self, comm: Communicator, units: Sequence[Gatherable], device: torch.device = HOST.device) -> None:
-        self.traffic, self._device = Traffic(), device
+        self.traffic, self._device = ZeroTraffic(), device
         self._comm, self._units = comm, list(units)
         self._whole: set[int] = set()  # on all ranks the same
         self._message, self._table = _messages(comm, len(self._units))

@@ -25,7 +25,7 @@ from collectives.devices import Place
 
 from ...gradients.buckets import aligned
 from ..gradients.shards import ParameterShard
-from ..traffic import Traffic
+from ..traffic import ZeroTraffic
 from .private_copy import PrivateCopy
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import FlatGroup, UnitLayout, backward_order
@@ -61,9 +61,9 @@ class NodeSharedParameters(ParameterStrategy):
         self.shards = [flat.shard for flat in self._flats]
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ZeroTraffic:
         """Zeros: memory that all ranks share is never gathered."""
-        return Traffic()
+        return ZeroTraffic()
 
     def unfreeze(self, parameters: Sequence[torch.nn.Parameter], names_of: NamesOf) -> list[ParameterShard]:
         """Lets frozen shards train; errors as of `unfreeze_shards`."""

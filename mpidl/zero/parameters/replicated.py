@@ -28,7 +28,7 @@ from ...compiling import uncompiled
 from ...gradients.buckets import assign, layout_of
 from ...job import communicator_pool
 from ..gradients.shards import ParameterShard
-from ..traffic import Traffic
+from ..traffic import ZeroTraffic
 from .strategy import NamesOf, ParameterStrategy
 from .touch import Watched, unwatch, watch
 
@@ -49,14 +49,14 @@ class ReplicatedParameters(ParameterStrategy):
         self._model, self._comm, self._place = model, pooled.comm, place
         self._in_flight: list[_GatherInFlight] = []
         self._handle = model.register_forward_pre_hook(_before_forward, prepend=True)
-        self._traffic = Traffic()
+        self._traffic = ZeroTraffic()
         self._bucket_bytes = bucket_bytes
         self._whole: list[torch.Tensor] = []
         self.shards: list[ParameterShard] = []
         self._move([p for p in model.parameters() if p.requires_grad])
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ZeroTraffic:
         """Counts of the gathers so far."""
         return self._traffic
 

@@ -43,7 +43,7 @@ from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
 from ...job import communicator_pool
 from ..gradients.shards import ParameterShard
-from ..traffic import Traffic
+from ..traffic import ZeroTraffic
 from .gathered_unit import Call, GatheredUnit, UnitState
 from .gathering import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
@@ -118,7 +118,7 @@ class ShardedParameters(ParameterStrategy):
             ]
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ZeroTraffic:
         """Counts of the gathers so far."""
         return self._rounds.traffic
 

@@ -33,7 +33,7 @@ from collectives import Work
 
 from ...errors import ConfigurationError
 from ..gradients.shards import ParameterShard
-from ..traffic import Traffic
+from ..traffic import ZeroTraffic
 
 NamesOf = Callable[[Iterable[torch.nn.Parameter]], list[str]]
 
@@ -140,7 +140,7 @@ class ParameterStrategy(Protocol):
 
     @property
     @abstractmethod
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ZeroTraffic:
         """Counts of the gathers so far."""
 
     @abstractmethod

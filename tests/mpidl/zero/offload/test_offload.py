@@ -161,7 +161,7 @@ def test_parameters_on_another_device_give_the_same_bits(comm, monkeypatch, to: 
     """The copies to and from it are made, though here to the CPU; fp32 parameters have masters then."""
     offload = Offload(to, buffer_mb=0.02, delayed_update=delayed, delay_from=2)
     _, expected, _ = everything(comm, "stage 2", offload=offload if delayed else None)
-    monkeypatch.setattr(offloaded_slice, "is_elsewhere", lambda _: True)
+    monkeypatch.setattr(offloaded_slice, "is_on_accelerator", lambda _: True)
     _, found, optimizer = everything(comm, "stage 2", offload=offload)
     assert differences(expected, found) == []
     slices_of_rank = optimizer._parts.slices.values()
