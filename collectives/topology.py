@@ -15,7 +15,8 @@ class Topology:
 
     members: this node's ranks. node: a communicator of them. across: one of the ranks with this rank's number on all
     nodes. regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size
-    everywhere. crowded: whether this node has more ranks than cores that they may use. full: or just as many.
+    everywhere. crowded: whether this node has more ranks than cores that they may use. full: whether it has at least as
+    many ranks as such cores.
     """
 
     local_rank: int

@@ -1,7 +1,7 @@
 """The ZeroOptimizer that trains a parameter: a note on each that it has cut over the ranks.
 
-The values and gradients of such a parameter are the optimizer's own affair, under whatever module it lies. Whoever
-would wrap it, clip or look at its gradient, compare or save it asks here first.
+The optimizer alone holds the values and gradients of such a parameter, under whatever module it lies. Code that wraps,
+compares or saves it, or clips or reads its gradient, looks it up here first.
 """
 
 from __future__ import annotations

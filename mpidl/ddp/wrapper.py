@@ -380,8 +380,8 @@ class DistributedDataParallel(torch.nn.Module):
         """Makes the hook that a `Join` calls on a rank whose batches have run out. Collective where a copy begins."""
         if self.steps_in_backward:
             raise ConfigurationConflict(
-                "join: with step_in_backward a rank without batches would hold the others up in each bucket, which it "
-                "stands in for all at once; needs passes without it"
+                "join: got a wrapper with step_in_backward, whose buckets the ranks reduce one by one, and a rank "
+                "without batches only all at once; needs passes without step_in_backward"
             )
         if self._reducer is None:
             self._set_up()

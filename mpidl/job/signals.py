@@ -50,7 +50,9 @@ class StopSignal:
         process_group: Communicator | None = None,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigurationError("StopSignal: got made by another thread; Python needs the main one for signals")
+            raise ConfigurationError(
+                f"StopSignal: made in thread {threading.current_thread().name!r}; needs the main thread, as signals do"
+            )
         self._comm = default_communicator(process_group)
         self.signal: signal.Signals | None = None
         self._noted = np.zeros(1, np.uint8)

@@ -1,4 +1,4 @@
-"""Do the ranks still hold the same? Checksums of what is replicated, compared over the ranks.
+"""Compares what is replicated over the ranks, by checksums: parameters, states, groups.
 
     parameters, states, groups ->  8 bytes a tensor  ->  8 bytes a rank  ->  compared; only if these differ the
                                                                             checksums of all tensors are, to name one

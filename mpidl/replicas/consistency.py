@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Found out before the first step, and said which parameter differs where."""
+"""Compares the ranks' models and settings before the first step, and names what differs on which rank."""
 
 from __future__ import annotations
 

@@ -99,7 +99,10 @@ class GatherRounds:
         return self._last is None or self._last.is_over()
 
     def start(self, wanted: int | None, held: Collection[int], purpose: Purpose) -> GatherRound:
-        """wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank."""
+        """Starts a round, in which this rank wants a unit gathered or takes part in the others' gathers.
+
+        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank.
+        """
         words = [0] * (self._message.size - 2)
         for number in held:
             words[number // _BITS] |= 1 << (number % _BITS)

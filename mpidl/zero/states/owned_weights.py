@@ -97,7 +97,7 @@ class OwnedWeights:
                     self.forget()
         rank, problem = next(((rank, text) for rank, text in enumerate(problems) if text is not None), (0, None))
         if problem is not None:
-            raise TrainingError(f"inside `with ema.averaged():` on rank {rank}, to no effect: {problem}")
+            raise TrainingError(f"inside `with ema.averaged():` on rank {rank}, a change that was undone: {problem}")
 
     def gather(self, averages: Mapping[str, torch.Tensor]) -> Tensors:
         """Whole tensors of all ranks' slices, in the host's memory of rank 0; {} on the others. Collective."""

@@ -5,9 +5,9 @@
     stepped                              | 3, as its buffer is needed again  | ... all that is left at the end
     gathered                                                                        the new parameters, as by any step
 
-So gradients take the few buffers through which they pass, instead of a model's worth. `step()` afterwards closes the
-books. What needs all gradients at once, or may forbid the step, cannot be had: a norm of all of them, loss scaling,
-several reduced passes for one step.
+So gradients need the memory of a few buffers, not that of a whole model. `step()` afterwards only ends the pass's step.
+Not possible is what needs all gradients at once or may refuse the step: a norm of all of them, loss scaling, several
+reduced passes for one step.
 
 Who runs what: everything here is called by the thread of the backward pass, with its collectives, which all ranks begin
 in the order of the buckets. A rank may change a weight that other ranks see, in memory of the node, once all of them

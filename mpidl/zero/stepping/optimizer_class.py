@@ -114,8 +114,8 @@ def find_needs(
         raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(noted)}")
     if noted and offloaded:
         raise ConfigurationError(
-            f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and there would be several "
-            "of it: needs offload=None"
+            f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and offloaded state has one "
+            f"{name} for each sub-group: needs offload=None"
         )
     return found
 
