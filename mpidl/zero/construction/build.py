@@ -46,13 +46,13 @@ from ..parameters.strategy import ParameterStrategy
 from ..parameters.units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_large_root_unit
 from ..parameters.whole import WholeParameters
 from ..shard_group import ShardGroup
+from ..slices import Slice
 from ..states.own_storages import with_own_storages
 from ..states.whole_states import StateNames
 from ..stepping.backward_steps import BackwardSteps
 from ..stepping.inner import InnerOptimizer, SliceSteps
 from ..stepping.optimizer_class import find_needs, prototype
 from ..stepping.precision import Conversion, Precision
-from ..stepping.slices import Slice
 from ..stepping.whole_steps import WholeSteps
 from . import arguments
 from .initial_values import Construction, Weights

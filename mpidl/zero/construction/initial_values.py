@@ -22,8 +22,8 @@ from ...job.objects import broadcast_object
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_settings_agree
 from ..gradients.shards import ParameterShard
+from ..slices import Slice
 from ..states.whole_states import StateNames
-from ..stepping.slices import Slice
 from .modules import InitFn, ModuleCalls
 from .recording import Recording
 from .tape import View

@@ -18,8 +18,8 @@ from ..gradients.shards import ParameterShard
 from ..hooks import allow_copies
 from ..parameters.touch import unwatch
 from ..shard_group import ShardGroup
+from ..slices import Slice
 from ..states.optimizer_states import flush
-from ..stepping.slices import Slice
 from .build import Parts
 
 

@@ -16,7 +16,7 @@ from collectives.devices import Arrival, Copies
 
 from ...gradients.buckets import Piece
 from ..gradients.shards import ParameterShard
-from ..stepping.slices import Slice
+from ..slices import Slice
 
 HALVES = (torch.float16, torch.bfloat16)
 

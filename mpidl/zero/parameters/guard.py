@@ -23,7 +23,7 @@ import torch
 from ...errors import TrainingError
 from ...trained_by import Trainer, claim, release
 from ..hooks import Hook
-from ..stepping.slices import Slice
+from ..slices import Slice
 from .strategy import ParameterStrategy
 
 _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"

@@ -25,7 +25,7 @@ from ...errors import ConfigurationError, TrainingError
 from ...job.agreement import check_everywhere
 from ...replicas.broadcast import broadcast_states
 from ...replicas.checksums import checksum
-from ..stepping.slices import Slice
+from ..slices import Slice
 from .strategy import ParameterStrategy
 
 _SAMPLES = 64  # elements of a parameter that torch has counted no write to

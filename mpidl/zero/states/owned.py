@@ -21,7 +21,7 @@ from ..offload import OffloadedOptimizer, OffloadedSlice
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
 from ..shard_group import ShardGroup
-from ..stepping.slices import Slice
+from ..slices import Slice
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from ...job.objects import all_gather_object, broadcast_object
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
 from ..shard_group import ShardGroup
-from ..stepping.slices import Slice
+from ..slices import Slice
 from .owned import OwnedState
 
 Tensors = dict[str, torch.Tensor]

@@ -21,8 +21,8 @@ from ...optim.elementwise import elementwise, is_slice, mark_replicated
 from ...replicas.broadcast import broadcast_states
 from ..parameters.strategy import ParameterStrategy
 from ..shard_group import ShardGroup
+from ..slices import ShardedStateSpec, Slice
 from ..stepping.inner import InnerOptimizer
-from ..stepping.slices import ShardedStateSpec, Slice
 
 Slices = Mapping[torch.nn.Parameter, Slice]
 

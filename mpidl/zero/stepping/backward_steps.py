@@ -26,7 +26,7 @@ from ...partial_steps import STEP_NOT_CALLED, PartialSteps
 from ..gradients.shards import ParameterShard
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
-from .slices import Slice
+from ..slices import Slice
 
 
 class BackwardSteps:

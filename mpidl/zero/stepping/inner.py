@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from ...partial_steps import PartialSteps
-from .slices import Slice
+from ..slices import Slice
 
 
 class InnerOptimizer(Protocol):

@@ -32,10 +32,10 @@ from ...mesh import Mesh, placement
 from ...optim.elementwise import is_slice, mark_replicated
 from ..construction.value_targets import placeholder
 from ..shard_group import ShardGroup
+from ..slices import ShardedStateSpec, Slice
 from .holdings import Holdings, holdings, ranks_of_wholes
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
-from .slices import ShardedStateSpec, Slice
 
 _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...gradients.buckets import Piece
-from ..gradients.shards import ParameterShard
+from ..gradients.buckets import Piece
+from .gradients.shards import ParameterShard
 
 
 @dataclass(frozen=True)
