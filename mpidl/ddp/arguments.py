@@ -9,24 +9,11 @@ import torch
 
 from collectives import Communicator
 
+from ..engine_arguments import refuse_lazy
 from ..errors import ConfigurationError
 from ..trained_by import refuse_trained
 
 BUCKET_CAP_MB = 25.0
-
-
-def communicator(given: Any) -> Communicator | None:
-    """A Communicator, or None for the world's."""
-    if given is not None and not isinstance(given, Communicator):
-        raise ConfigurationError(f"process_group: got {type(given).__name__}; needs a collectives.Communicator")
-    return given
-
-
-def refuse_lazy(what: str, model: torch.nn.Module) -> None:
-    """ConfigurationError if a parameter has no shape yet. what: the argument that the model is."""
-    for name, p in model.named_parameters():
-        if isinstance(p, torch.nn.parameter.UninitializedParameter):
-            raise ConfigurationError(f"{what}: {name} has no shape yet; run a forward pass of the lazy module first")
 
 
 def module(given: Any, wrapper: type) -> torch.nn.Module:
@@ -38,13 +25,6 @@ def module(given: Any, wrapper: type) -> torch.nn.Module:
     refuse_trained("module", given)
     refuse_lazy("module", given)
     return given
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool | int) or value not in (0, 1):
-        raise ConfigurationError(f"{name}: got {value!r}; needs True or False")
-    return bool(value)
 
 
 def megabytes(value: Any) -> float:

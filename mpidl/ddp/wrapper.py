@@ -23,6 +23,7 @@ from collectives.diagnostics import label
 
 from .. import comm_hooks
 from ..compiling import uncompiled
+from ..engine_arguments import communicator, flag
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
@@ -99,21 +100,21 @@ class DistributedDataParallel(torch.nn.Module):
         mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
-        comm = arguments.communicator(process_group)
+        comm = communicator(process_group)
         self.process_group, self._divisor = gradient_group("DistributedDataParallel", comm, mesh, module)
 
         def check() -> None:
             arguments.module(module, DistributedDataParallel)
             if dim != 0:
                 raise ConfigurationError(f"dim: got {dim!r}; every rank gets its own batch, so that only 0 is possible")
-            both = arguments.flag("broadcast_buffers", True if broadcast_buffers is None else broadcast_buffers)
+            both = flag("broadcast_buffers", True if broadcast_buffers is None else broadcast_buffers)
             given = forward_sync_buffers is not None
-            self.forward_sync_buffers = arguments.flag("forward_sync_buffers", forward_sync_buffers) if given else both
+            self.forward_sync_buffers = flag("forward_sync_buffers", forward_sync_buffers) if given else both
             self._init_sync_buffers = given or both
-            self.find_unused_parameters = arguments.flag("find_unused_parameters", find_unused_parameters)
-            self.gradient_as_bucket_view = arguments.flag("gradient_as_bucket_view", gradient_as_bucket_view)
-            self.static_graph = arguments.flag("static_graph", static_graph)
-            self._init_sync = arguments.flag("init_sync", init_sync)
+            self.find_unused_parameters = flag("find_unused_parameters", find_unused_parameters)
+            self.gradient_as_bucket_view = flag("gradient_as_bucket_view", gradient_as_bucket_view)
+            self.static_graph = flag("static_graph", static_graph)
+            self._init_sync = flag("init_sync", init_sync)
             self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb) * MIB
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)

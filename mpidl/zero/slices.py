@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..gradients.buckets import Piece
-from .gradients.shards import ParameterShard
+from .parameter_shard import ParameterShard
 
 
 @dataclass(frozen=True)

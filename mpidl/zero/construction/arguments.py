@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...ddp.arguments import refuse_lazy
 from ...ddp.sparse import sparse_parameters
 from ...ddp.wrapper import DistributedDataParallel
-from ...digest import DIGEST, digest
+from ...engine_arguments import refuse_lazy
 from ...errors import ConfigurationError
 from ...mesh import Mesh
 from ...mesh.experts import refuse_experts
@@ -22,11 +20,6 @@ from ...trained_by import refuse_trained
 from ..stepping.optimizer_class import refuse_class
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None
-
-
-def plain(model: Any) -> Any:
-    """The model that torch.compile was given, if this is what it made; its parameters have the plain names."""
-    return getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
 
 
 def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> None:
@@ -147,24 +140,6 @@ def _in_order(given: Any, argument: str, needed: str) -> list[Any]:
     if isinstance(given, set | frozenset | str | Mapping | torch.Tensor) or not isinstance(given, Iterable):
         raise ConfigurationError(f"{argument}: got {type(given).__name__}; needs a list of {needed}")
     return list(given)
-
-
-def settings_of(groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
-    """The groups' settings of these names, by group and name."""
-    listed = [(number, comparable(group)) for number, group in enumerate(groups)]
-    return {f"group {n}'s {name}": group[name] for n, group in listed for name in names if name in group}
-
-
-def fingerprint(settings: Mapping[str, Any]) -> list[int]:
-    """Bytes that a maximum over the ranks leaves as they are, at the end of others, if all have these settings."""
-    own = digest(repr(settings))
-    return [*own, *(255 - byte for byte in own)]
-
-
-def same_fingerprints(agreed: np.ndarray) -> bool:
-    """Tells if the bytes at the end are still a fingerprint."""
-    largest, least = agreed[-2 * DIGEST : -DIGEST], 255 - agreed[-DIGEST:]
-    return bool((largest == least).all())
 
 
 def outline(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ import torch
 from collectives import Communicator
 from collectives.devices import Place
 
-from ...ddp.arguments import communicator, flag
+from ...compiling import plain
+from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
@@ -35,9 +36,10 @@ from ...optimizer_trial import StepNeeds, comparable
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_models_agree, check_settings_agree
 from ..gradients.grad_attribute import GradAttributes
-from ..gradients.shards import GradientShards, ParameterShard
+from ..gradients.shards import GradientShards
 from ..hooks import Hook, refuse_copies
 from ..offload import Offload, OffloadedOptimizer
+from ..parameter_shard import ParameterShard
 from ..parameters.guard import WeightGuard
 from ..parameters.node_shared import NodeSharedParameters, shared_arenas
 from ..parameters.replicated import ReplicatedParameters
@@ -180,7 +182,7 @@ def build(
 
     Raises ConfigurationError and ModelMismatch on every rank, and changes nothing, for arguments that cannot work.
     """
-    model = arguments.plain(model)
+    model = plain(model)
     world, divisor = gradient_group("ZeroOptimizer", communicator(options.process_group), options.mesh, model)
     group, plan = _check(world, divisor, model, optimizer_class, options, kwargs)
     state_names = StateNames.of(model)

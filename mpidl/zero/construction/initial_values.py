@@ -21,13 +21,14 @@ from ...job.agreement import check_everywhere
 from ...job.objects import broadcast_object
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_settings_agree
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
+from ..placeholder import placeholder
 from ..slices import Slice
 from ..states.whole_states import StateNames
 from .modules import InitFn, ModuleCalls
 from .recording import Recording
 from .tape import View
-from .value_targets import Target, placeholder, wanted, write_all
+from .value_targets import Target, wanted, write_all
 from .weights import Safetensors, WeightFiles
 
 Weights = Safetensors | str | Path | None

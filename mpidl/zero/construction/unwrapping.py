@@ -14,8 +14,8 @@ from ...gradients.nonfinite import NonfiniteWatch
 from ...job.agreement import refuse_everywhere
 from ..gradients import reduced_gradients
 from ..gradients.clearing import clears_alone
-from ..gradients.shards import ParameterShard
 from ..hooks import allow_copies
+from ..parameter_shard import ParameterShard
 from ..parameters.touch import unwatch
 from ..shard_group import ShardGroup
 from ..slices import Slice

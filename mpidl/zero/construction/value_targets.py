@@ -37,8 +37,3 @@ def write_all(targets: Iterable[Target], value: torch.Tensor) -> None:
 def wanted(targets: Iterable[Target]) -> bool:
     """Returns whether any element is wanted on this rank."""
     return any(target.stop > target.start for target in targets)
-
-
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of any shape in the memory of one element: NaN until it is given values."""
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)

@@ -40,22 +40,13 @@ from ...comm_hooks import BucketShards, GradBucket, Handle, Hook, Then, begin, p
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
-from ...gradients.buckets import BucketLayout, GradientBucket, by_rank
+from ...gradients.buckets import GradientBucket, by_rank
 from ...gradients.foreign_steps import ForeignSteps
 from ...partial_steps import NOT_REDUCED
+from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from .gradient_buffers import GradientBuffers
 from .sharded_gradient import ShardedGradient
-
-
-@dataclass(eq=False)
-class ParameterShard:
-    """This rank's shard of a group of parameters of one dtype. values: `layout.shard_size` elements."""
-
-    parameters: list[torch.nn.Parameter]
-    layout: BucketLayout
-    values: torch.Tensor
-    trains: bool = True
 
 
 @dataclass(eq=False)

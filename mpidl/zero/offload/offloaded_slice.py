@@ -15,7 +15,7 @@ import torch
 from collectives.devices import Arrival, Copies
 
 from ...gradients.buckets import Piece
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..slices import Slice
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -25,7 +25,7 @@ from ...job.agreement import check_everywhere, first_problem, is_anywhere
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ...replicas.consistency import check_settings_agree
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from ..stepping.inner import InnerOptimizer
 from ..stepping.optimizer_class import frozen

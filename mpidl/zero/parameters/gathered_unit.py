@@ -18,8 +18,8 @@ import torch
 from collectives import Communicator
 from collectives.devices import DevicePages, Pages
 
-from ..construction.value_targets import placeholder
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
+from ..placeholder import placeholder
 from .private_copy import PrivateCopy
 from .released import BeforeRead, release, restore
 from .units import FlatGroup, UnitLayout

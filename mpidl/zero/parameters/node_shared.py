@@ -24,7 +24,7 @@ from collectives import Communicator
 from collectives.devices import Place
 
 from ...gradients.buckets import aligned
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
 from .private_copy import PrivateCopy
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 
 
 class PrivateCopy:

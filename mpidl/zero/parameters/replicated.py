@@ -27,7 +27,7 @@ from collectives.devices import Place
 from ...compiling import uncompiled
 from ...gradients.buckets import assign, layout_of
 from ...job import communicator_pool
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
 from .strategy import NamesOf, ParameterStrategy
 from .touch import Watched, unwatch, watch

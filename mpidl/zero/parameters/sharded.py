@@ -42,7 +42,7 @@ from ...compiling import uncompiled
 from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
 from ...job import communicator_pool
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
 from .gathered_unit import Call, GatheredUnit, UnitState
 from .gathering import Forecast, GatherRound, GatherRounds, Purpose, leave

@@ -32,7 +32,7 @@ import torch
 from collectives import Work
 
 from ...errors import ConfigurationError
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
 
 NamesOf = Callable[[Iterable[torch.nn.Parameter]], list[str]]

@@ -10,9 +10,9 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
+from ...compiling import plain
 from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout, layout_of
-from ..construction.arguments import plain
 
 _MARK = "_mpidl_unit"
 _LARGE = 4_000_000  # parameters

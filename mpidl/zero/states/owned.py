@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from ..gradients.grad_attribute import GradAttributes
-from ..gradients.shards import GradientShards, ParameterShard
+from ..gradients.shards import GradientShards
 from ..offload import OffloadedOptimizer, OffloadedSlice
+from ..parameter_shard import ParameterShard
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
 from ..shard_group import ShardGroup

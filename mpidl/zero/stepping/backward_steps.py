@@ -23,7 +23,7 @@ import torch
 
 from ...errors import TrainingError
 from ...partial_steps import STEP_NOT_CALLED, PartialSteps
-from ..gradients.shards import ParameterShard
+from ..parameter_shard import ParameterShard
 from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
 from ..slices import Slice

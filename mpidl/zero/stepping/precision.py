@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import ConfigurationError
-from ..construction.value_targets import placeholder
+from ..placeholder import placeholder
 
 KeepRule = Callable[[str, torch.nn.Module], bool] | Iterable[type[torch.nn.Module]]
 

@@ -29,8 +29,8 @@ from ...job.agreement import raise_everywhere
 from ...partial_steps import STEP_INSIDE
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_settings_agree
-from ..construction import arguments
 from ..construction.build import Parts
+from .settings import fingerprint, same_fingerprints, settings_of
 
 
 def make_step(
@@ -76,7 +76,7 @@ def before_backward_steps(parts: Parts, outer: torch.optim.Optimizer) -> None:
     problem = parts.guard.problem(parts.slices)
     parts.parameters.wait_for_gathers()
     _hand_settings_on(parts, outer)
-    _agreed(parts, problem, [], arguments.settings_of(outer.param_groups, outer.defaults))
+    _agreed(parts, problem, [], settings_of(outer.param_groups, outer.defaults))
 
 
 def _hand_settings_on(parts: Parts, outer: torch.optim.Optimizer) -> None:
@@ -91,7 +91,7 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
     """
     parts.grad_attributes.update()
     flags = [r for number in range(len(parts.shards)) for r in parts.shard_reducer.reached(number)]
-    settings = arguments.settings_of(outer.param_groups, outer.defaults)  # not what the program notes in the groups
+    settings = settings_of(outer.param_groups, outer.defaults)  # not what the program notes in the groups
     changes = parts.grad_attributes.take_changes()
     if changes:
         settings["clipping since the last step"] = changes
@@ -110,12 +110,12 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
 
 def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict[str, Any]) -> list[bool]:
     """Returns which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
-    agreed = np.array([problem is not None, *flags, *arguments.fingerprint(settings)], np.uint8)
+    agreed = np.array([problem is not None, *flags, *fingerprint(settings)], np.uint8)
     work = parts.comm.all_reduce(agreed, "max", async_op=inside_backward())
     if work is not None:
         parts.parameters.wait_for_reduction(work)  # others may still gather units
     if agreed[0]:
         raise_everywhere(parts.comm, problem)
-    if not arguments.same_fingerprints(agreed):
+    if not same_fingerprints(agreed):
         check_settings_agree(parts.comm, "step", settings)
     return [bool(flag) for flag in agreed[1 : 1 + len(flags)]]

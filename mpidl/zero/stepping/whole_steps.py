@@ -30,7 +30,7 @@ from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...mesh import Mesh, placement
 from ...optim.elementwise import is_slice, mark_replicated
-from ..construction.value_targets import placeholder
+from ..placeholder import placeholder
 from ..shard_group import ShardGroup
 from ..slices import ShardedStateSpec, Slice
 from .holdings import Holdings, holdings, ranks_of_wholes

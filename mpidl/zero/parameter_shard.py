@@ -1,0 +1,19 @@
+"""A rank's shard of a group of parameters, which all parts of a ZeroOptimizer work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..gradients.buckets import BucketLayout
+
+
+@dataclass(eq=False)
+class ParameterShard:
+    """This rank's shard of a group of parameters of one dtype. values: `layout.shard_size` elements."""
+
+    parameters: list[torch.nn.Parameter]
+    layout: BucketLayout
+    values: torch.Tensor
+    trains: bool = True
