@@ -28,9 +28,11 @@ from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
 from .construction import arguments
-from .construction.build import Options, Parts, build
+from .construction.build import build
 from .construction.initial_values import Weights
+from .construction.loading import load_safetensors
 from .construction.modules import InitFn
+from .construction.options import Options
 from .construction.unfreeze import add_group
 from .construction.unwrapping import unwrap
 from .construction.weights import Rename
@@ -39,6 +41,7 @@ from .gradients.clearing import clears_with
 from .hooks import refuse_copy
 from .offload import Offload
 from .parameters.units import UnitRule
+from .parts import Parts
 from .states import optimizer_states as states
 from .states.owned import OwnedState
 from .states.owned_weights import OwnedWeights
@@ -314,7 +317,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rank and before anything is changed, ConfigurationError for names and shapes that do not fit, and TrainingError
         where the files lack some and weights were changed other than by a step, inside `gathered` or by loading.
         """
-        states.load_safetensors(self._parts, path, rename, missing)
+        load_safetensors(self._parts, path, rename, missing)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as the plain torch optimizer would have it, on rank 0. Collective.

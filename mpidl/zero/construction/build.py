@@ -45,8 +45,9 @@ from ..parameters.node_shared import NodeSharedParameters, shared_arenas
 from ..parameters.replicated import ReplicatedParameters
 from ..parameters.sharded import ShardedParameters
 from ..parameters.strategy import ParameterStrategy
-from ..parameters.units import Unit, UnitLayout, UnitRule, cut, lay_out, warn_of_large_root_unit
+from ..parameters.units import Unit, UnitLayout, cut, lay_out, warn_of_large_root_unit
 from ..parameters.whole import WholeParameters
+from ..parts import Parts
 from ..shard_group import ShardGroup
 from ..slices import Slice
 from ..states.own_storages import with_own_storages
@@ -54,103 +55,11 @@ from ..states.whole_states import StateNames
 from ..stepping.backward_steps import BackwardSteps
 from ..stepping.inner import InnerOptimizer, SliceSteps
 from ..stepping.optimizer_class import find_needs, prototype
-from ..stepping.precision import Conversion, Precision
+from ..stepping.precision import Conversion
 from ..stepping.whole_steps import WholeSteps
 from . import arguments
-from .initial_values import Construction, Weights
-from .modules import InitFn
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments of ZeroOptimizer but for the model, the optimizer's class and its settings; documented there."""
-
-    stage: int
-    params: arguments.Params
-    process_group: Communicator | None
-    units: UnitRule
-    bucket_cap_mb: float
-    broadcast_buffers: bool
-    share_in_node: bool
-    reshard_after_forward: bool
-    shard_group: Communicator | str | None
-    precision: Precision | None
-    offload: Offload | str | None
-    init_fn: InitFn | None
-    weights: Weights
-    device: torch.device | str | None
-    step_in_backward: bool
-    mesh: Mesh | None
-
-    def flags(self) -> dict[str, bool]:
-        """Returns the options that are True or False."""
-        return {
-            "share_in_node": self.share_in_node,
-            "reshard_after_forward": self.reshard_after_forward,
-            "broadcast_buffers": self.broadcast_buffers,
-            "step_in_backward": self.step_in_backward,
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """The parts of a ZeroOptimizer.
-
-    group: the ranks: all of them, those that have shards, those with this rank's shard.
-    mesh: the axes over which the norm of the whole model is taken; None: those of `group`.
-    model: the plain model, trained in place. place: where its parameters lie.
-    names: of the model's state_dict.
-    groups: list of dicts; the parameter groups as given, with the model's parameters.
-    prototype: optimizer of the inner class on single elements; refuses wrong groups before anything is changed.
-    find_needs: function of groups; what a step on them needs besides slices.
-    trained: list of the parameters that train; grows by add_param_group.
-    watch: begins and ends backward passes.
-    parameters: where the parameters live.
-    shards: list of ParameterShard; this rank's shards that train, by the numbers of the gradients' buckets.
-    slices: dict of parameter to Slice; this rank's part of each that trains.
-    shard_reducer: reduces gradients to shards. grad_attributes: shows these as `.grad`.
-    inner: steps on the slices' values. offloaded: the same, where state is offloaded; else None.
-    guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
-    backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
-    hooks: list of handles on the model, to be removed. dtypes: of parameters before `precision`.
-    """
-
-    group: ShardGroup
-    mesh: Mesh | None
-    model: torch.nn.Module
-    place: Place
-    names: StateNames
-    groups: list[dict[str, Any]]
-    prototype: torch.optim.Optimizer
-    find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
-    trained: list[torch.nn.Parameter]
-    watch: BackwardWatch
-    parameters: ParameterStrategy
-    shards: list[ParameterShard]
-    slices: dict[torch.nn.Parameter, Slice]
-    shard_reducer: GradientShards
-    grad_attributes: GradAttributes
-    inner: InnerOptimizer
-    offloaded: OffloadedOptimizer | None
-    guard: WeightGuard
-    whole: WholeParameters
-    backward_steps: BackwardSteps | None
-    hooks: list[Any]
-    dtypes: dict[torch.nn.Parameter, torch.dtype]
-
-    @property
-    def comm(self) -> Communicator:
-        """All ranks."""
-        return self.group.world
-
-    def slice(self, shards: Iterable[ParameterShard]) -> None:
-        """Takes in shards that train from now on, behind those there are."""
-        slice_shards(self.group, self.offloaded, shards, self.shards, self.slices)
-
-    def names_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
-        """Names of parameters in the plain model; the first of a tied one's."""
-        names = {p: name for name, p in reversed(self.names.parameters.items())}
-        return [names[p] for p in parameters]
+from .initial_values import Construction
+from .options import Options
 
 
 @dataclass(frozen=True, eq=False)

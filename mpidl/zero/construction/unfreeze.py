@@ -10,10 +10,11 @@ import torch
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...replicas.consistency import check_settings_agree
+from ..parts import Parts
 from ..states.optimizer_states import flush
 from ..stepping.optimizer_class import try_group
 from .arguments import parameters_of
-from .build import Parts
+from .build import slice_shards
 
 
 def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
     shards = parts.parameters.unfreeze(group["params"], parts.names_of)
     parts.shard_reducer.add(shards)
     parts.trained.extend(group["params"])
-    parts.slice(shards)
+    slice_shards(parts.group, parts.offloaded, shards, parts.shards, parts.slices)
     parts.guard.watch(parts.slices)
     return group
 

@@ -17,10 +17,10 @@ from ..gradients.clearing import clears_alone
 from ..hooks import allow_copies
 from ..parameter_shard import ParameterShard
 from ..parameters.touch import unwatch
+from ..parts import Parts
 from ..shard_group import ShardGroup
 from ..slices import Slice
 from ..states.optimizer_states import flush
-from .build import Parts
 
 
 def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:

@@ -5,19 +5,16 @@ Whole states have the plain model's and the plain optimizer's formats; `whole_st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import TrainingError
-from ...job.agreement import check_everywhere, refuse_everywhere
-from ..construction.build import Parts
-from ..construction.initial_values import targets_of
-from ..construction.weights import Rename, Safetensors, WeightFiles
+from ...job.agreement import refuse_everywhere
 from ..gradients.reduced_gradients import refuse_used
+from ..parts import Parts
 from . import whole_states as state
 from .owned import OwnedState
 from .owned_weights import OwnedWeights
@@ -55,28 +52,6 @@ def load_model_state(parts: Parts, state_dict: Mapping[str, torch.Tensor]) -> No
     parts.guard.put_back()
     block = gathered(parts, None, True, from_rank=0)
     state.scatter_model(parts.group, parts.model, parts.names, state_dict, block, parts.slices)
-    parts.guard.accept()
-
-
-def load_safetensors(
-    parts: Parts, path: str | Path, rename: Rename | None, missing: Callable[[str], bool] | None
-) -> None:
-    """Fills this rank's slices of the model's weights from files. Collective."""
-    flush(parts)
-    names = parts.names.tensors(parts.model)
-    files = check_everywhere(parts.comm, lambda: WeightFiles(Safetensors(path, rename, missing), names))
-    files.check(parts.comm)
-    if files.tensors.issuperset(names.values()):
-        parts.guard.put_back()
-    else:
-        refuse_everywhere(parts.comm, parts.guard.damage(inside=True))
-        if parts.whole.is_open:
-            with gathered(parts, None, True, from_rank=None):
-                pass  # what blocks around this have changed is in the shards then
-    parts.parameters.release(inside_gathered=True)
-    targets = targets_of(parts.model, parts.group.rank, parts.parameters.shards, parts.slices)
-    files.fill({t: targets[t] for t in files.tensors})
-    parts.parameters.publish()
     parts.guard.accept()
 
 

@@ -29,7 +29,7 @@ from ...job.agreement import raise_everywhere
 from ...partial_steps import STEP_INSIDE
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_settings_agree
-from ..construction.build import Parts
+from ..parts import Parts
 from .settings import fingerprint, same_fingerprints, settings_of
 
 

@@ -1,0 +1,34 @@
+"""Loads weights from safetensors files into a model that trains, of which a rank reads what its slices need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...job.agreement import check_everywhere, refuse_everywhere
+from ..parts import Parts
+from ..states.optimizer_states import flush, gathered
+from .initial_values import targets_of
+from .weights import Rename, Safetensors, WeightFiles
+
+
+def load_safetensors(
+    parts: Parts, path: str | Path, rename: Rename | None, missing: Callable[[str], bool] | None
+) -> None:
+    """Fills this rank's slices of the model's weights from files. Collective."""
+    flush(parts)
+    names = parts.names.tensors(parts.model)
+    files = check_everywhere(parts.comm, lambda: WeightFiles(Safetensors(path, rename, missing), names))
+    files.check(parts.comm)
+    if files.tensors.issuperset(names.values()):
+        parts.guard.put_back()
+    else:
+        refuse_everywhere(parts.comm, parts.guard.damage(inside=True))
+        if parts.whole.is_open:
+            with gathered(parts, None, True, from_rank=None):
+                pass  # what blocks around this have changed is in the shards then
+    parts.parameters.release(inside_gathered=True)
+    targets = targets_of(parts.model, parts.group.rank, parts.parameters.shards, parts.slices)
+    files.fill({t: targets[t] for t in files.tensors})
+    parts.parameters.publish()
+    parts.guard.accept()
