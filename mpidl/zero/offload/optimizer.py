@@ -146,7 +146,8 @@ class OffloadedOptimizer(InnerOptimizer):
     def _configured(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner = self._plain(groups)
         if isinstance(inner, TrustRatioOptimizer):
-            inner.squared_norms = partial(squared_norms_over, self._over.shards)
+            shards = self._over.shards
+            inner.squared_norms = lambda tensors, of: squared_norms_over(shards, None, {}, tensors, of)
         return inner
 
     def _states(self, number: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
