@@ -8,7 +8,7 @@
 
 A unit is a part of the model, by default each repeated block, whose parameters are gathered and released together.
 
-    optimizer       ZeroOptimizer, what a user calls: a facade over the parts that `construction.build` makes
+    optimizer       ZeroOptimizer, what a user calls: a facade over the `parts` that `construction.build` makes
     construction/   checks arguments, cuts the model, gives values to models larger than a rank, unwraps them
     parameters/     where they live: `replicated` (1, 2), `node_shared` (3 on a node), `sharded` (3 over nodes)
     gradients/      reduces each bucket to this rank's shard, and shows it as `.grad`
@@ -16,6 +16,8 @@ A unit is a part of the model, by default each repeated block, whose parameters 
     states/         whole states from shards and back, and what this rank owns
     offload/        optimizer state in CPU memory or on disk
     shard_group     the ranks over which state is cut
+    parameter_shard, slices
+                    a rank's shard of a group of parameters, and its slice of one of them
 """
 
 from .construction.recording import deferred_init

@@ -1,5 +1,6 @@
 """Builds a ZeroOptimizer, and takes it off the model again.
 
+    `options`     the arguments of ZeroOptimizer
     `arguments`   the checks before training: of each argument on its own rank, by functions that raise
     `build`       runs these checks in `_check`, where all ranks agree on the result before the model changes;
                   then makes the parts of the optimizer, in their order
@@ -17,5 +18,5 @@ The rest is for models larger than a rank's memory, built without values, which 
     a safetensors file `weights`            --'
 
 `initial_values` chooses the source of each tensor's values; `value_targets` are the destinations. No source holds more
-than the tensor that it works at.
+than the tensor that it works at. `loading` fills the weights of a model that trains already from files.
 """
