@@ -4,8 +4,10 @@
     mpi         "mpi": the MPI library's own
     schedule_backend
                 "ring", "tree", ...: a schedule of messages (`collectives.algorithms`), run by `executor`
-    symmetric/       "symmetric": one copy, inside a node
-    hierarchical/    "hierarchical": symmetric inside nodes, a schedule between them
+    meeting     where the ranks of a node write what they are about to do, and wait for each other
+    symmetric/  "symmetric": one copy, inside a node
+    hierarchical/
+                "hierarchical": symmetric inside nodes, a schedule between them
     cuda/       arrays on GPUs, by whatever name; they come back to the others for what the host does of them
     registry    makes the backends of a group, by the names that `algorithm=` takes
     selection   "auto": which of them serves an operation of so many bytes

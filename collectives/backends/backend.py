@@ -14,7 +14,7 @@ from ..positions import Positions
 from ..reduction import Reduction
 from ..scratch import Scratch
 from ..topology import Topology
-from .symmetric.meeting import Meetings
+from .meeting import Meetings
 from .symmetric.partitioned import PartitionedReduction
 
 Call = Callable[[], None]

@@ -21,7 +21,7 @@ from ..topology import Topology
 from .backend import Call
 from .cuda.task import Task
 from .dispatch import Dispatch
-from .symmetric.meeting import differences
+from .meeting import differences
 
 DEBUG = "MPIDL_DEBUG"
 

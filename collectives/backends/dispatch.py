@@ -32,9 +32,9 @@ from .cuda.backend import GpuBackend
 from .cuda.group import GpuGroup
 from .cuda.memory import DeviceMemory
 from .cuda.task import Task
+from .meeting import Meetings
 from .registry import make_backends
 from .selection import Selection
-from .symmetric.meeting import Meetings
 from .symmetric.operation import MeetsInMemory
 from .symmetric.partitioned import PartitionedReduction
 

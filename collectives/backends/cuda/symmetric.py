@@ -15,8 +15,8 @@ import numpy as np
 
 from ...buffers import DType, address
 from ...reduction import Call, Reduction
+from ..meeting import Meetings
 from ..symmetric.backend import Symmetric
-from ..symmetric.meeting import Meetings
 from ..symmetric.processor import Processor
 from .barrier import StreamBarrier
 from .device import Device, Event, Stream

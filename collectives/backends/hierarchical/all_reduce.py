@@ -37,7 +37,7 @@ from ...partition import even_counts
 from ...reduction import Reduction, partial_of
 from ...scratch import Scratch
 from ...topology import Topology
-from ..symmetric.meeting import Entry, Meetings
+from ..meeting import Entry, Meetings
 from .contributions import add, others, readable
 
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...buffers import Buffer
 from ...reduction import Reduction
-from ..symmetric.meeting import Meeting
+from ..meeting import Meeting
 
 Array = np.ndarray[Any, Any]
 

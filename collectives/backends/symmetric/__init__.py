@@ -15,8 +15,8 @@ An Operation can be run again on the same arrays. It keeps what it worked out, a
 the rows are the same, byte by byte; that is how an operation of a training loop costs a few microseconds of Python.
 
     backend      the operations, as a `Backend`; `group`: the state that they share
-    meeting      where ranks write what they are about to do, and wait for each other
-    operation    from the meeting to the calls; `reductions` and `movements`: the operations' parts for each rank
+    operation    from the ranks' meeting (`backends.meeting`) to the calls
+    reductions   all_reduce, reduce, reduce_scatter; `movements`: the other operations
     staging      the staged way; `processor`: what copies and reduces, here the host
     partitioned  an all-reduce of arrays that are handed in one by one; `tickets`: who reduces which chunk
 """

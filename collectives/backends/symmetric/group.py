@@ -12,7 +12,7 @@ from ...buffers import Buffer, address, unowned
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...reduction import Call, Reduction
-from .meeting import Entry, Meeting, Meetings, Ranges
+from ..meeting import Entry, Meeting, Meetings, Ranges
 from .processor import Processor, Program
 from .staging import Staging
 

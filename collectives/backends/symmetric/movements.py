@@ -11,8 +11,8 @@ import numpy as np
 from ...buffers import Buffer
 from ...partition import Splits
 from ...reduction import Call
+from ..meeting import Entry, Meeting, Ranges
 from .group import Group, entry_of, starts_of
-from .meeting import Entry, Meeting, Ranges
 from .operation import Movement, Operation
 from .processor import Program
 from .staging import Stages

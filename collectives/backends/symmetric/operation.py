@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...buffers import Buffer
+from ..meeting import Entry, Meeting, Ranges
 from .group import Group
-from .meeting import Entry, Meeting, Ranges
 from .processor import Program
 from .staging import Stages
 

@@ -23,7 +23,7 @@ import numpy as np
 from ...buffers import DType
 from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
-from .meeting import Meetings
+from ..meeting import Meetings
 
 Array = np.ndarray[Any, Any]
 

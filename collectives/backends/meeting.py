@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...buffers import DTYPES, Buffer
-from ...errors import MismatchError
-from ...memory.shared_memory import SharedMemory
-from ...positions import CODES, OPERATIONS, listing
-from ...reduction import KERNELS
-
-if TYPE_CHECKING:
-    pass
+from ..buffers import DTYPES, Buffer
+from ..errors import MismatchError
+from ..memory.shared_memory import SharedMemory
+from ..positions import CODES, OPERATIONS, listing
+from ..reduction import KERNELS
 
 Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
 _DTYPES = tuple(DTYPES)
