@@ -40,14 +40,14 @@ from mpi4py import MPI
 from . import arguments, buffers, coalesced, details, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
+from .backends.backend import PartitionedCall
 from .backends.checks import CheckedDispatch, is_debugging
 from .backends.cuda.arrays import gpu_index
 from .backends.cuda.pages import DevicePages
 from .backends.cuda.task import Task
 from .backends.dispatch import Dispatch
+from .backends.meeting import MeetsInMemory
 from .backends.selection import Selection, read_tables
-from .backends.symmetric.operation import MeetsInMemory
-from .backends.symmetric.partitioned import PartitionedReduction
 from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError
@@ -202,7 +202,7 @@ class Communicator:
         for number, part in enumerate(data):
             self._refuse_shared(f"partitioned_all_reduce: part {number}", part)
             reduced = reduction.check(op, part.dtype)
-        made: list[PartitionedReduction] = []
+        made: list[PartitionedCall] = []
 
         def task() -> None:
             found = self._dispatch.partitioned([part.unowned() for part in data], reduced)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .backends.symmetric.partitioned import PartitionedReduction
+from .backends.backend import PartitionedCall
 from .errors import ArgumentError
 from .progress import Work
 
@@ -29,7 +29,7 @@ class PartitionedAllReduce:
         self,
         parts: Sequence[Any],
         begin: Callable[[Any], Work | None],
-        reduction: PartitionedReduction | None,
+        reduction: PartitionedCall | None,
         next_number: Callable[[], int],
         complete: Callable[[], Any],
     ) -> None:

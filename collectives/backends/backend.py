@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mpi4py import MPI
 
@@ -15,7 +16,6 @@ from ..reduction import Reduction
 from ..scratch import Scratch
 from ..topology import Topology
 from .meeting import Meetings
-from .symmetric.partitioned import PartitionedReduction
 
 Call = Callable[[], None]
 
@@ -35,6 +35,22 @@ class Resources:
     scratch: Scratch
     meetings: Meetings | None
     positions: Positions
+
+
+class PartitionedCall(Protocol):
+    """An all_reduce of arrays that this rank hands in one by one, called to reduce them. Collective."""
+
+    def hand_in(self, number: int) -> None:
+        """This rank's next array is ready. number: of the operation that will complete it, if nothing comes between.
+
+        Raises ArgumentError while another such all_reduce is under way.
+        """
+
+    def withdraw(self) -> None:
+        """Withdraws what this rank has handed in; it will not be reduced."""
+
+    def __call__(self) -> None:
+        """Reduces what was handed in. Raises MismatchError on all ranks if they are in different operations."""
 
 
 class Backend:
@@ -68,7 +84,7 @@ class Backend:
         """Reduces x in place on every rank; bitwise equal on all of them."""
         raise NotImplementedError
 
-    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
+    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedCall | None:
         """An all_reduce of parts that are handed in one by one; None where it is no better than one after the other.
 
         Collective.

@@ -27,16 +27,14 @@ from ..reduction import Reduction
 from ..scratch import Scratch
 from ..topology import Topology, discover
 from ..witness import show, witnessed
-from .backend import Call, Resources, in_shared_memory
+from .backend import Call, PartitionedCall, Resources, in_shared_memory
 from .cuda.backend import GpuBackend
 from .cuda.group import GpuGroup
 from .cuda.memory import DeviceMemory
 from .cuda.task import Task
-from .meeting import Meetings
+from .meeting import Meetings, MeetsInMemory
 from .registry import make_backends
 from .selection import Selection
-from .symmetric.operation import MeetsInMemory
-from .symmetric.partitioned import PartitionedReduction
 
 Array = np.ndarray[Any, Any]
 
@@ -124,7 +122,7 @@ class Dispatch:
         """The name of the backend for an operation on host memory; see `selection`."""
         return self.selection.choose(operation, requested, dtype, nbytes, op, even)
 
-    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
+    def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedCall | None:
         """An all_reduce of parts that are handed in one by one; None where no backend has a way for it. Collective."""
         found = (backend.partitioned(parts, op) for backend in self.backends.values())
         return next((made for made in found if made is not None), None)

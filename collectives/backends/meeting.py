@@ -33,6 +33,10 @@ _X, _OUT, _ADDRESSES, _FILLED, _FACTOR = 5, 7, 9, 11, 12
 _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and of what comes from there
 
 
+class MeetsInMemory:
+    """A collective call in which the ranks meet in shared memory, so that none need wait before."""
+
+
 class Entry(NamedTuple):
     """The operation that a rank is about to run; all ranks must agree on it.
 

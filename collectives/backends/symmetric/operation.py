@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...buffers import Buffer
-from ..meeting import Entry, Meeting, Ranges
+from ..meeting import Entry, Meeting, MeetsInMemory, Ranges
 from .group import Group
 from .processor import Program
 from .staging import Stages
@@ -23,10 +23,6 @@ class Movement:
     leaving: Ranges
     coming: Ranges
     fan: int
-
-
-class MeetsInMemory:
-    """A collective call in which the ranks meet in shared memory, so that none need wait before."""
 
 
 class Operation(MeetsInMemory):

@@ -23,9 +23,8 @@ from ...memory.counters import STRIDE, Counters
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...positions import listing
 from ...reduction import Call, Reduction
-from ..meeting import Meeting, Meetings
+from ..meeting import Meeting, Meetings, MeetsInMemory
 from .group import Group, entry_of
-from .operation import MeetsInMemory
 from .tickets import Tickets
 
 _CHUNK_BYTES = 1 << 20
