@@ -831,7 +831,7 @@ class Communicator:
             if not made:
                 raise OperationError(f"{operation}: a GPU of this group has no room for {elements} of {kind.name}")
             sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-            return self._dispatch.gpus(index).array(made[0], sizes, dtype)
+            return self._dispatch.gpu.group(index).array(made[0], sizes, dtype)
 
         def task() -> None:
             memory = self._dispatch.allocate(elements * kind.itemsize, kind, shared=shared)

@@ -29,7 +29,6 @@ from ..topology import Topology, discover
 from ..witness import show, witnessed
 from .backend import Call, PartitionedCall, Resources, in_shared_memory
 from .cuda.backend import GpuBackend
-from .cuda.group import GpuGroup
 from .cuda.memory import DeviceMemory
 from .cuda.task import Task
 from .meeting import Meetings, MeetsInMemory
@@ -184,10 +183,6 @@ class Dispatch:
             self._gpu = GpuBackend(self)
         return self._gpu
 
-    def gpus(self, index: int) -> GpuGroup:
-        """The memory, streams and ways that the ranks have set up for their GPUs. Collective at first."""
-        return self.gpu.group(index)
-
     def takes_addresses(self, other: int) -> bool:
         """Returns whether messages to and from that rank may be of GPU memory; see GpuBackend."""
         return self._gpu is not None and self._gpu.takes_addresses(other)
@@ -233,7 +228,7 @@ class Dispatch:
     def allocate_on_gpu(self, index: int, nbytes: int, dtype: DType, *, shared: bool) -> DeviceMemory:
         """Allocates memory on a GPU; see GpuGroup."""
         self.announce("shared" if shared else "empty", f" of {dtype.name} on a GPU")
-        memory = self.gpus(index).allocate(nbytes, shared=shared)
+        memory = self.gpu.group(index).allocate(nbytes, shared=shared)
         if not memory.stride:
             note_one_for_all(memory)
         return memory

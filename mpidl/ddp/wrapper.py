@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -284,15 +284,12 @@ class DistributedDataParallel(torch.nn.Module):
 
     # ---- synchronisation --------------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate gradients; the first one outside averages the sums.
 
         The forward pass must be inside too.
         """
-        return self._no_sync()
-
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

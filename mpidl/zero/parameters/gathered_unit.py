@@ -210,21 +210,6 @@ class GatheredUnit:
         for flat in self.flats:
             flat.release(before_read)
 
-    def copy(self) -> None:
-        """Makes the parameters views of a copy of this rank's own, for one block more."""
-        for flat in self.flats:
-            flat.copy()
-
-    def follow(self) -> None:
-        """Lets the copy, if there is one, take what was gathered meanwhile."""
-        for flat in self.flats:
-            flat.follow()
-
-    def keep_changes(self) -> None:
-        """Takes this rank's shard from the copy, at the end of a block."""
-        for flat in self.flats:
-            flat.keep_changes()
-
 
 class Call:
     """Follows the backward pass of one forward pass through a unit, from its outputs to its inputs.

@@ -419,8 +419,8 @@ class ShardedParameters(ParameterStrategy):
         pinned = [unit for unit in self._units if unit.pin_count]
         if pinned:
             self._rounds.refresh([unit.number for unit in pinned])
-            for unit in pinned:
-                unit.follow()
+            for flat in (flat for unit in pinned for flat in unit.flats):
+                flat.follow()
 
     # ---- whole parameters -------------------------------------------------------------------------------------------
 
@@ -436,14 +436,15 @@ class ShardedParameters(ParameterStrategy):
         for unit in chosen:
             self._unshard(unit)
             unit.pin_count += 1
-        for unit in chosen if writable else ():
-            unit.copy()
+        flats = [flat for unit in chosen for flat in unit.flats]
+        for flat in flats if writable else ():
+            flat.copy()
         try:
             yield
         finally:
             if writable:
-                for unit in chosen:
-                    unit.keep_changes()
+                for flat in flats:
+                    flat.keep_changes()
                 self._rounds.refresh([unit.number for unit in chosen])
             for unit in chosen:
                 unit.pin_count -= 1

@@ -67,7 +67,7 @@ def taken(comm: Communicator, standin: Gpu) -> str:
     x = standin.put(torch.full((1000,), float(comm.rank)))
     comm.all_reduce(x)
     assert (standin.get(x) == sum(range(comm.size))).all()
-    return comm._dispatch.gpus(0).transports.all
+    return comm._dispatch.gpu.group(0).transports.all
 
 
 @pytest.mark.one_node
@@ -115,7 +115,7 @@ def test_streams_wait_for_streams_only_where_that_was_seen(
     standin.seed = 5  # streams pause
     standin.events = events if comm.rank == comm.size - 1 else "yes"
     assert taken(comm, standin) == "ipc"
-    assert comm._dispatch.gpus(0)._ipc._barrier.on_gpu == (events == "yes")
+    assert comm._dispatch.gpu.group(0)._ipc._barrier.on_gpu == (events == "yes")
     for size in (1, 5000):
         x, y = standin.put(torch.full((size,), comm.rank + 1.0)), comm.empty(size, torch.float32, device="cuda:0")
         standin.fill(y, torch.full((size,), comm.rank + 1.0))
