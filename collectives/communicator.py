@@ -22,60 +22,36 @@ and raises ArgumentTypeError or ArgumentError for what it cannot work with.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
-import os
-import sys
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
-from math import inf
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from . import arguments, buffers, coalesced, details, reduction
 from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
 from .backends.backend import PartitionedCall
-from .backends.checks import CheckedDispatch, is_debugging
 from .backends.cuda.arrays import gpu_index
-from .backends.cuda.pages import DevicePages
-from .backends.cuda.task import Task
-from .backends.dispatch import Dispatch
-from .backends.meeting import MeetsInMemory
-from .backends.selection import Selection, read_tables
 from .buffers import Buffer, DeviceBuffer, signature
-from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
-from .errors import ArgumentError, MismatchError, OperationError
-from .forked import is_forked, refuse_if_forked, why
+from .dropped import freed_if_mpi_fails
+from .errors import ArgumentError, OperationError
+from .group_memory import GroupMemory
 from .idle_wait import background_on_all_ranks
-from .labels import is_profiled, label, record_function
-from .leftovers import remove_names
-from .lifetime import keep_for_ever
-from .memory.pages import Pages
-from .memory.shared_memory import SharedMemory, is_one_for_all
-from .messages import Messages
+from .labels import label
+from .memory.shared_memory import is_one_for_all
+from .ordered_group import Plain, Prepared
 from .partition import Splits
 from .partitioned import PartitionedAllReduce
 from .positions import NO_WORDS, words
-from .progress import Progress, Work
+from .progress import Work
 from .reduction import Reduction
-from .topology import discover, world_ranks
-from .watchdog import Guard, limit_of, watch
 
 _KEPT_CALLS = 1024
-_CLOSE_AFTER_ERROR = 2.0  # seconds
-Plain = Callable[[], None]
-Call = Plain | Task
-Prepared = tuple[Call, bytes]  # and its words, from `details`
-Made = TypeVar("Made")
 
 
-class Communicator:
+class Communicator(GroupMemory):
     """A group of ranks and the operations among them.
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
@@ -91,77 +67,6 @@ class Communicator:
     With MPIDL_DEBUG=1 in the environment the ranks compare, before every operation, what they are about to do, and
     raise the same MismatchError on all ranks where that differs.
     """
-
-    def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None) -> None:
-        refuse_if_forked("Communicator")
-        if mpi is not None and not isinstance(mpi, MPI.Intracomm):
-            raise arguments.wrong_type("mpi", mpi, "an mpi4py intracommunicator")
-        self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
-        limit = self._agreed(lambda: limit_of(timeout))
-        free_dropped(self.mpi)
-        self._made: list[MPI.Intracomm] = []  # by this object, to be freed
-        with freed_if_mpi_fails("Communicator", self._made):
-            self._collective = self._duplicated(self.mpi)
-            self._for_messages = self._duplicated(self.mpi)
-            place = discover(self._collective, self._made)
-        self._progress = Progress()
-        self._issued = 0
-        self._calls: dict[tuple[Any, ...], Prepared] = {}
-        self._unusable, self._failed = "", False
-        self._refusal: type[MismatchError | OperationError] = OperationError
-        self._closed = self._exempt = False
-        self._compound_in: int | None = None  # the thread that runs one
-        self._duplicates: list[Communicator] = []
-        weakref.finalize(self, self._progress.abandon).atexit = False  # there everything queued is waited for
-        self._timeout = timeout
-        self.rank: int = self.mpi.Get_rank()
-        self.size: int = self.mpi.Get_size()
-        self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
-        self.node_ranks: tuple[int, ...] = place.members
-        if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
-            remove_names()
-        self._crowded = place.crowded
-        self._progress.may_sleep = place.nodes > 1 or place.full
-        self._progress.follows = place.full and not place.crowded and place.nodes == 1
-        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
-        self._positions = self._dispatch.positions
-        self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses)
-        tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
-        tables, number = self._collective.bcast((tables, next(_numbers)))
-        self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
-        self._choose = self._selection.choose
-        self._barrier = self._dispatch.prepare("barrier", "mpi")
-        world = world_ranks(self.mpi)
-        self._guard: Guard | None = None
-        if self.size > 1 and limit < inf:
-            seen = list(place.members) if self._positions.shared else [self.rank]
-            named = world if min(world) >= 0 else list(range(self.size))
-            self._guard = Guard(self._for_messages, self._positions, seen, named, limit)
-            watch(self._guard)
-        guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
-        left = Left(world, self._made, self._messages.channels, guard)
-        self._when_dropped = when_dropped(self, (world[0], number), left)
-        _alive.add(self)
-
-    def _duplicated(self, mpi: MPI.Intracomm) -> MPI.Intracomm:
-        made = mpi.Dup()
-        self._made.append(made)
-        return made
-
-    def _agreed(self, make: Callable[[], Made]) -> Made:
-        """Returns `make()`; if it raises on some rank, the first such rank's error is raised on all. Collective."""
-        made, error = None, None
-        try:
-            made = make()
-        except ArgumentError as failure:
-            error = failure
-        for found in self.mpi.allgather(error):
-            if found is not None:
-                raise found
-        return made  # type: ignore[return-value]
-
-    def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, size={self.size})"
 
     def algorithms(self, operation: str) -> list[str]:
         """The values of `algorithm=` for an operation here; not every one serves every dtype and operator."""
@@ -476,7 +381,7 @@ class Communicator:
         call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
         return self._issue("compound", call, words(name), async_op, name=name)
 
-    # ---- groups and memory ------------------------------------------------------------------------------------
+    # ---- groups -----------------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A Communicator of the ranks that give the same colour, ordered by key, then rank; None for colour None.
@@ -533,123 +438,6 @@ class Communicator:
         assert made is not None
         self._duplicates.append(made)
         return made
-
-    def empty(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
-        """An uninitialised array in symmetric memory: the node's other ranks reach it without a copy of their own.
-
-        A torch tensor for a torch dtype, else a numpy array; freed like any other. Collective: every rank makes the
-        same calls in the same order, with the same dtype. Where the node cannot share memory it is an ordinary array.
-        device: as torch has it; on a GPU ("cuda", "cuda:1") it is a torch or cupy array.
-        """
-        return self._allocate("empty", shape, dtype, device, shared=False)
-
-    def shared(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
-        """An uninitialised array that is the same memory on all ranks of the node; otherwise like `empty`.
-
-        For the output of all_gather: each rank writes its part in place, and to gather is only to wait. Where the node
-        cannot share memory every rank has an array of its own, and the same all_gather sends messages. Reductions
-        refuse such an array, as all ranks' contributions would be one.
-        """
-        return self._allocate("shared", shape, dtype, device, shared=True)
-
-    def pages(self, nbytes: int, *, shared: bool = True, device: Any = "cpu") -> Pages | DevicePages:
-        """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
-
-        shared: the same memory on all ranks of the node, as of `shared`, where they can share memory. Ranks of a node
-        that do not reserve the pages before they write to shared ones risk to be killed where there is no room.
-        device: as torch has it; on a GPU each rank has its own, in which addresses change (`backends.cuda.pages`).
-        """
-        if gpu_index("pages", device) is not None:
-            return DevicePages(device)
-        size = arguments.elements("pages: nbytes", nbytes)
-        made: list[SharedMemory] = []
-        self._calls.clear()  # as for any new memory
-
-        def task() -> None:
-            kind = buffers.describe(np.uint8)
-            memory = self._dispatch.allocate(size, kind, shared=True, reserved=False) if shared else None
-            if memory is not None:
-                made.append(memory)
-
-        self._issue("pages", task, NO_WORDS, async_op=False)
-        return Pages(made[0], made[0].file) if made else Pages.private(size)
-
-    def is_shared(self, array: Any) -> bool:
-        """Returns whether an array is from `shared`, and one memory for all ranks of the node indeed."""
-        return self._dispatch.is_shared(buffers.inspect(array, "is_shared", writable=False).address)
-
-    @property
-    def exempt_from_watchdog(self) -> bool:
-        """Exempts this rank's waits from the watchdog: the other ranks may come late without an error. May be set."""
-        return self._exempt
-
-    @exempt_from_watchdog.setter
-    def exempt_from_watchdog(self, on: bool) -> None:
-        self._exempt = on
-        if on and not self._unusable:
-            self._positions.leave()
-
-    def register_drain_hook(self, task: Plain | None) -> None:
-        """Registers a task to run before the last wait for what is queued here; to be called on every rank.
-
-        That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such
-        task, which the other ranks are told of: they may still be in the middle of their program.
-        """
-        self._progress.drain_hook = task
-        if self._guard is not None:
-            self._guard.late = task is not None
-
-    def close(self) -> None:
-        """Finishes what is queued and frees the duplicated communicators. Collective; the object is unusable after.
-
-        Messages that were sent are delivered, or dropped if their receiver has not asked for them. Receives that
-        nothing was sent for end with an OperationError.
-
-        While an exception is handled, as in a `finally` block, it waits two seconds for the other ranks. If they do not
-        come it frees nothing, so that the exception goes on and ends the job.
-        """
-        if self._closed:
-            return
-        self._when_dropped.detach()
-        everywhere = MPI.REQUEST_NULL if self._failed else self._for_messages.Ibarrier()
-        if not _all_arrive(everywhere):
-            self._leave_open(everywhere)
-            return
-        if self._progress.drain_hook is not None:
-            self._progress.drain_hook()
-            self.register_drain_hook(None)
-        self._closed, self._unusable = True, "it was closed"
-        for made in self._duplicates:
-            made.close()
-        self._progress.close()
-        if not self._failed:  # else the other ranks may never come here
-            self._positions.enter(self._issued + 1, "close")
-            everywhere.Wait()
-            self._messages.channels.close()
-            self._positions.leave()
-        if self._guard is not None:
-            self._guard.close()
-        self._dispatch.close()
-        for comm in self._made:
-            comm.Free()
-
-    def _leave_open(self, everywhere: MPI.Request) -> None:
-        """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory."""
-        self._closed, self._unusable = True, "it was closed after an exception, while other ranks were elsewhere"
-        self.register_drain_hook(None)
-        for made in self._duplicates:
-            made._when_dropped.detach()
-            made._leave_open(MPI.REQUEST_NULL)
-        self._progress.abandon()
-        self._positions.leave(failed=True)
-        keep_for_ever((self._dispatch, self._made, everywhere))
-
-    def abort(self, status: int = 1) -> None:
-        """Ends all processes of the job at once with an exit status. Does not return. From any thread."""
-        refuse_if_forked("abort")
-        if MPI.Query_thread() < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
-            os._exit(status)  # mpirun then ends the other ranks
-        self.mpi.Abort(status)
 
     # ---- lists of arrays --------------------------------------------------------------------------------------
 
@@ -723,124 +511,6 @@ class Communicator:
             self._calls[key] = call
         return call
 
-    def _issue(
-        self, operation: str, task: Call, detail: bytes, async_op: bool, arrays: Any = None, name: str | None = None
-    ) -> Work | None:
-        """Runs the operation now if nothing is before it, else queues it, with the arrays that it must keep alive.
-
-        detail: from `details`.
-        """
-        if self._unusable:
-            self._refuse_if_unusable(operation)
-        if isinstance(task, Task):
-            started = task.start(arrays, hold=async_op)
-            return started.finish(self._issue(operation, started.run, detail, async_op, arrays, name))
-        if self._compound_in is not None and self._compound_in == threading.get_ident():
-            if async_op:
-                raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
-            task()
-            return None
-        number = self._issued = self._issued + 1
-        if async_op or not self._progress.take_turn():
-            called = self._name(name or operation, number)
-            run = partial(self._run_queued, operation, number, task, detail, async_op, arrays)
-            work = self._progress.submit(called, run)
-            if async_op:
-                return work
-            work.wait()
-            return None
-        try:
-            if is_profiled():
-                with record_function(f"collectives::{operation}", name):
-                    self._run(operation, number, task, detail, arrays)
-            else:
-                self._run(operation, number, task, detail, arrays)
-        finally:
-            self._progress.end_turn()
-        return None
-
-    def _refuse_if_unusable(self, operation: str) -> None:
-        if self._unusable:
-            raise self._refusal(f"{operation}: this communicator cannot be used any more: {self._unusable}")
-
-    def _next_number(self) -> int:
-        """The number of the next operation that is issued here."""
-        self._refuse_if_unusable("hand_in")
-        return self._issued + 1
-
-    def _run(self, operation: str, number: int, task: Plain, detail: bytes, arrays: Any, queued: bool = False) -> None:
-        if self._failed:  # since this operation was issued
-            self._refuse_if_unusable(operation)
-        self._positions.enter(number, operation, detail, queued)
-        if self._exempt:
-            self._positions.leave()  # for the watchdog it waits for no rank
-        try:
-            if (queued or self._crowded) and not isinstance(task, MeetsInMemory):
-                self._positions.wait_for_all(number)
-            task()
-        except MismatchError:  # on all ranks, before anything was sent
-            self._positions.leave()
-            raise
-        except BaseException as error:  # the other ranks may be anywhere in the operation, and write to its memory
-            keep_for_ever((arrays, self._dispatch))
-            self._positions.leave(failed=True)
-            self._give_up(f"{self._name(operation, number)} failed: {error!r}")
-            if isinstance(error, MPI.Exception):
-                raise OperationError(f"{self._name(operation, number)} failed: {error}") from error
-            raise
-        self._positions.leave()
-
-    def _run_queued(self, operation: str, number: int, task: Plain, detail: bytes, async_op: bool, arrays: Any) -> None:
-        """Runs an operation in its turn. arrays: to be kept alive until then.
-
-        A MismatchError of an asynchronous operation makes the communicator unusable: each rank must find the same
-        before the same operation, and when a rank waits for the error is up to its program.
-        """
-        try:
-            self._run(operation, number, task, detail, arrays, queued=True)
-        except MismatchError as error:
-            if async_op:
-                self._refusal = MismatchError
-                self._give_up(f"{self._name(operation, number)} failed: {error}")
-            raise
-
-    def _give_up(self, why: str) -> None:
-        """Refuses every operation from here on, also those that are queued."""
-        self._unusable, self._failed = why, True
-        self._when_dropped.detach()  # MPI may still be at work in it
-
-    def _name(self, operation: str, number: int) -> str:
-        return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"
-
-    def _allocate(self, operation: str, shape: int | Sequence[int], dtype: Any, device: Any, *, shared: bool) -> Any:
-        kind = buffers.describe(dtype)
-        elements = arguments.elements(f"{operation}: shape", shape)
-        index = gpu_index(operation, device)
-        of_dtype = f"of {kind.name}"
-        made: list[Any] = []
-        self._calls.clear()  # an array that is freed may have had an address that is now of this memory
-
-        def on_gpu() -> None:
-            assert index is not None
-            with contextlib.suppress(MemoryError):
-                nbytes = elements * kind.itemsize
-                made.append(self._dispatch.allocate_on_gpu(index, nbytes, kind, shared=shared))
-
-        if index is not None:
-            self._issue(operation, on_gpu, words(of_dtype), async_op=False)
-            if not made:
-                raise OperationError(f"{operation}: a GPU of this group has no room for {elements} of {kind.name}")
-            sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-            return self._dispatch.gpu.group(index).array(made[0], sizes, dtype)
-
-        def task() -> None:
-            memory = self._dispatch.allocate(elements * kind.itemsize, kind, shared=shared)
-            if memory is not None:
-                made.append(buffers.over(memory, memory.offset(self.local_rank), shape, dtype))
-
-        self._issue(operation, task, words(of_dtype), async_op=False)
-        return made[0] if made else buffers.empty(shape, dtype)
-
     def _refuse_shared(self, name: str, data: Buffer) -> None:
         if is_one_for_all(data.address):
             raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
@@ -855,33 +525,6 @@ class Communicator:
         if data.size != size:
             raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
         return data
-
-
-_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_numbers = itertools.count()
-
-
-def _all_arrive(everywhere: MPI.Request) -> bool:
-    """True unless an exception is being handled and the request does not complete within `_CLOSE_AFTER_ERROR`."""
-    if sys.exc_info()[0] is None:
-        return True
-    limit = time.monotonic() + _CLOSE_AFTER_ERROR
-    while not everywhere.Test():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(1e-3)
-    return True
-
-
-def _close_in_child() -> None:
-    """Refuses operations in a forked child of a rank, which frees nothing."""
-    if is_forked():
-        for comm in _alive:
-            comm._closed, comm._unusable = True, why()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _tuple(counts: Any) -> Any:

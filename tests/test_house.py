@@ -99,6 +99,7 @@ LAYERS = {
         "backends": "backends partitioned",
         "messages": "message_work messages dropped",
         "dispatch": "backends.registry backends.dispatch backends.checks",
+        "group": "ordered_group group_memory",
         "API": "communicator",
         "over it": "__init__ devices deadlock diagnostics timing tune",
     },
