@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ import torch
 from collectives import Work
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import BucketShards, GradBucket, Handle, Hook, Then, begin, plain_wait, result_of
+from ...comm_hooks import Hook, begin, plain_wait
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
@@ -45,54 +44,11 @@ from ...gradients.foreign_steps import ForeignSteps
 from ...partial_steps import NOT_REDUCED
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
+from .bucket_gradient import BucketGradient
 from .gradient_buffers import GradientBuffers
+from .hooked_reduction import shown_bucket, take_result
 from .sharded_gradient import ShardedGradient
-
-
-@dataclass(eq=False)
-class _Gradients:
-    """The gradients of one bucket.
-
-    In memory, in stages 2 and 3: nothing until the first gradient arrives; then bucket.flat, until it is reduced; then
-    `shard` alone, until `clear`. Stage 1 keeps bucket.flat, of which `shard` is a view.
-
-    number: of the bucket, in the order of reductions.
-    keeps_memory: whether the bucket is reduced into `memory`, which stays from step to step, and not in place.
-    filled: per parameter, whether its place in bucket.flat holds a gradient of passes not yet reduced.
-    reached: per parameter, whether any pass since zero_grad gave it a gradient.
-    shard: the reduced part, of all passes since zero_grad. target: what the reduction in flight writes.
-    handle: of a communication hook, while its reduction is in flight.
-    agreed_reached: `reached` of all ranks, once the work is complete, for a `Stepper`.
-    used: per parameter, whether a `Stepper` has used up the last pass's gradient.
-    """
-
-    number: int
-    bucket: GradientBucket
-    keeps_memory: bool
-    filled: list[bool]
-    reached: list[bool]
-    shard: torch.Tensor | None = None
-    memory: torch.Tensor | None = None
-    target: torch.Tensor | None = None
-    handle: Handle | None = None
-    agreed_reached: tuple[np.ndarray, Work] | None = None
-    used: list[bool] = field(default_factory=list)
-
-
-class Stepper(Protocol):
-    """Steps on each bucket's shard as soon as it is reduced, so that no gradient is kept. Alike on all ranks."""
-
-    def begin(self) -> None:
-        """A pass that communicates begins."""
-
-    def launched(self, number: int) -> None:
-        """All gradients of a bucket are there on this rank."""
-
-    def step(self, number: int, gradient: torch.Tensor, reached: Sequence[bool]) -> None:
-        """A bucket has been reduced, to this rank's shard of the gradient; its parameters that any rank has reached."""
-
-    def end(self) -> None:
-        """All buckets have been."""
+from .stepper import Stepper
 
 
 class GradientShards:
@@ -144,9 +100,9 @@ class GradientShards:
         self._wait = wait
         self._num_shared_buffers = num_shared_buffers
         self.counted = {"reductions": 0, "reduced_bytes": 0}
-        self._of: dict[GradientBucket, _Gradients] = {}
+        self._of: dict[GradientBucket, BucketGradient] = {}
         self._algorithm = by_rank(self._comm, "reduce_scatter")
-        self._in_flight: deque[_Gradients] = deque()
+        self._in_flight: deque[BucketGradient] = deque()
         self._gradients_after_launch: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
         self._foreign = ForeignSteps(names)
         self._parameters: list[torch.nn.Parameter] = []  # of all buckets
@@ -180,7 +136,7 @@ class GradientShards:
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
             keeps_memory = self._keeps_shard_memory and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
-            self._of[bucket] = _Gradients(len(self._of), bucket, keeps_memory, [False] * count, [False] * count)
+            self._of[bucket] = BucketGradient(len(self._of), bucket, keeps_memory, [False] * count, [False] * count)
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
@@ -248,7 +204,7 @@ class GradientShards:
         for gradients in self._of.values():
             self._clear(gradients)
 
-    def _clear(self, gradients: _Gradients) -> None:
+    def _clear(self, gradients: BucketGradient) -> None:
         gradients.shard = None
         gradients.filled = [False] * len(gradients.filled)
         gradients.reached = [False] * len(gradients.reached)
@@ -357,7 +313,7 @@ class GradientShards:
             self._launch(bucket)
         self._finish_reductions()
 
-    def _ensure_storage(self, gradients: _Gradients) -> None:
+    def _ensure_storage(self, gradients: BucketGradient) -> None:
         """Gives the bucket storage, if it has none, and moves what it reduced before out of it.
 
         Waits for the oldest reductions where all buffers are in use.
@@ -391,7 +347,8 @@ class GradientShards:
         if self.hook is None:
             bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
         else:
-            gradients.handle = begin(self.hook, self._shown(gradients, bucket.flat))
+            last = gradients.number == len(self.queue.buckets) - 1
+            gradients.handle = begin(self.hook, shown_bucket(gradients, last, self._over, self._algorithm))
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
         self._in_flight.append(gradients)
@@ -412,7 +369,7 @@ class GradientShards:
         bucket = gradients.bucket
         assert bucket.flat is not None
         if gradients.handle is not None:
-            self._take_result(gradients, gradients.handle, bucket.flat)
+            take_result(gradients, self._comm.rank, self._wait)
         else:
             assert bucket.work is not None
             self._wait(bucket.work)
@@ -434,38 +391,7 @@ class GradientShards:
         if not self._keep_whole:
             self._release_storage(bucket)
 
-    def _shown(self, gradients: _Gradients, flat: torch.Tensor) -> GradBucket:
-        """The bucket as a communication hook sees it."""
-        bucket, size = gradients.bucket, gradients.bucket.layout.shard_size
-
-        def reduce_scatter(values: torch.Tensor) -> Handle:
-            if values is flat:
-                own, algorithm = gradients.target, self._algorithm
-                assert own is not None
-            else:
-                own, algorithm = bucket.layout.shard(values, self._comm.rank), "auto"  # in ordinary memory
-            return Then(self._over.reduce_scatter(own, values, algorithm), lambda: own)
-
-        shards = BucketShards(slice(self._comm.rank * size, (self._comm.rank + 1) * size), reduce_scatter)
-        last = gradients.number == len(self.queue.buckets) - 1
-        return GradBucket(gradients.number, last, flat, bucket.views, bucket.parameters, {}, shards)
-
-    def _take_result(self, gradients: _Gradients, handle: Handle, flat: torch.Tensor) -> None:
-        """Waits for what a hook has started, and puts this rank's part of the mean where it is expected."""
-        found, target = result_of(handle, self._wait), gradients.target
-        assert target is not None
-        found = flat if found is None else found
-        if found.numel() not in (flat.numel(), target.numel()):
-            raise TrainingError(
-                f"the communication hook's result has {found.numel()} elements; needs the bucket's {flat.numel()}, or "
-                f"the {target.numel()} of this rank's shard"
-            )
-        if found.numel() == flat.numel():
-            found = gradients.bucket.layout.shard(found, self._comm.rank)
-        if found.data_ptr() != target.data_ptr():
-            target.copy_(found)
-
-    def _step(self, stepper: Stepper, gradients: _Gradients, steps: bool) -> None:
+    def _step(self, stepper: Stepper, gradients: BucketGradient, steps: bool) -> None:
         """Gives the reduced gradient to the stepper, and forgets it."""
         assert gradients.agreed_reached is not None
         assert gradients.shard is not None

@@ -1,0 +1,57 @@
+"""A communication hook in place of a bucket's reduce-scatter: the bucket as the hook sees it, and the hook's result.
+
+Both run in the thread of the backward pass. The hook starts the communication, for the same buckets in the same order
+on every rank; `take_result` waits for it as the engine waits for its own reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from collectives import Work
+
+from ...comm_hooks import BucketShards, GradBucket, Handle, Then, result_of
+from ...errors import TrainingError
+from ..shard_group import ShardGroup
+from .bucket_gradient import BucketGradient
+
+
+def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str) -> GradBucket:
+    """Returns the bucket as a communication hook sees it.
+
+    last: whether no bucket follows in the pass. algorithm: of the reduce-scatter of the bucket's own memory.
+    """
+    bucket, flat, size = gradient.bucket, gradient.bucket.flat, gradient.bucket.layout.shard_size
+    assert flat is not None
+
+    def reduce_scatter(values: torch.Tensor) -> Handle:
+        if values is flat:
+            own, chosen = gradient.target, algorithm
+            assert own is not None
+        else:
+            own, chosen = bucket.layout.shard(values, over.rank), "auto"  # in ordinary memory
+        return Then(over.reduce_scatter(own, values, chosen), lambda: own)
+
+    shards = BucketShards(slice(over.rank * size, (over.rank + 1) * size), reduce_scatter)
+    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, {}, shards)
+
+
+def take_result(gradient: BucketGradient, rank: int, wait: Callable[[Work], None]) -> None:
+    """Waits for what a hook has started, and puts this rank's part of the mean where it is expected."""
+    flat, target, handle = gradient.bucket.flat, gradient.target, gradient.handle
+    assert flat is not None
+    assert target is not None
+    assert handle is not None
+    found = result_of(handle, wait)
+    found = flat if found is None else found
+    if found.numel() not in (flat.numel(), target.numel()):
+        raise TrainingError(
+            f"the communication hook's result has {found.numel()} elements; needs the bucket's {flat.numel()}, or "
+            f"the {target.numel()} of this rank's shard"
+        )
+    if found.numel() == flat.numel():
+        found = gradient.bucket.layout.shard(found, rank)
+    if found.data_ptr() != target.data_ptr():
+        target.copy_(found)
