@@ -8,7 +8,7 @@ incomplete     several backward passes of one forward pass
 contents       notices parameters that were replaced or resized
 shown_forward  `forward` with the signature of the module inside
 sparse         gradients of sparse embeddings
-join_hook      ranks with fewer batches than others
+join_hook      ranks with fewer batches than others; joined_passes: what the reducer keeps of them
 backward_steps steps within the backward pass
 steppable      which optimizers can make them
 used_gradient  what they leave in `.grad`

@@ -40,11 +40,11 @@ class WrapperJoinHook(JoinHook):
             raise ConfigurationError(
                 "join: SyncBatchNorm needs all ranks in every forward pass; set throw_on_early_termination=True"
             )
-        self._reducer.joining = self
+        self._reducer.join.joining = self
 
     def main_hook(self) -> None:
         """The begin of a backward pass, and its end, in turn."""
-        if self._reducer.is_join_shadow:
+        if self._reducer.join.is_shadow:
             self._reducer.end_shadow_pass()
         else:
             self._reducer.begin_shadow_pass()

@@ -17,7 +17,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ from ..gradients.bucket_queue import BucketQueue
 from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
 from ..gradients.foreign_steps import ForeignSteps
 from ..job.agreement import raise_everywhere
-from ..job.join import JoinTurns, Turn
 from ..job.objects import broadcast_object
 from ..partial_steps import STEP_NOT_CALLED
 from ..replicas.broadcast import broadcast_states
@@ -51,21 +50,9 @@ from .backward_steps import BackwardSteps
 from .bucket_memory import BucketMemory
 from .contents import Contents
 from .incomplete import IncompletePass
+from .joined_passes import JoinedPasses
 from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
-
-
-class Joining(Protocol):
-    """A `Join` block around the passes, as the reducer uses it (`join_hook.WrapperJoinHook`)."""
-
-    turns: JoinTurns
-
-    @property
-    def mean_correction(self) -> float:
-        """The factor of the mean over all ranks."""
-
-    def tell(self, turn: Turn) -> None:
-        """Tells the ranks without batches which operation this one begins."""
 
 
 class Reducer:
@@ -103,11 +90,7 @@ class Reducer:
         self.hook: tuple[Any, comm_hooks.Hook] | None = None  # what communicates instead of `_averages`, and its state
         self.pending_order: list[torch.nn.Parameter] | None = None
         self.rebuilt = False
-        self.order_root = 0  # whose order of arrival counts
-        self.joining: Joining | None = None
-        self.is_join_shadow = False  # this rank has no batches left, and contributes zeros to a pass of the others
-        self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank meanwhile
-        self.mean_correction = 1.0  # factor of the mean over all ranks
+        self.join = JoinedPasses()
         self._place = place
         self._arena = BucketMemory(comm, place.device)
         self._averages: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
@@ -164,8 +147,8 @@ class Reducer:
 
         Collective only in training mode in a `join` that ends with the first rank. training: the module's mode.
         """
-        if training and self.joining is not None and self.joining.turns.throw:
-            self.joining.tell(Turn.FORWARD)
+        if training:
+            self.join.begin_forward()
         self._wanted = self._what_trains()
         if self._wanted != self._trains:
             self.queue.listen(self._trained_by(self._wanted))
@@ -322,19 +305,14 @@ class Reducer:
             self.queue.mark_missing(p)
 
     def _begin_turn(self) -> None:
-        if self.joining is not None and self.queue.synchronise:
-            self.joining.tell(Turn.BACKWARD)
-            self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.turns.root
+        if self.queue.synchronise:
+            self.join.begin_backward()
 
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
-        assert self.joining is not None
-        self.mean_correction, self.order_root = self.joining.mean_correction, self.joining.turns.root
-        self.is_join_shadow = True
+        self.join.begin_shadow()
         self._agree_on_buckets()
-        self._own = {p: p.grad for p in self._trained}
-        for p in self._own:
-            p.grad = None
+        self.join.take_gradients(self._trained)
         self.queue.launch_rest()
 
     def end_shadow_pass(self) -> None:
@@ -342,20 +320,15 @@ class Reducer:
         try:
             self.queue.finish()
         finally:
-            self.is_join_shadow = False
             self.queue.reset()
-            for p, gradient in self._own.items():
-                p.grad = gradient
-            self._own = {}
+            self.join.end_shadow()
 
     def leave_join(self) -> None:
         """Ends the block: passes are those of all ranks again."""
-        if self.is_join_shadow:  # an exception ends it
-            self._own, own = {}, self._own
+        if self.join.is_shadow:  # an exception ends it
             self.queue.reset()
-            for p, gradient in own.items():
-                p.grad = gradient
-        self.joining, self.is_join_shadow, self.mean_correction, self.order_root = None, False, 1.0, 0
+            self.join.end_shadow()
+        self.join = JoinedPasses()
 
     # ---- within a pass ----------------------------------------------------------------------------------------
 
@@ -459,12 +432,11 @@ class Reducer:
         values = comm_hooks.result_of(handle)
         if values is not None and values.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(values)
-        if self.mean_correction != 1.0:
-            bucket.flat.mul_(self.mean_correction)
+        if self.join.mean_correction != 1.0:
+            bucket.flat.mul_(self.join.mean_correction)
 
     def _finish(self) -> None:
-        if self.joining is not None and not self.is_join_shadow:
-            self.joining.tell(Turn.END_OF_BACKWARD)
+        self.join.end_backward()
         results, self._results, self._opaque = self._results, [], False
         for bucket, handle in results:
             self._complete(bucket, handle)
@@ -476,7 +448,7 @@ class Reducer:
                 if p in self._sparse:
                     mean = mean_of_sparse(self.comm, p, p.grad)
                     if p in reached:
-                        p.grad = mean if self.mean_correction == 1.0 else mean * self.mean_correction
+                        p.grad = mean if self.join.mean_correction == 1.0 else mean * self.join.mean_correction
                 elif self.steps is not None:
                     continue  # it has what it is to have
                 elif p not in reached:
@@ -497,7 +469,7 @@ class Reducer:
             self._incomplete.arrived.update(self.queue.arrivals)
         else:
             self._incomplete = None
-            broadcast_states(self.comm, self._buffers(), self.order_root)
+            broadcast_states(self.comm, self._buffers(), self.join.order_root)
         if wrong or not reached:
             self._refuse_if_taken_out(wrong or self._trained)
         if wrong:
@@ -533,7 +505,7 @@ class Reducer:
                 fine = arrivals.get(p, 0) == self.queue.expected[p]
             else:
                 fine = p in arrivals or p in before or self._find_unused or self._static_graph
-            if not fine and not self.is_join_shadow:
+            if not fine and not self.join.is_shadow:
                 missed_by[number] = self.comm.rank
         if not self._static_graph and (missed_by >= 0).any():
             forwards = self._watch.forwards if self._incomplete is None else self._incomplete.forwards
@@ -571,7 +543,7 @@ class Reducer:
 
     def _learn(self) -> None:
         """Learns from the first synchronised pass the order of gradients, and for a static graph their number."""
-        if self._static_graph and not self._counts_known and not self.is_join_shadow:
+        if self._static_graph and not self._counts_known and not self.join.is_shadow:
             self.queue.expected = {p: self.queue.arrivals.get(p, 0) for p in self._trained}
             self.queue.defer_launch_to_end, self._counts_known = False, True
         if self.rebuilt:
@@ -580,7 +552,7 @@ class Reducer:
         if self._find_unused and not self._static_graph:
             return
         numbers = {p: number for number, p in enumerate(self._trained)}
-        order = broadcast_object(self.comm, [numbers[p] for p in self.queue.arrivals], self.order_root)  # type: ignore[index]
+        order = broadcast_object(self.comm, [numbers[p] for p in self.queue.arrivals], self.join.order_root)  # type: ignore[index]
         arrived = [self._trained[number] for number in order]
         first = set(arrived)
         self.pending_order = arrived + [p for p in reversed(self._trained) if p not in first]

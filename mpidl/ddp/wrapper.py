@@ -337,7 +337,7 @@ class DistributedDataParallel(torch.nn.Module):
         comm, names = self.process_group, self._named_parameters(frozen=True)
 
         def check() -> None:
-            if inside_backward() or (self._reducer is not None and self._reducer.joining is not None):
+            if inside_backward() or (self._reducer is not None and self._reducer.join.joining is not None):
                 raise ConfigurationConflict("step_in_backward: got called in a backward pass or a join; call it before")
             steppable.check(optimizers, names, set(self.module.parameters()).difference(names))
 

@@ -1,0 +1,81 @@
+"""Passes of a reducer in a `Join`: whose order counts, how the mean is corrected, and passes of a rank without batches.
+
+    rank with batches      begin_backward: tells the others | fills its buckets | end_backward: tells them
+    rank without           begin_shadow: gradients put aside | contributes zeros | end_shadow: gradients are back
+
+The collectives are the same on both, in the order of `reducer`. Outside of a `Join` all of this does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from ..job.join import JoinTurns, Turn
+
+
+class Joining(Protocol):
+    """A `Join` block around the passes, as the reducer uses it (`join_hook.WrapperJoinHook`)."""
+
+    turns: JoinTurns
+
+    @property
+    def mean_correction(self) -> float:
+        """The factor of the mean over all ranks."""
+
+    def tell(self, turn: Turn) -> None:
+        """Tells the ranks without batches which operation this one begins."""
+
+
+class JoinedPasses:
+    """The state of a reducer in a `Join`, or outside of one.
+
+    joining: the block; None outside. is_shadow: this rank has no batches left, and contributes zeros to a pass of the
+    others. mean_correction: factor of the mean over all ranks. order_root: the rank whose order of arrival counts.
+    """
+
+    def __init__(self) -> None:
+        self.joining: Joining | None = None
+        self.is_shadow = False
+        self.mean_correction, self.order_root = 1.0, 0
+        self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank in a shadow pass
+
+    def begin_forward(self) -> None:
+        """Tells the others of a forward pass in training mode, where the first rank that ends is an error."""
+        if self.joining is not None and self.joining.turns.throw:
+            self.joining.tell(Turn.FORWARD)
+
+    def begin_backward(self) -> None:
+        """Tells the ranks without batches that a backward pass begins, and takes over the ranks that have some."""
+        if self.joining is not None:
+            self.joining.tell(Turn.BACKWARD)
+            self._take_over(self.joining)
+
+    def end_backward(self) -> None:
+        """Tells the ranks without batches that the buckets of a backward pass are complete."""
+        if self.joining is not None and not self.is_shadow:
+            self.joining.tell(Turn.END_OF_BACKWARD)
+
+    def begin_shadow(self) -> None:
+        """Begins a shadow pass, as the others have told."""
+        assert self.joining is not None
+        self._take_over(self.joining)
+        self.is_shadow = True
+
+    def take_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Puts this rank's gradients aside until the shadow pass ends."""
+        self._own = {p: p.grad for p in parameters}
+        for p in self._own:
+            p.grad = None
+
+    def end_shadow(self) -> None:
+        """Ends the shadow pass; this rank's gradients are again those of before."""
+        self.is_shadow = False
+        self._own, own = {}, self._own
+        for p, gradient in own.items():
+            p.grad = gradient
+
+    def _take_over(self, joining: Joining) -> None:
+        self.mean_correction, self.order_root = joining.mean_correction, joining.turns.root
