@@ -39,7 +39,12 @@ class _Layer(nn.Module):
         config = ModelParallelConfig(
             tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True, perform_initialization=False
         )
-        common: dict[str, Any] = {"config": config, "init_method": nn.init.xavier_normal_, "bias": True, "skip_bias_add": False}
+        common: dict[str, Any] = {
+            "config": config,
+            "init_method": nn.init.xavier_normal_,
+            "bias": True,
+            "skip_bias_add": False,
+        }
         if column:
             self.layer = ColumnParallelLinear(whole.in_features, whole.out_features, gather_output=False, **common)
         else:
