@@ -30,6 +30,7 @@ from ..job.ending import TEMP_PATHS
 from ..models.pretrained import published_names
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
 from . import folder, index
+from .checks import mapping, record
 from .engine import Engine
 from .index import Entry, Index
 from .matching import plan
@@ -37,7 +38,7 @@ from .parts import refuse_parts
 from .reading import Reader
 from .regular import read_regular
 from .saving import wait
-from .schema import BLOCK, LONGEST_INDEX, file_name, mapping, record
+from .schema import BLOCK, LONGEST_INDEX, file_name
 from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, naming, write_all
 
 SINGLE = "model.safetensors"

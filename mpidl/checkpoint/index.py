@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..errors import CheckpointError
+from .checks import CODES, DTYPES
 from .regular import open_regular, read_regular
-from .schema import BLOCK, CODES, DTYPES, LONGEST_INDEX, check_index
+from .schema import BLOCK, LONGEST_INDEX, check_index
 from .tensorfile import checksum
 from .tree import Malformed, shown
 

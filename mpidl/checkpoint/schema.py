@@ -2,167 +2,43 @@
 
     text --json--> content --check--> valid content: all that is read by it lies inside the files
 
-A check is a function of a value that raises Malformed. The checks of a record are a dictionary; those between fields
-follow it. What is saved is checked too, so that nothing is written that cannot be read.
+What is saved is checked too, so that nothing is written that cannot be read.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
-
-import torch
 
 from ..mesh.layout import MODEL_AXES
 from ..models.published import FILES
 from . import tree
-from .tree import Malformed, check_at, shown, within
+from .checks import (
+    SIZES,
+    any_list,
+    bytes_of,
+    document,
+    dtype_code,
+    integer,
+    items,
+    mapping,
+    named,
+    nullable,
+    one_of,
+    record,
+    text,
+)
+from .tree import Malformed, shown, within
 
 BLOCK = 4 << 20  # bytes that have a checksum of their own
 LONGEST_INDEX = 256 << 20  # bytes
-_LARGEST = (1 << 63) - 1
-_LONGEST_NAME = 10_000
-_LONGEST_DOCUMENT = 16 << 20
-_MOST_DIMENSIONS = 64  # torch's own limit
 _OF_RANK = re.compile(r"rank(\d{5,})/((?:model|optimizer)/.*)", re.DOTALL)
 _STATE = re.compile(r"(?:rank\d{5,}/)?optimizer/([^/]*)/(.*)", re.DOTALL)
-SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-_SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 _WITHOUT_NUMPY = ("BF16", "F8_E4M3", "F8_E5M2")
-
-Check = Callable[[Any], None]
-
-
-# ---- checks of one value -----------------------------------------------------------------------------------
-
-
-def integer(least: int = 0) -> Check:
-    """Returns a check for an integer of at least `least` that fits in 64 bits; no boolean."""
-
-    def check(value: Any) -> None:
-        if type(value) is not int or not least <= value <= _LARGEST:
-            raise Malformed(f"is {shown(value)}; needs an integer of at least {least}")
-
-    return check
-
-
-def text(value: Any) -> None:
-    """Checks a name: a text without null characters that UTF-8 can encode."""
-    if type(value) is not str or len(value) > _LONGEST_NAME:
-        raise Malformed(f"is {shown(value)}; needs a text of at most {_LONGEST_NAME} characters")
-    if "\0" in value or not (value.isascii() or _is_unicode(value)):
-        raise Malformed(f"is {shown(value)}; needs a text without null characters and surrogates")
-
-
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def nullable(inner: Check) -> Check:
-    """Returns a check for None or a value that `inner` takes."""
-
-    def check(value: Any) -> None:
-        if value is not None:
-            inner(value)
-
-    return check
-
-
-def items(inner: Check) -> Check:
-    """Returns a check for a list of values that `inner` takes."""
-
-    def check(value: Any) -> None:
-        if type(value) is not list:
-            raise Malformed(f"is {shown(value)}; needs a list")
-        for number, item in enumerate(value):
-            check_at(number, inner, item)
-
-    return check
-
-
-def mapping(inner: Check, key: Check = text) -> Check:
-    """Returns a check for an object with names that `key` takes and values that `inner` takes."""
-
-    def check(value: Any) -> None:
-        if type(value) is not dict:
-            raise Malformed(f"is {shown(value)}; needs an object")
-        for name, item in value.items():
-            check_at(name, key, name)
-            check_at(name, inner, item)
-
-    return check
-
-
-def record(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None, exact: bool = False) -> Check:
-    """Returns a check for an object with these fields. exact: and with no others."""
-    known = {**needed, **(optional or {})}
-
-    def check(value: Any) -> None:
-        if type(value) is not dict:
-            raise Malformed(f"is {shown(value)}; needs an object")
-        for name, inner in known.items():
-            if name in value:
-                check_at(name, inner, value[name])
-            elif name in needed:
-                raise Malformed(f"lacks {name}")
-        if exact and not value.keys() <= known.keys():
-            raise Malformed(f"has {shown(min(value.keys() - known.keys()))}, which is unknown")
-
-    return check
-
-
-def dtype_code(value: Any) -> None:
-    """Checks the code of a dtype in safetensors' format."""
-    if type(value) is not str or value not in DTYPES:
-        raise Malformed(f"is {shown(value)}; needs the name of a dtype, such as F32")
-
-
-def named(pattern: re.Pattern[str], what: str) -> Check:
-    """Returns a check for a text of this form. what: the text's name and an example, for the error."""
-
-    def check(value: Any) -> None:
-        if type(value) is not str or not pattern.fullmatch(value):
-            raise Malformed(f"is {shown(value)}; needs the name of {what}")
-
-    return check
-
-
-def one_of(choices: Sequence[str]) -> Check:
-    """Returns a check for one of these texts."""
-
-    def check(value: Any) -> None:
-        if value not in choices:
-            raise Malformed(f"is none of {', '.join(choices)}")
-
-    return check
-
+SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
 
 file_name = named(re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII), "a file, such as rank00000-000.safetensors")
 _part_name = named(re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII), "a part, such as part-pp0-tp1")
@@ -178,29 +54,10 @@ def sums(value: Any) -> None:
         raise Malformed(f"is {shown(value)}; needs checksums of 8 digits")
 
 
-def bytes_of(code: str, shape: Iterable[int]) -> int:
-    """Computes the bytes of a tensor. Raises Malformed for an invalid shape."""
-    sizes = list(shape)
-    if len(sizes) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in sizes):
-        raise Malformed(f"has the shape {shown(sizes)}; needs at most {_MOST_DIMENSIONS} sizes of at least 0")
-    if math.prod(max(size, 1) for size in sizes) * _SIZES[code] > _LARGEST:
-        raise Malformed(f"has the shape {shown(sizes)}, which no memory holds")
-    return math.prod(sizes) * _SIZES[code]
-
-
-_list: Check = items(lambda value: None)
-
-
-def _document(value: Any) -> None:
-    """The text of a file."""
-    if type(value) is not str or len(value) > _LONGEST_DOCUMENT or not _is_unicode(value):
-        raise Malformed(f"is {shown(value)}; needs a text of at most {_LONGEST_DOCUMENT} characters")
-
-
 # ---- the index ---------------------------------------------------------------------------------------------
 
 _SLICE = record({"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}, exact=True)
-_TENSORS = mapping(record({"dtype": dtype_code, "shape": _list, "slices": items(_SLICE)}, exact=True))
+_TENSORS = mapping(record({"dtype": dtype_code, "shape": any_list, "slices": items(_SLICE)}, exact=True))
 _FILES = mapping(record({"bytes": integer()}, {"header": nullable(text)}), file_name)
 
 
@@ -220,7 +77,7 @@ def check_index(content: Any) -> None:
     group = record({"params": items(text), "settings": settings})
     model = record(
         {"class": text, "parameters": items(text), "buffers": items(text), "tied": mapping(text)},
-        {"extra_state": each, "published": mapping(_document, one_of(FILES))},
+        {"extra_state": each, "published": mapping(document, one_of(FILES))},
     )
     optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
     record(
@@ -256,7 +113,7 @@ def _check_slices(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     taken: set[tuple[str, str]] = set()
     for name, entry in tensors.items():
         try:
-            itemsize, size = _SIZES[entry["dtype"]], bytes_of(entry["dtype"], entry["shape"])
+            itemsize, size = SIZES[entry["dtype"]], bytes_of(entry["dtype"], entry["shape"])
             at = 0
             for part in entry["slices"]:
                 start, stop, file, key = part["start"], part["stop"], part["file"], part["key"]
@@ -336,7 +193,7 @@ def _check_optimizer(
 
 # ---- the header of a file ----------------------------------------------------------------------------------
 
-_PLACE = record({"dtype": dtype_code, "shape": _list, "data_offsets": _list})
+_PLACE = record({"dtype": dtype_code, "shape": any_list, "data_offsets": any_list})
 _HEADER = mapping(_PLACE)
 _METADATA = mapping(lambda value: None)
 
