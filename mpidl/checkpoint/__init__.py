@@ -5,12 +5,13 @@
     back              matched by name, checked, and read: each rank what it holds              matching, reading
     over a mesh       a checkpoint of each part of the model, in one that is complete with all parts
 
-`saving` and `loading` are what a user calls; `exporting` makes plain weights of a model or of a checkpoint, and takes
-them in. docs/checkpoint.md describes the format.
+`saving` and `loading` are what a user calls; `exporting` makes plain weights of a model or of a checkpoint, `importing`
+takes them in. docs/checkpoint.md describes the format.
 """
 
-from .exporting import export_checkpoint, export_safetensors, import_safetensors
+from .exporting import export_checkpoint, export_safetensors
 from .folder import find, named, newest
+from .importing import import_safetensors
 from .loading import Loaded, load
 from .reading import verify
 from .saving import claim, save, wait

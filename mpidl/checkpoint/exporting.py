@@ -1,11 +1,10 @@
-"""Export of a model's or a checkpoint's weights to safetensors files, and their import into a model of any engine.
+"""Export of a model's or a checkpoint's weights to safetensors files.
 
     files      model-00001-of-00002.safetensors [ header | wte ......... | wpe .. ]     laid out beforehand by rank 0
     rank 0     writes                                      ####              ##         at their places, so that no
     rank 1     writes                                          #####           #        rank holds more than its own
 
-Into a model likewise: each rank reads its own slices. The files are those of Hugging Face's transformers; its index
-names the file of each tensor where there are several.
+The files are those of Hugging Face's transformers; its index names the file of each tensor where there are several.
 """
 
 from __future__ import annotations
@@ -27,23 +26,21 @@ from collectives import Communicator
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import on_rank_0, together
 from ..job.ending import TEMP_PATHS
-from ..models.pretrained import published_names
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
 from . import folder, index
-from .checks import mapping, record
+from .checks import mapping
 from .engine import Engine
-from .index import Entry, Index
-from .matching import plan
+from .index import Entry
 from .parts import refuse_parts
 from .reading import Reader
 from .regular import read_regular
 from .saving import wait
-from .schema import BLOCK, LONGEST_INDEX, file_name
+from .schema import BLOCK, LONGEST_INDEX
 from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, naming, write_all
 
 SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
-_WHOLE = "a mesh with pp, tp and ep of 1: how the parts of a model join to whole weights is not known"
+WHOLE = "a mesh with pp, tp and ep of 1: how the parts of a model join to whole weights is not known"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -89,7 +86,7 @@ def export_safetensors(
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
     then these take their names one after another, and what is left of the former is removed last.
     """
-    engine = Engine(model, optimizer, process_group, needed=_WHOLE)
+    engine = Engine(model, optimizer, process_group, needed=WHOLE)
     wait(model)
     into = together(engine.comm, lambda: folder.path_of(path))
     if engine.weights_per_rank and engine.comm.size > 1:
@@ -349,68 +346,3 @@ def _forget(path: Path, files: Sequence[_File]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             _temporary(path, file).unlink(missing_ok=True)
-
-
-def import_safetensors(
-    path: str | Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    rename: Callable[[str], str | None] | None = None,
-    process_group: Communicator | None = None,
-) -> None:
-    """Fills a model, of any engine, with the weights in a directory; each rank reads what it holds. Collective.
-
-    rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
-    GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, on
-    every rank, for weights that are missing or do not fit, and then has changed nothing.
-    """
-    engine = Engine(model, optimizer, process_group, needed=_WHOLE)
-    engine.optimizer = None  # weights alone
-    comm = engine.comm
-    wait(model)
-    names = rename or published_names(engine.model)
-    with Reader(together(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
-        made = together(comm, lambda: plan(engine, reader.index))
-        with engine.writing():
-            together(comm, lambda: reader.fill(made.requests, engine.forget))
-
-
-def _files_of(file: Path) -> list[str]:
-    """Lists the files that an index in Hugging Face's format names."""
-    try:
-        content = json.loads(read_regular(file, LONGEST_INDEX))
-        record({"weight_map": mapping(file_name)})(content)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    return sorted({*content["weight_map"].values()})
-
-
-def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -> Index:
-    """Describes a directory of weights as the index of a checkpoint that holds the model alone."""
-    files = [SINGLE]
-    if not (path / SINGLE).exists() and (path / HF_INDEX).exists():
-        files = _files_of(path / HF_INDEX)
-    content = Index(path, {}, {}, {})
-    for name in files:
-        with TensorFile(path / name) as file:
-            content.files[name] = {"bytes": file.bytes}
-            for key, span in file.spans.items():
-                own = names(key)
-                if own is not None:
-                    entry = Entry(span.dtype, span.shape)
-                    entry.slices.append(index.StoredSlice(name, key, 0, entry.count, []))
-                    content.tensors[f"model/{own}"] = entry
-    found = {name.removeprefix("model/") for name in content.tensors}
-    twice = {name for name, first in engine.tied.items() if name in found and first in found}
-    with Reader(content) as reader:
-        for name in sorted(twice):
-            if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{engine.tied[name]}")):
-                raise CheckpointError(f"{path}: {name} differs from {engine.tied[name]}; here they are one tensor")
-    # Further names of shared tensors that the files hold under another of the model's names.
-    tied = {first: name for name, first in engine.tied.items() if name in found and first not in found}
-    about = {"class": f"the weights in {path}", "parameters": sorted(found - twice), "buffers": [], "tied": tied}
-    content.about.update(model=about, ranks=1, micro_step=0, own=[{}])
-    return content

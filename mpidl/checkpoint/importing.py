@@ -1,0 +1,96 @@
+"""Import of weights from safetensors files into a model of any engine.
+
+files      [ header | wte ......... | wpe .. ]      whole tensors, as Hugging Face's transformers has them
+rank 0     reads      ####            ##            what it holds
+rank 1     reads          #####         #
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from collectives import Communicator
+
+from ..errors import CheckpointError
+from ..job.agreement import together
+from ..models.pretrained import published_names
+from . import folder, index
+from .checks import mapping, record
+from .engine import Engine
+from .exporting import HF_INDEX, SINGLE, WHOLE
+from .index import Entry, Index
+from .matching import plan
+from .reading import Reader
+from .regular import read_regular
+from .saving import wait
+from .schema import LONGEST_INDEX, file_name
+from .tensorfile import TensorFile
+
+
+def import_safetensors(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    process_group: Communicator | None = None,
+) -> None:
+    """Fills a model, of any engine, with the weights in a directory; each rank reads what it holds. Collective.
+
+    rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
+    GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, on
+    every rank, for weights that are missing or do not fit, and then has changed nothing.
+    """
+    engine = Engine(model, optimizer, process_group, needed=WHOLE)
+    engine.optimizer = None  # weights alone
+    comm = engine.comm
+    wait(model)
+    names = rename or published_names(engine.model)
+    with Reader(together(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
+        made = together(comm, lambda: plan(engine, reader.index))
+        with engine.writing():
+            together(comm, lambda: reader.fill(made.requests, engine.forget))
+
+
+def _files_of(file: Path) -> list[str]:
+    """Lists the files that an index in Hugging Face's format names."""
+    try:
+        content = json.loads(read_regular(file, LONGEST_INDEX))
+        record({"weight_map": mapping(file_name)})(content)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    return sorted({*content["weight_map"].values()})
+
+
+def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -> Index:
+    """Describes a directory of weights as the index of a checkpoint that holds the model alone."""
+    files = [SINGLE]
+    if not (path / SINGLE).exists() and (path / HF_INDEX).exists():
+        files = _files_of(path / HF_INDEX)
+    content = Index(path, {}, {}, {})
+    for name in files:
+        with TensorFile(path / name) as file:
+            content.files[name] = {"bytes": file.bytes}
+            for key, span in file.spans.items():
+                own = names(key)
+                if own is not None:
+                    entry = Entry(span.dtype, span.shape)
+                    entry.slices.append(index.StoredSlice(name, key, 0, entry.count, []))
+                    content.tensors[f"model/{own}"] = entry
+    found = {name.removeprefix("model/") for name in content.tensors}
+    twice = {name for name, first in engine.tied.items() if name in found and first in found}
+    with Reader(content) as reader:
+        for name in sorted(twice):
+            if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{engine.tied[name]}")):
+                raise CheckpointError(f"{path}: {name} differs from {engine.tied[name]}; here they are one tensor")
+    # Further names of shared tensors that the files hold under another of the model's names.
+    tied = {first: name for name, first in engine.tied.items() if name in found and first not in found}
+    about = {"class": f"the weights in {path}", "parameters": sorted(found - twice), "buffers": [], "tied": tied}
+    content.about.update(model=about, ranks=1, micro_step=0, own=[{}])
+    return content
