@@ -3,7 +3,8 @@
     state in memory   each rank's slices of logical tensors, named as in the plain model      engine, collect
     on the disk       safetensors files and an index that says where every element lies       tensorfile, index, folder
     back              matched by name, checked, and read: each rank what it holds              matching, reading
-    over a mesh       a checkpoint of each part of the model, in one that is complete with all parts
+    over a mesh       cuts of whole tensors, so that any other mesh can load them               joining, cuts
+                      or, if it is not known how parts join, a checkpoint of each of them       parts
 
 `saving` and `loading` are what a user calls; `exporting` makes plain weights of a model or of a checkpoint, `importing`
 takes them in. docs/checkpoint.md describes the format.

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigurationError, UsageError
 from ..job.ending import INTERRUPTED
+from ..mesh import Cut
 from . import folder, index, parts
 from .exporting import byte_count, export_checkpoint
 from .index import Index
@@ -90,8 +91,8 @@ def summary(content: Index, contents: Sequence[Index]) -> dict[str, Any]:
         "path": str(content.path),
         "step": content.about["step"],
         "micro_step": content.about["micro_step"],
-        "saved_by": f"{content.about['engine']} on {ranks} rank{'s' * (ranks > 1)}",
-        **({"parts": f"{len(contents)}, {mesh}"} if mesh else {}),
+        "saved_by": f"{content.about['engine']} on {ranks} rank{'s' * (ranks > 1)}{', ' * bool(mesh)}{mesh}",
+        **({"parts": f"{len(contents)}, {mesh}"} if "parts" in content.about else {}),
         "model": about["model"]["class"],
         "parameters": sum(entry.count for entry in parameters if entry is not None),
         "dtypes": sorted({str(entry.dtype).removeprefix("torch.") for entry in parameters if entry is not None}),
@@ -116,7 +117,11 @@ def _inspect(options: argparse.Namespace) -> None:
             f"{part}{'/' * bool(part)}{name}": {
                 "dtype": str(entry.dtype).removeprefix("torch."),
                 "shape": list(entry.shape),
-                "slices": [f"{piece.start}:{piece.stop} in {piece.file}" for piece in entry.slices],
+                "slices": [
+                    f"{part.start}:{part.stop}{_shown(cut) if entry.cuts else ''} in {part.file}"
+                    for cut, slices in entry.pieces
+                    for part in slices
+                ],
             }
             for part, each in by_part.items()
             for name, entry in each.tensors.items()
@@ -131,6 +136,11 @@ def _inspect(options: argparse.Namespace) -> None:
         print(f"{key.replace('_', ' '):{width}}  {text if text not in (None, '') else '-'}")
     for name, tensor in listed.items():
         print(f"{name}  {tensor['dtype']} {tuple(tensor['shape'])}  {'; '.join(tensor['slices'])}")
+
+
+def _shown(cut: Cut) -> str:
+    """Formats the runs of a cut, dimension by dimension."""
+    return f" of [{', '.join(' '.join(f'{start}:{stop}' for start, stop in runs) for runs in cut.runs)}]"
 
 
 _COUNTS = ("parameters", "tensors", "bytes")

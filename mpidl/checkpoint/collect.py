@@ -7,24 +7,31 @@ gradient/transformer.wte.weight       of micro-steps that no step has used yet
 extra/0, scheduler/0, ...             tensors inside other states; those of a module's extra state under model/NAME/
 rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
                                       differ between the ranks for a while (post-local SGD, no_sync)
+
+Of a model that lies over a mesh, a rank writes what `joining` leaves to it of its part's cuts. Each part describes the
+states of the parameters for which it speaks; `joined` puts these descriptions together.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from ..errors import ConfigurationError
+from ..mesh.placement import Cut
 from ..models.published import published_files
 from ..optim.elementwise import elementwise, is_slice
-from . import random_states, tree
-from .engine import Engine, HeldTensor
+from . import cuts, random_states, tree
+from .engine import Engine
+from .held import HeldTensor, Share
+from .joining import Join
 from .schema import SLICES
-from .tensorfile import code_of
+from .tensorfile import checksum, code_of
 
 # How the update is computed, not what it computes: the loading run chooses for its own device.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -34,14 +41,18 @@ ONE_CLASS = ("scheduler",)  # parts whose states another class may take without 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Elements start..stop of a tensor, which this rank writes. values: returns them."""
+    """Elements start..stop of a flattened cut of a tensor, which this rank writes. values: returns them.
+
+    number: among its cuts of the tensor.
+    """
 
     name: str
-    shape: tuple[int, ...]
+    cut: Cut
     dtype: torch.dtype
     start: int
     stop: int
     values: Callable[[], torch.Tensor]
+    number: int = 0
 
     @property
     def bytes(self) -> int:
@@ -54,10 +65,20 @@ class Piece:
         return replace(self, values=lambda: values)
 
     @property
+    def complete(self) -> bool:
+        """True if it is all of the cut."""
+        return self.stop - self.start == cuts.count(self.cut)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file."""
+        return self.cut.part_shape if self.complete else (self.stop - self.start,)
+
+    @property
     def key(self) -> str:
         """Name in the file; that of a part ends with its range, such as "[0:1024]"."""
-        whole = self.stop - self.start == math.prod(self.shape)
-        return self.name if whole else f"{self.name}[{self.start}:{self.stop}]"
+        name = f"{self.name}#{self.number}" if self.number else self.name
+        return name if self.complete else f"{name}[{self.start}:{self.stop}]"
 
 
 def rank_name(rank: int) -> str:
@@ -69,14 +90,17 @@ def rank_name(rank: int) -> str:
 class Collected:
     """Content of a checkpoint, not yet written.
 
-    pieces: what this rank writes. about: JSON, equal on every rank. own: JSON of this rank. shared: tensors that every
-    rank holds and of which each writes a part.
+    pieces: what this rank writes. about: JSON, equal on every rank of a part. own: JSON of this rank. shared: tensors
+    that every rank holds and of which each writes a part. copied: what other parts may hold too. uncut: a state of the
+    optimizer that cannot be cut as its parameter is.
     """
 
     pieces: list[Piece]
     about: dict[str, Any]
     own: dict[str, Any]
     shared: dict[str, torch.Tensor]
+    copied: dict[str, torch.Tensor]
+    uncut: str | None
 
 
 def collect(
@@ -94,21 +118,25 @@ def collect(
     """
     pieces: list[Piece] = []
     shared: dict[str, torch.Tensor] = {}
-    own_prefix = rank_name(engine.comm.rank)
+    copied: dict[str, torch.Tensor] = {}
+    own_prefix = rank_name(engine.part.rank)
 
     def add(name: str, held: HeldTensor, values: torch.Tensor, per_rank: bool) -> None:
-        low, high = held.writes
-        if per_rank and engine.comm.size > 1:
-            name, low, high = f"{own_prefix}/{name}", 0, values.numel()
+        alone = per_rank and engine.comm.size > 1
+        if alone:
+            name = f"{rank_name(engine.comm.rank)}/{name}"
         elif held.shared:
             shared[name] = values
-        # A tensor without elements is written too, so that its shape is known.
-        if high > low or (held.count == 0 and (per_rank or engine.comm.rank == 0)):
-            pieces.append(Piece(name, held.shape, values.dtype, low, high, lambda: part(held, values, low, high)))
+        other = engine.copied(held, alone)
+        if other is not None:
+            copied[f"{name}{other}"] = values
+        for number, share in enumerate(held.own if alone else held.writes):
+            place = share.cut, values.dtype, share.start, share.stop
+            pieces.append(Piece(name, *place, partial(part, held, share, values), number))
 
-    def part(held: HeldTensor, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    def part(held: HeldTensor, share: Share, values: torch.Tensor) -> torch.Tensor:
         engine.forget()  # the tensor before this one
-        return _part(held, values, low, high)
+        return held.elements(share, values)
 
     tensors = [*engine.parameters, *engine.buffers]
     for held in tensors:
@@ -116,7 +144,7 @@ def collect(
     about: dict[str, Any] = {
         "step": step,
         "micro_step": micro_step,
-        "ranks": engine.comm.size,
+        "ranks": engine.comm.size if engine.part.names else engine.whole.size,
         "engine": engine.kind,
         "model": {
             "class": type(engine.model).__name__,
@@ -126,13 +154,20 @@ def collect(
             "published": published_files(engine.model),
         },
     }
-    whole: dict[str, torch.Tensor] = {}  # equal on every rank, and written by rank 0
+    if engine.part.joined:
+        about["mesh"] = engine.part.sizes
+    elif engine.part.names and engine.join.reason:
+        about["apart"] = engine.join.reason
+    spoken: dict[str, torch.Tensor] = {}  # equal on every rank of the part, and written by its rank 0
+    first: dict[str, torch.Tensor] = {}  # equal on every rank, and written by the first
     about["model"]["extra_state"] = {
-        name: tree.encode(module.get_extra_state(), f"model/{name}", whole)
+        name: tree.encode(module.get_extra_state(), f"model/{name}", spoken)
         for name, module in engine.extra_states.items()
+        if engine.join.speakers[name] == engine.join.number
     }
+    uncut = None
     if engine.optimizer is not None:
-        about["optimizer"] = _optimizer(engine, add, whole)
+        about["optimizer"], uncut = _optimizer(engine, add, spoken, first)
         if engine.owned is not None and engine.owned.steps is not None:
             about["optimizer"]["steps"] = engine.owned.steps
             unseen = engine.owned.unseen()
@@ -144,14 +179,15 @@ def collect(
             add(f"gradient/{held.name}", held, gradients[held.name], engine.gradients_per_rank)
     for name in _PARTS:
         if parts.get(name) is not None:
-            about[name] = tree.encode(state_of(name, parts[name]), name, whole)
+            about[name] = tree.encode(state_of(name, parts[name]), name, first)
             if name in ONE_CLASS:
                 about[f"{name}_class"] = type(parts[name]).__name__
     if engine.averager is not None:
-        about["averager"] = tree.encode(engine.averager.state_dict(), "averager", whole)
-    about["extra"] = tree.encode(extra, "extra", whole)
+        about["averager"] = tree.encode(engine.averager.state_dict(), "averager", first)
+    about["extra"] = tree.encode(extra, "extra", first)
     if engine.comm.rank == 0:
-        pieces += [_whole(name, values) for name, values in whole.items()]
+        kept = {**spoken, **(first if engine.join.number == 0 else {})}
+        pieces += [_whole(name, values) for name, values in kept.items()]
     mine: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {}
     if random:
@@ -162,17 +198,35 @@ def collect(
     pieces += [_whole(name, values) for name, values in mine.items()]
     for piece in pieces:
         code_of(piece.dtype, piece.name)  # before anything is written
-    return Collected(pieces, about, own, shared)
-
-
-def _part(held: HeldTensor, values: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    if high - low == values.numel():
-        return values
-    return values.detach().reshape(-1)[low - held.start : high - held.start]
+    return Collected(pieces, about, own, shared, copied, uncut)
 
 
 def _whole(name: str, values: torch.Tensor) -> Piece:
-    return Piece(name, tuple(values.shape), values.dtype, 0, values.numel(), lambda: values)
+    return Piece(name, cuts.whole(tuple(values.shape)), values.dtype, 0, values.numel(), lambda: values)
+
+
+def common_states(about: Mapping[str, Any]) -> dict[str, str]:
+    """Returns checksums of what only one of joined parts writes, and which so has to be the same in all of them."""
+    found = {name: about.get(name) for name in (*_PARTS, "averager")}
+    optimizer = about.get("optimizer", {"class": None, "groups": ()})
+    found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
+    return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
+
+
+def joined(of: Join, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Puts the descriptions of parts that join together. abouts: of all parts, by number."""
+    about = dict(abouts[0])
+    extra = {name: state for each in abouts for name, state in each["model"]["extra_state"].items()}
+    names = {"parameters": of.parameters, "buffers": of.buffers, "tied": of.tied}
+    about["model"] = {**about["model"], **names, "extra_state": extra}
+    if "optimizer" in about:
+        groups = zip(about["optimizer"]["groups"], of.groups, strict=True)
+        about["optimizer"] = {
+            **about["optimizer"],
+            "groups": [{**group, "params": params} for group, params in groups],
+            "state": {name: kept for each in abouts for name, kept in each["optimizer"]["state"].items()},
+        }
+    return about
 
 
 def state_of(name: str, part: Any) -> Any:
@@ -183,28 +237,41 @@ def state_of(name: str, part: Any) -> Any:
 
 
 def _optimizer(
-    engine: Engine, add: Callable[[str, HeldTensor, torch.Tensor, bool], None], whole: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Describes the optimizer: groups with the parameters' names, and the states of each parameter."""
+    engine: Engine,
+    add: Callable[[str, HeldTensor, torch.Tensor, bool], None],
+    spoken: dict[str, torch.Tensor],
+    first: dict[str, torch.Tensor],
+) -> tuple[dict[str, Any], str | None]:
+    """Describes the optimizer: groups with the parameters' names, and the states of each parameter.
+
+    Returns also the first state that cannot be cut as its parameter is.
+    """
     optimizer = cast("torch.optim.Optimizer", engine.optimizer)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names", *IMPLEMENTATION)}
         names = [engine.names[p] for p in group["params"]]
-        groups.append({"params": names, "settings": tree.encode(settings, f"optimizer.group{number}", whole)})
+        groups.append({"params": names, "settings": tree.encode(settings, f"optimizer.group{number}", first)})
     state: dict[str, Any] = {}
+    uncut = None
+    part = f"part{engine.join.number}." if engine.join.number else ""
     kept = [(held, held.key, optimizer.state.get(held.key)) for held in engine.parameters if held.key is not None]
     cut = elementwise((key.shape, entry) for _, key, entry in kept if entry)
     for held, _, entry in kept:
         if not entry:
             continue
-        state[held.name] = {}
+        speaks = engine.join.speakers[held.name] == engine.join.number
+        entries: dict[str, Any] = {}
         for key, value in entry.items():
             if not isinstance(key, str) or "/" in key:
                 raise ConfigurationError(f"optimizer: its state of {held.name} has the key {key!r}; needs a word")
             if key in cut and is_slice(value, cast(torch.Tensor, held.key)):
                 add(f"optimizer/{key}/{held.name}", held, value.detach(), held.per_rank)
-                state[held.name][key] = SLICES
-            else:
-                state[held.name][key] = tree.encode(value, f"optimizer.{key}", whole)
-    return {"class": engine.optimizer_class, "groups": groups, "state": state}
+                entries[key] = SLICES
+                continue
+            if torch.is_tensor(value) and value.dim() and engine.lacks_wholes(held):
+                uncut = uncut or f"{key} of {held.name} is not cut as its parameter is"
+            entries[key] = tree.encode(value, f"{part}optimizer.{key}", spoken if speaks else {})
+        if speaks:
+            state[held.name] = entries
+    return {"class": engine.optimizer_class, "groups": groups, "state": state}, uncut

@@ -3,17 +3,17 @@
     plain, DDP     every rank holds all     rank 0 writes [##........] rank 1 [..##......] ... of a large one,
                                             one rank after another the small ones
     ZeRO           a rank holds and writes its slice; after loading, the engine spreads the new parameters
+    over a mesh    the same of this rank's part of the model; `joining` says how the parts make the whole
 
-A checkpoint knows parameters by the plain model's names, and a slice by its place in the flattened parameter. So what
-one engine wrote any other can read.
+A checkpoint knows parameters by the plain model's names, and what a rank holds of one by a cut of the whole parameter
+and a range of the flattened cut. So what one engine wrote on one mesh any other can read on any other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,42 +23,18 @@ from collectives import Communicator
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import together
+from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.groups import checked, data_group, refuse_part
+from ..mesh.placement import Cut, placement
 from ..optim.post_local import PostLocalSGDOptimizer
 from ..replicas.checksums import checksum, difference
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
+from . import cuts
+from .held import HeldTensor, inside
+from .joining import Declared, Join, PartContent, join
 from .parts import ModelPart, group_of, part_of
-
-_CUT = 1 << 16  # elements from which on a tensor that all ranks hold is written by all of them
-_LINE = 1 << 10  # elements to which such cuts are rounded
-
-
-@dataclass(frozen=True, eq=False)
-class HeldTensor:
-    """A tensor of the model, or the slice of it that this rank holds.
-
-    values: elements start..stop of the flattened tensor, or the whole tensor in its own shape. writes: the range of
-    elements that this rank writes. key: under which the optimizer keeps its state; None for a buffer. per_rank: the
-    ranks' values differ, so that each rank writes its own. shared: every rank holds all of it, and writes a part.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    values: torch.Tensor
-    start: int
-    stop: int
-    writes: tuple[int, int]
-    key: torch.Tensor | None = None
-    parameter: torch.nn.Parameter | None = None
-    per_rank: bool = False
-    shared: bool = False
-
-    @property
-    def count(self) -> int:
-        """Number of elements of the whole tensor."""
-        return math.prod(self.shape)
 
 
 class Engine:
@@ -73,7 +49,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         process_group: Communicator | None,
         mesh: Mesh | None = None,
-        needed: str = "mesh=, so that every part is kept",
+        needed: str = "mesh=",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(f"model: got {type(model).__name__}; needs a torch.nn.Module")
@@ -107,9 +83,57 @@ class Engine:
         self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.tied = _tied(self.model)
         self.extra_states = _extra_states(self.model)
-        self.parameters = list(self._parameters())
-        self.buffers = list(self._buffers())
         self._check_optimizer()
+        self.join: Join
+        self.parameters: list[HeldTensor] = []
+        self.buffers: list[HeldTensor] = []
+
+    def join_parts(self) -> Engine:
+        """Finds out how the parts of the model join to the whole one, and returns the engine. Collective."""
+        sizes = dict(zip(self.part.sizes, self.part.coordinates, strict=True))
+        if not sizes:
+            self._hold(together(self.whole, lambda: join([self._content(sizes, self._declared)], 0)))
+            return self
+        content = together(self.whole, lambda: self._content(sizes, self._declared))
+        everyone = all_gather_object(self.whole, (self.part.number, content if self.comm.rank == 0 else None))
+        by_number = {number: one for number, one in everyone if one is not None}
+        self.part = replace(self.part, joined=True)
+        self._hold(join([by_number[number] for number in sorted(by_number)], self.part.number))
+        return self
+
+    def hold_apart(self, reason: str | None = None) -> None:
+        """Takes the part of the model that this rank trains for a whole model by itself. reason: of the save."""
+        reason = reason or self.join.reason
+        self.part = replace(self.part, joined=False)
+        self._hold(join([self._content({}, _as_whole)], 0))
+        self.join.reason = reason
+
+    def _hold(self, found: Join) -> None:
+        self.join = found
+        if found.reason is None:
+            self.parameters, self.buffers = list(self._parameters()), list(self._buffers())
+
+    def _content(self, coordinates: dict[str, int], declared: Callable[[str, torch.Tensor], Declared]) -> PartContent:
+        """Lists what the part holds."""
+        values = {name: p for p, name in self.names.items()}
+        if self.owned is not None:
+            values |= {self.names[part.parameter]: part.values for part in self.owned.slices()}
+        parameters = {name: replace(declared(name, p), dtype=values[name].dtype) for p, name in self.names.items()}
+        buffers = {name: declared(name, b) for name, b in self._kept_buffers()}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        names = [[self.names[p] for p in group["params"]] for group in groups]
+        return PartContent(coordinates, parameters, buffers, self.tied, [*self.extra_states], names)
+
+    def _declared(self, name: str, tensor: torch.Tensor) -> Declared:
+        found, dtype = placement(tensor), tensor.dtype
+        if found.cut is None:
+            return Declared(cuts.whole(tuple(tensor.shape)), dtype, found.axes, found.counted)
+        problem = cuts.invalid(found.cut)
+        if problem is None and found.cut.part_shape != tuple(tensor.shape):
+            problem = f"is of a part of shape {found.cut.part_shape}, and it has {tuple(tensor.shape)}"
+        if problem is not None:
+            raise ConfigurationError(f"place: cut: {name} {problem}")
+        return Declared(cuts.plain(found.cut), dtype, found.axes, found.counted, stated=True)
 
     @property
     def whole(self) -> Communicator:
@@ -130,42 +154,38 @@ class Engine:
     def _parameters(self) -> Iterator[HeldTensor]:
         own = {} if self.owned is None else {part.parameter: part for part in self.owned.slices()}
         ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
-        small = 0
+        rank, size = self.comm.rank, self.comm.size
         for name, p in self.model.named_parameters():
-            shape = tuple(p.shape)
+            cut, alone = self._cut(name), self.join.shares(name)
             if p in own:
                 part = own[p]
-                values = part.values.detach()
-                writes = (part.start, part.stop if part.writes else part.start)
-                yield HeldTensor(name, shape, values, part.start, part.stop, writes, part.values, p)
+                writes = [*inside(alone, cut, part.start, part.stop)] if part.writes else []
+                if cuts.count(cut) == 0:
+                    writes = alone if rank == 0 else []
+                yield HeldTensor(name, cut, part.values.detach(), part.start, part.stop, writes, writes, part.values, p)
                 continue
-            per_rank = self.comm.size > 1 and (self.weights_per_rank or name in ignored)
-            writes = (0, p.numel()) if per_rank else self._share(p.numel(), small)
-            small += p.numel() < _CUT
-            shared = not per_rank and self.comm.size > 1
-            yield HeldTensor(name, shape, p.detach(), 0, p.numel(), writes, p, p, per_rank, shared)
-
-    def _share(self, count: int, number: int) -> tuple[int, int]:
-        """Chooses the range that this rank writes of a tensor that all ranks hold.
-
-        count: of its elements. number: of small tensors before this one, which the ranks write in turn.
-        """
-        rank, size = self.comm.rank, self.comm.size
-        if count < _CUT:
-            return (0, count) if number % size == rank else (0, 0)
-        each = -(-count // (size * _LINE)) * _LINE
-        return min(rank * each, count), min((rank + 1) * each, count)
+            per_rank = size > 1 and (self.weights_per_rank or name in ignored)
+            writes = alone if per_rank else self.join.shares(name, rank, size)
+            shared = not per_rank and size > 1
+            yield HeldTensor(name, cut, p.detach(), 0, p.numel(), writes, alone, p, p, per_rank, shared)
 
     def _buffers(self) -> Iterator[HeldTensor]:
         """Yields the buffers that a state_dict holds. Rank 0 writes them, as DDP broadcasts its own."""
-        kept = _persistent(self.model)
         ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
-        for name, b in self.model.named_buffers():
-            if name in kept:
-                unlike = self.ddp is not None and (name in ignored or not self.ddp.broadcast_buffers)
-                per_rank = self.comm.size > 1 and (self.weights_per_rank or unlike)
-                count = b.numel() if per_rank or self.comm.rank == 0 else 0
-                yield HeldTensor(name, tuple(b.shape), b.detach(), 0, b.numel(), (0, count), per_rank=per_rank)
+        for name, b in self._kept_buffers():
+            unlike = self.ddp is not None and (name in ignored or not self.ddp.broadcast_buffers)
+            per_rank = self.comm.size > 1 and (self.weights_per_rank or unlike)
+            alone = self.join.shares(name)
+            writes = alone if per_rank or self.comm.rank == 0 else []
+            yield HeldTensor(name, self._cut(name), b.detach(), 0, b.numel(), writes, alone, per_rank=per_rank)
+
+    def _cut(self, name: str) -> Cut:
+        content = self.join.contents[self.join.number]
+        return (content.parameters.get(name) or content.buffers[name]).cut
+
+    def _kept_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
+        kept = _persistent(self.model)
+        return [(name, b) for name, b in self.model.named_buffers() if name in kept]
 
     def _check_values(self) -> None:
         own = set() if self.owned is None else {part.parameter for part in self.owned.slices()}
@@ -174,6 +194,22 @@ class Engine:
                 raise ConfigurationError(f"model: {name} has no shape yet; call the model, which is lazy, once before")
             if tensor.is_meta and tensor not in own:
                 raise ConfigurationError(f"model: {name} is on the meta device, where it has no values")
+
+    def lacks_wholes(self, held: HeldTensor) -> bool:
+        """Returns True if the optimizer steps on a part of a parameter as it is; ZeRO's keeps states of the whole."""
+        return self.owned is None and held.cut != cuts.whole(held.shape)
+
+    def copied(self, held: HeldTensor, per_rank: bool) -> str | None:
+        """Names the elements that this rank has to compare with those of other parts; None if no other holds them.
+
+        Of replicas, which are compared with each other, the first does.
+        """
+        alike = self.join.alike(held.name)
+        if len(alike) < 2 or held.key is None or not (self.owned is not None or per_rank or self.comm.rank == 0):
+            return None
+        of = "" if len(alike) == len(self.join.contents) else f" of parts {', '.join(map(str, alike))}"
+        complete = held.stop - held.start == cuts.count(held.cut)
+        return of if complete else f"{of} from {held.start} to {held.stop}"
 
     def check_writable(self) -> None:
         """Raises ConfigurationError for a tensor whose elements share memory, as `expand` makes them."""
@@ -192,17 +228,25 @@ class Engine:
                         f"optimizer: a tensor of shape {tuple(p.shape)} in group {number} is no parameter of the model"
                     )
 
-    def check_replicas(self, what: str, shared: Mapping[str, torch.Tensor]) -> None:
+    def check_replicas(
+        self, what: str, shared: Mapping[str, torch.Tensor], copied: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Raises CheckpointError on every rank unless the ranks hold equal values of `shared`. Collective.
 
         Each rank writes a part of these tensors. Buffers are rank 0's, or each rank's own, and need no comparison.
+        copied: what other parts of the model may hold too, under the same name.
         """
-        if not shared:  # on all ranks or on none
-            return
-        sums = together(self.comm, lambda: {name: checksum(values) for name, values in shared.items()})
-        found = difference(self.comm, sums)
-        if found is not None:
-            raise CheckpointError(f"{what}: the ranks' replicas differ, of which each writes a part: {found}")
+
+        def compare(comm: Communicator, tensors: Mapping[str, torch.Tensor], partly: bool) -> None:
+            sums = together(comm, lambda: {name: checksum(values) for name, values in tensors.items()})
+            found = difference(comm, sums, partly)
+            if found is not None:
+                raise CheckpointError(f"{what}: the ranks' replicas differ, of which each writes a part: {found}")
+
+        if shared:  # on all ranks or on none
+            self.part.everywhere(lambda: compare(self.comm, shared, False))
+        if self.part.joined:
+            compare(self.whole, copied or {}, True)
 
     def writing(self, unseen: Collection[str] = ()) -> AbstractContextManager[None]:
         """Context in which tensors are filled; at its end the engine spreads the new values. Collective.
@@ -279,13 +323,20 @@ class Engine:
 
 
 def engine_of(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, process_group: Communicator | None, mesh: Any
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    process_group: Communicator | None,
+    mesh: Any,
+    needed: str = "mesh=, so that every part is kept",
 ) -> Engine:
-    """Makes the view, also of a part of a model that lies over a mesh. Collective where a mesh is given."""
+    """Makes the view, also of a part of a model that lies over a mesh. Collective.
+
+    needed: what to give instead of a group that has a part of the model alone.
+    """
     mesh = checked("checkpoint", process_group, mesh)
     if mesh is None:
-        return Engine(model, optimizer, process_group)
-    return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh))
+        return Engine(model, optimizer, process_group, needed=needed).join_parts()
+    return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh)).join_parts()
 
 
 def unwrap(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, torch.nn.Module]:
@@ -338,3 +389,7 @@ def _persistent(model: torch.nn.Module) -> set[str]:
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
+
+
+def _as_whole(name: str, tensor: torch.Tensor) -> Declared:
+    return Declared(cuts.whole(tuple(tensor.shape)), tensor.dtype)

@@ -5,6 +5,7 @@
     rank 1     writes                                          #####           #        rank holds more than its own
 
 The files are those of Hugging Face's transformers; its index names the file of each tensor where there are several.
+Runs of a cut weight are written one by one to where they lie in the whole.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from collectives import Communicator
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import on_rank_0, together
 from ..job.ending import TEMP_PATHS
+from ..mesh import Mesh
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
-from . import folder, index
+from . import cuts, folder, index
 from .checks import mapping
-from .engine import Engine
+from .engine import engine_of
+from .held import Share
 from .index import Entry
 from .parts import refuse_parts
 from .reading import Reader
@@ -40,7 +43,6 @@ from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, n
 
 SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
-WHOLE = "a mesh with pp, tp and ep of 1: how the parts of a model join to whole weights is not known"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -74,39 +76,47 @@ def export_safetensors(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     process_group: Communicator | None = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Writes the plain model's weights into the directory `path`, tied ones once. Collective; no rank gathers anything.
 
     model: as for `save`. max_shard_size: of a file, in bytes or as "5GB"; a larger tensor has a file of its own.
     dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are.
     A model of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
-    transformers' `from_pretrained(path)` opens it.
+    transformers' `from_pretrained(path)` opens it. mesh: where the model lies over pp, tp or ep of one, as for `save`;
+    the files are those of one process.
 
     Raises CheckpointError on every rank for what cannot be written, and beforehand for weights or settings there
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
     then these take their names one after another, and what is left of the former is removed last.
     """
-    engine = Engine(model, optimizer, process_group, needed=WHOLE)
+    engine = engine_of(model, optimizer, process_group, mesh, needed="mesh=, so that all of it is exported")
     wait(model)
-    into = together(engine.comm, lambda: folder.path_of(path))
+    into = together(engine.whole, lambda: folder.path_of(path))
+    if engine.join.reason is not None:
+        raise ConfigurationError(f"export_safetensors: the parts of the model do not join: {engine.join.reason}")
     if engine.weights_per_rank and engine.comm.size > 1:
         raise ConfigurationError("export_safetensors: the ranks' weights differ; call average_parameters() before")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype: got {dtype}; needs a floating dtype")
     limit = byte_count(max_shard_size)
-    published = together(engine.comm, lambda: published_files(engine.model))
+    published = together(engine.whole, lambda: published_files(engine.model))
     all_held = [*engine.parameters, *engine.buffers]
-    engine.check_replicas(f"{path} was not exported", {held.name: held.values for held in all_held if held.shared})
+    shared = {held.name: held.values for held in all_held if held.shared}
+    labels = {held: engine.copied(held, held.per_rank) for held in engine.parameters}
+    copied = {f"{held.name}{label}": held.values for held, label in labels.items() if label is not None}
+    engine.check_replicas(f"{path} was not exported", shared, copied)
 
-    def own() -> Iterator[tuple[str, int, torch.Tensor]]:
+    def own() -> Iterator[tuple[str, Share, torch.Tensor]]:
         for held in all_held:
-            low, high = held.writes if not held.per_rank or engine.comm.rank == 0 else (0, 0)
-            whole = held.values if held.values.is_contiguous() or high <= low else held.values.contiguous()
-            if high > low:
-                yield held.name, low, whole.view(-1)[low - held.start : high - held.start]
+            for share in held.writes if not held.per_rank or engine.comm.rank == 0 else ():
+                values = held.values if held.values.is_contiguous() else held.values.contiguous()
+                yield held.name, share, held.elements(share, values).view(-1)
 
-    tensors = [(held.name, _dtype(held.values.dtype, dtype), held.shape) for held in all_held]
-    _export(engine.comm, into, tensors, own, limit, published)
+    join = engine.join
+    declared = [(name, join.declared(name)) for name in (*join.parameters, *join.buffers)]
+    tensors = [(name, _dtype(found.dtype, dtype), found.cut.shape) for name, found in declared]
+    _export(engine.whole, into, tensors, own, limit, published)
 
 
 def export_checkpoint(
@@ -135,11 +145,11 @@ def export_checkpoint(
                 f"{content.file}: the ranks had each their own {differing[0]}; load it into a model, and export that"
             )
 
-        def own() -> Iterator[tuple[str, int, torch.Tensor]]:
+        def own() -> Iterator[tuple[str, Share, torch.Tensor]]:
             for name, source in sources.items():
-                at = 0
+                whole, at = cuts.whole(content.tensors[source].shape), 0
                 for chunk in reader.chunks(source, BLOCK // content.tensors[source].dtype.itemsize):
-                    yield name, at, chunk
+                    yield name, Share(whole, at, at + chunk.numel()), chunk
                     at += chunk.numel()
 
         entries = {name: content.tensors[source] for name, source in sources.items()}
@@ -180,13 +190,13 @@ def _export(
     comm: Communicator | None,
     path: Path,
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-    own: Callable[[], Iterable[tuple[str, int, torch.Tensor]]],
+    own: Callable[[], Iterable[tuple[str, Share, torch.Tensor]]],
     limit: int,
     published: Mapping[str, str],
 ) -> None:
     """Writes the files, each process its own elements. Collective, unless comm is None.
 
-    own: yields this process's elements: a tensor's name, the first element's number, values. limit: bytes of a file.
+    own: yields this process's elements: a tensor's name, which of it, their values. limit: bytes of a file.
     published: the texts of the settings that lie next to the weights.
     """
     files = _lay_out(tensors, limit)
@@ -299,21 +309,25 @@ def _create(path: Path, files: Sequence[_File]) -> None:
             os.ftruncate(made.fileno(), file.bytes)
 
 
-def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, Share, torch.Tensor]]) -> None:
     where = {name: file for file in files for name in file.spans}
     with contextlib.ExitStack() as stack:
         opened: dict[str, Any] = {}
-        for name, low, values in own:
+        for name, share, values in own:
             file = where[name]
             temporary, span = _temporary(path, file), file.spans[name]
             with naming(temporary):
                 if file.name not in opened:
                     opened[file.name] = stack.enter_context(temporary.open("r+b", buffering=0))
-                step = BLOCK // max(span.dtype.itemsize, values.dtype.itemsize)
+                descriptor, size = opened[file.name].fileno(), span.dtype.itemsize
+                step = BLOCK // max(size, values.dtype.itemsize)
                 for start in range(0, values.numel(), step):
-                    block = values[start : start + step].to(device="cpu", dtype=span.dtype)
-                    at = span.begin + (low + start) * span.dtype.itemsize
-                    write_all(opened[file.name].fileno(), as_bytes(block), at)
+                    block = as_bytes(values[start : start + step].to(device="cpu", dtype=span.dtype))
+                    first = share.start + start
+                    for runs in cuts.common(share.cut, cuts.whole(span.shape), first, first + len(block) // size):
+                        for at, to, count in zip(*(array.tolist() for array in runs), strict=True):
+                            part = block[(at - first) * size : (at - first + count) * size]
+                            write_all(descriptor, part, span.begin + to * size)
         for file in files:
             if file.name in opened:
                 with naming(_temporary(path, file)):

@@ -1,7 +1,7 @@
 """Import of weights from safetensors files into a model of any engine.
 
 files      [ header | wte ......... | wpe .. ]      whole tensors, as Hugging Face's transformers has them
-rank 0     reads      ####            ##            what it holds
+rank 0     reads      ####            ##            what it holds, also runs of a cut weight
 rank 1     reads          #####         #
 """
 
@@ -15,13 +15,14 @@ import torch
 
 from collectives import Communicator
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import together
+from ..mesh import Mesh
 from ..models.pretrained import published_names
 from . import folder, index
 from .checks import mapping, record
-from .engine import Engine
-from .exporting import HF_INDEX, SINGLE, WHOLE
+from .engine import Engine, engine_of
+from .exporting import HF_INDEX, SINGLE
 from .index import Entry, Index
 from .matching import plan
 from .reading import Reader
@@ -38,17 +39,21 @@ def import_safetensors(
     *,
     rename: Callable[[str], str | None] | None = None,
     process_group: Communicator | None = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Fills a model, of any engine, with the weights in a directory; each rank reads what it holds. Collective.
 
     rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
-    GPT-2 and BERT need it. Dtypes are converted; masters take the values unrounded. Raises CheckpointError, on
-    every rank, for weights that are missing or do not fit, and then has changed nothing.
+    GPT-2 and BERT need it. mesh: where the model lies over pp, tp or ep of one, as for `load`. Dtypes are converted;
+    masters take the values unrounded. Raises CheckpointError, on every rank, for weights that are missing or do not
+    fit, and then has changed nothing.
     """
-    engine = Engine(model, optimizer, process_group, needed=WHOLE)
+    engine = engine_of(model, optimizer, process_group, mesh, needed="mesh=, so that each part gets its own")
     engine.optimizer = None  # weights alone
-    comm = engine.comm
+    comm = engine.whole
     wait(model)
+    if engine.join.reason is not None:
+        raise ConfigurationError(f"import_safetensors: the parts of the model do not join: {engine.join.reason}")
     names = rename or published_names(engine.model)
     with Reader(together(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
         made = together(comm, lambda: plan(engine, reader.index))

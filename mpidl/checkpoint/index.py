@@ -1,6 +1,7 @@
 """Index of a checkpoint, the content of `index.json`, in memory and as text; `schema` says what is valid.
 
     tensors    name -> dtype, shape, and slices: elements start..stop of it lie under `key` in `file`, with checksums
+               cut over a mesh: cuts, the runs of each dimension; then the elements are those of the slice's cut
     files      name -> bytes, checksum of its header
     number     of the directory's checkpoints, in the order of writing: file times change when they are copied
     the rest   step, ranks, the optimizer's groups, states of scheduler, sampler, ...: JSON
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..errors import CheckpointError
+from ..mesh.placement import Cut
+from . import cuts
 from .checks import CODES, DTYPES
 from .regular import open_regular, read_regular
 from .schema import BLOCK, LONGEST_INDEX, check_index
@@ -30,27 +33,40 @@ from .tree import Malformed, shown
 
 NAME = "index.json"
 FORMAT = "mpidl-checkpoint"
-VERSION = 1
+VERSION = 2  # of whole models that lay over a mesh; all others are written as version 1, which has no cuts
 _HEAD = 200  # bytes at its beginning in which the number stands
 
 
 class StoredSlice(NamedTuple):
-    """Elements start..stop of a flattened tensor: tensor `key` of `file`. crc32: of each block of its bytes."""
+    """Elements start..stop of a flattened tensor, or of a cut of it: tensor `key` of `file`.
+
+    crc32: of each block of its bytes. cut: number of the cut in the tensor's entry.
+    """
 
     file: str
     key: str
     start: int
     stop: int
     crc32: list[str]
+    cut: int = 0
 
 
 @dataclass
 class Entry:
-    """A logical tensor; its slices cover it without a gap, in order."""
+    """A logical tensor. Its slices cover each of its cuts without a gap, in order, and these cover the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     slices: list[StoredSlice] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)  # none: the slices are those of the whole
+
+    @property
+    def pieces(self) -> list[tuple[Cut, list[StoredSlice]]]:
+        """Each cut with its slices."""
+        found: list[tuple[Cut, list[StoredSlice]]] = [(cut, []) for cut in self.cuts or [cuts.whole(self.shape)]]
+        for part in self.slices:
+            found[part.cut][1].append(part)
+        return found
 
     @property
     def count(self) -> int:
@@ -77,17 +93,17 @@ class Index:
         """Number of the checkpoint in its directory, in the order of writing."""
         return int(self.about.get("number", 0))
 
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that held the same part of the model."""
+        over = 1 if "parts" in self.about else math.prod(self.about.get("mesh", {}).values())
+        return int(self.about["ranks"]) // over
+
     def text(self) -> str:
         """Returns the text of the file. Raises CheckpointError for content that could not be read again."""
-        tensors = {
-            name: {
-                "dtype": CODES[entry.dtype],
-                "shape": list(entry.shape),
-                "slices": [part._asdict() for part in entry.slices],
-            }
-            for name, entry in self.tensors.items()
-        }
-        head = {"format": FORMAT, "version": VERSION, "number": self.number, "block_bytes": BLOCK}
+        tensors = {name: _described(entry) for name, entry in self.tensors.items()}
+        version = VERSION if "mesh" in self.about and "parts" not in self.about else 1
+        head = {"format": FORMAT, "version": version, "number": self.number, "block_bytes": BLOCK}
         content = {**head, **self.about, "files": self.files, "tensors": tensors}
         try:
             check_index(content)
@@ -100,18 +116,49 @@ class Index:
         return text
 
 
+def _described(entry: Entry) -> dict[str, Any]:
+    """Returns a tensor's entry as JSON."""
+    made: dict[str, Any] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape)}
+    if entry.cuts:
+        made["cuts"] = [[[list(run) for run in runs] for runs in cut.runs] for cut in entry.cuts]
+        return {**made, "slices": [part._asdict() for part in entry.slices]}
+    fields = StoredSlice._fields[:-1]
+    return {**made, "slices": [dict(zip(fields, part, strict=False)) for part in entry.slices]}
+
+
+def _entry(described: Mapping[str, Any]) -> Entry:
+    shape = tuple(described["shape"])
+    made = Entry(DTYPES[described["dtype"]], shape, [StoredSlice(**part) for part in described["slices"]])
+    made.cuts = [cut_of(shape, runs) for runs in described.get("cuts", ())]
+    return made
+
+
+def cut_of(shape: tuple[int, ...], runs: Sequence[Sequence[Sequence[int]]]) -> Cut:
+    """Makes the cut of these runs, of JSON."""
+    return Cut(shape, tuple(tuple((start, stop) for start, stop in of_dim) for of_dim in runs))
+
+
 def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Index:
-    """Makes one index of what each rank has written."""
-    tensors: dict[str, Entry] = {}
+    """Makes one index of what each rank has written. Raises CheckpointError if the ranks contradict each other."""
+    found: dict[str, tuple[Entry, dict[Cut, list[StoredSlice]]]] = {}
     files: dict[str, dict[str, Any]] = {}
     for part in parts:
         files.update(part["files"])
         for name, (dtype, shape, slices) in part["tensors"].items():
-            entry = tensors.setdefault(name, Entry(DTYPES[dtype], tuple(shape)))
-            entry.slices += [StoredSlice(**s) for s in slices]
-    for entry in tensors.values():
-        entry.slices.sort(key=lambda part: (part.start, part.stop))
-    return Index(path, about, dict(sorted(tensors.items())), files)
+            entry, by_cut = found.setdefault(name, (Entry(DTYPES[dtype], tuple(shape)), {}))
+            if (entry.dtype, entry.shape) != (DTYPES[dtype], tuple(shape)):
+                raise CheckpointError(f"{path}: {name} is {CODES[entry.dtype]} on one rank and {dtype} on another")
+            for piece in slices:
+                runs = piece.pop("runs", None)
+                cut = cuts.whole(entry.shape) if runs is None else cut_of(entry.shape, runs)
+                by_cut.setdefault(cut, []).append(StoredSlice(**piece))
+    for entry, by_cut in found.values():
+        ordered = sorted(by_cut, key=lambda cut: cut.runs)
+        entry.cuts = [] if ordered == [cuts.whole(entry.shape)] else ordered
+        for number, cut in enumerate(ordered):
+            pieces = sorted(by_cut[cut], key=lambda piece: (piece.start, piece.stop))
+            entry.slices += [piece._replace(cut=number) for piece in pieces]
+    return Index(path, about, {name: found[name][0] for name in sorted(found)}, files)
 
 
 def read(path: Path) -> Index:
@@ -149,10 +196,12 @@ def _parse(path: Path, text: str) -> Index:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{file}: is not the index of an mpidl checkpoint")
     version = content.pop("version", None)
-    if version != VERSION:
-        raise CheckpointError(f"{file}: has version {shown(version)} of the format; this mpidl reads version {VERSION}")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise CheckpointError(
+            f"{file}: has version {shown(version)} of the format; this mpidl reads versions 1 to {VERSION}"
+        )
     said = content.pop("checksum", None)
-    if said != _sum({"format": FORMAT, "version": VERSION, **content}):
+    if said != _sum({"format": FORMAT, "version": version, **content}):
         raise CheckpointError(f"{file}: is damaged: its checksum is not {shown(said)}")
     if content.pop("block_bytes", None) != BLOCK:
         raise CheckpointError(f"{file}: has checksums of blocks of another size than {BLOCK} bytes")
@@ -160,10 +209,7 @@ def _parse(path: Path, text: str) -> Index:
         check_index(content)
     except Malformed as error:
         raise CheckpointError(f"{file}: is not as the format has it: {error}") from None
-    tensors = {
-        name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), [StoredSlice(**s) for s in e["slices"]])
-        for name, e in content.pop("tensors").items()
-    }
+    tensors = {name: _entry(described) for name, described in content.pop("tensors").items()}
     return Index(path, content, tensors, content.pop("files"))
 
 

@@ -14,7 +14,8 @@ import torch
 
 from ..errors import CheckpointError
 from . import tree
-from .engine import Engine, HeldTensor
+from .engine import Engine
+from .held import HeldTensor
 from .index import Index
 from .schema import SLICES
 

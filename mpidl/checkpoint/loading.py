@@ -21,13 +21,13 @@ from ..errors import CheckpointError, CheckpointMismatch
 from ..job.agreement import on_rank_0, together
 from ..mesh import Mesh
 from ..replicas.consistency import check_settings_agree
-from . import folder, index, tree
+from . import cuts, folder, index, parts, tree
 from . import random_states as randoms
 from .collect import state_of
 from .engine import Engine, engine_of
+from .held import Share
 from .index import Index
 from .matching import ReadPlan, checked, plan
-from .parts import own_content
 from .reading import Reader
 from .saving import wait
 
@@ -65,7 +65,8 @@ def load(
         optimizer's groups must hold the same parameters as when it was saved.
     random_states: go on with each rank's random numbers; a rank that the saving run did not have gets some of its own.
     verify: compare the checksums of all that will be read, before anything is changed.
-    mesh: as for `save`; its pp and tp, and for experts ep, are those that it was saved with, dp and cp any.
+    mesh: as for `save`, of any sizes; if the parts were saved apart, its pp and tp, and for experts ep, are those that
+        it was saved with, dp and cp any.
 
     Gradients of the micro-steps since the last step come back with the optimizer. Dtypes are converted. Raises
     CheckpointError on every rank, naming the file, for what is missing or damaged, its subclass
@@ -77,7 +78,7 @@ def load(
     wait(model)
     check_settings_agree(comm, "checkpoint.load", {"path": str(path), "engine": engine.kind, "verify": verify})
     opened = open_checkpoint(comm, path)
-    content = own_content(engine.part, opened)
+    content = own_content(engine, opened)
     parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in parts.items() if part is not None}
     with Reader(content) as reader:
@@ -113,6 +114,39 @@ def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
     return together(comm, lambda: read[0] if read else index.parse(chosen, text))
 
 
+def own_content(engine: Engine, content: Index) -> Index:
+    """Returns the index that has the tensors of this rank's part. Collective.
+
+    Raises CheckpointMismatch on every rank for a model that lies in other parts here, if one of both does not join.
+    """
+    if "parts" in content.about:
+        engine.hold_apart()
+        return parts.own_content(engine.part, content)
+    if engine.join.reason is not None:
+        raise CheckpointMismatch(
+            f"{content.file}: holds a whole model; here is {parts.in_words(engine.part.sizes)}, which do not join to "
+            f"one: {engine.join.reason}"
+        )
+    return content
+
+
+def same_parts(engine: Engine, content: Index) -> bool:
+    """Returns True if the model lay in as many parts when it was saved."""
+    saved = {} if "parts" in content.about else content.about.get("mesh", {})
+    return bool(saved == (engine.part.sizes if engine.part.joined else {}))
+
+
+def own_states(engine: Engine, content: Index) -> dict[str, Any]:
+    """Returns the states that this rank takes of those that each rank has of its own.
+
+    Ranks of parts that were not there take those of their replica in the first part: what has to be equal over them,
+    such as masks of dropout outside of cut layers, then is.
+    """
+    part = engine.part.number if engine.part.joined and same_parts(engine, content) else 0
+    own: dict[str, Any] = content.about["own"][part * content.replicas + engine.comm.rank % content.replicas]
+    return own
+
+
 def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> ReadPlan:
     """Checks everything that can be wrong without a change, and returns the plan."""
     content = reader.index
@@ -130,19 +164,20 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
         _check_kinds(content, name, part)
     kept = [content.about[name] for name in (*parts, "extra")]
     small = [*made.small, *tree.names_in([*kept, content.about["model"].get("extra_state")])]
-    own = content.about["own"][engine.comm.rank % content.about["ranks"]]
+    own = own_states(engine, content)
     small += tree.names_in({name: value for name, value in own.items() if random or name != "random"})
-    wanted = [(name, r.low, r.high, r.checks) for r in made.requests for name in r.names]
+    wanted = [(name, Share(r.cut, r.low, r.high), r.checks) for r in made.requests for name in r.names]
     for held in engine.parameters:
         names = made.gradients.get(held.name, ())
-        wanted += [(name, held.start, held.stop, checked(held, names)) for name in names]
+        wanted += [(name, Share(held.cut, held.start, held.stop), checked(held, names)) for name in names]
     for name in small:
-        whole = (0, content.tensors[name].count)
-        wanted.append((name, *whole, whole))
-    for name, low, high, _ in wanted:
-        reader.open(name, low, high)
-    for name, _, _, checks in wanted if verify else []:
-        reader.check(name, *checks)
+        entry = content.tensors[name]
+        all_of_it = Share(cuts.whole(entry.shape), 0, entry.count)
+        wanted.append((name, all_of_it, [all_of_it]))
+    for name, share, _ in wanted:
+        reader.open(name, share.cut, share.start, share.stop)
+    for name, share in [(name, share) for name, _, shares in wanted if verify for share in shares]:
+        reader.check(name, share.cut, share.start, share.stop)
     return made
 
 
@@ -168,7 +203,7 @@ def _check_kinds(content: Index, name: str, part: Any) -> None:
 def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]:
     """Reads `extra` and this rank's random states, which are checked; changes nothing."""
     about = reader.index.about
-    own = about["own"][engine.comm.rank % about["ranks"]]
+    own = own_states(engine, reader.index)
     extra = tree.decode(about["extra"], reader.tensor)
     states = tree.decode(own["random"], reader.tensor) if random and "random" in own else None
     if states is not None:
@@ -218,15 +253,15 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
 
 def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any) -> None:
     """Loads the gradients of micro-steps, the state of a hook, and the random states."""
-    about, rank = reader.index.about, engine.comm.rank
+    content, rank = reader.index, engine.comm.rank
     if engine.optimizer is not None:
         engine.optimizer.zero_grad()
         reader.fill(made.gradient_requests(engine))
-    hook, own = engine.hook_state(), about["own"][rank % about["ranks"]]
-    if hook is not None and "hook" in own:
+    hook, own = engine.hook_state(), own_states(engine, content)
+    if hook is not None and "hook" in own and same_parts(engine, content):
         hook.load_state_dict(tree.decode(own["hook"], reader.tensor))
     if random is not None:
-        if rank < about["ranks"]:
+        if rank < content.replicas:
             randoms.restore(random)
         else:
             randoms.derive(random, rank)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
+from ..mesh.placement import Cut
 from ..optim.elementwise import mark_replicated
 from . import tree
 from .collect import IMPLEMENTATION, rank_name
-from .engine import Engine, HeldTensor
+from .engine import Engine
+from .held import HeldTensor, Share
 from .index import Index
 from .kept_states import KeptStates
 from .schema import SLICES
@@ -27,15 +29,16 @@ _LISTED = 3  # names in a message
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Elements low..high of a tensor, to be read into `target`; of several names the mean.
+    """Elements low..high of a cut of a tensor, to be read into `target`; of several names the mean.
 
-    checks: the range whose checksums this rank compares: of what all ranks read, each has a share.
+    checks: those whose checksums this rank compares: of what all ranks read, each has a share.
     """
 
     names: tuple[str, ...]
+    cut: Cut
     low: int
     high: int
-    checks: tuple[int, int]
+    checks: Sequence[Share]
     target: torch.Tensor
 
 
@@ -92,7 +95,7 @@ class ReadPlan:
 def plan(engine: Engine, index: Index) -> ReadPlan:
     """Makes the plan. Raises CheckpointMismatch, naming what does not fit, or CheckpointError for damage."""
     made = ReadPlan(index)
-    rank, saved = engine.comm.rank, int(index.about["ranks"])
+    rank, saved = engine.comm.rank, index.replicas
 
     def names_of(name: str, per_rank: bool) -> tuple[str, ...]:
         """Returns the names under which a tensor was saved: its own, or one a rank where the ranks' values differed.
@@ -134,10 +137,10 @@ def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> N
     saved = {*about["parameters"], *about["buffers"]}
     tensors = [*engine.parameters, *engine.buffers]
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another kind": []}
-    seen = set()
+    every = {*engine.join.parameters, *engine.join.buffers}  # of other parts of the model too
+    seen = {name if name in saved else about["tied"].get(name, name) for name in every}
     for held in tensors:
         name = held.name if held.name in saved else about["tied"].get(held.name, held.name)
-        seen.add(name)
         names = names_of(f"model/{name}", may_differ(engine, held))
         if not names:
             problems["missing"].append(held.name)
@@ -151,7 +154,8 @@ def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> N
             made.requests.append(_request(held, names, held.values))
     extra = about.get("extra_state", dict.fromkeys(engine.extra_states))  # weights of elsewhere have none
     problems["missing"] += [name for name in engine.extra_states if name not in extra]
-    problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - engine.extra_states.keys())
+    extra_here = {name for content in engine.join.contents for name in content.extra_states}
+    problems["unexpected"] = sorted(saved - seen) + sorted(extra.keys() - extra_here)
     found = "; ".join(f"{problem}: {listed(names, _LISTED)}" for problem, names in problems.items() if names)
     if found:
         here = type(engine.model).__name__
@@ -168,9 +172,10 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
             f"{index.file}: holds the state of {about['class']}; the optimizer here is {engine.optimizer_class}"
         )
     assert engine.optimizer is not None
-    own = [[engine.names[p] for p in group["params"]] for group in engine.optimizer.param_groups]
+    own = engine.join.groups
     saved = [group["params"] for group in about["groups"]]
-    if [set(names) for names in own] != [set(names) for names in saved]:
+    grouped_alike = len(engine.optimizer.param_groups) == len(own)  # as in the other parts of the model
+    if not grouped_alike or [set(names) for names in own] != [set(names) for names in saved]:
         raise CheckpointMismatch(f"{index.file}: {_groups_differ(saved, own)}")
     for number, group in enumerate(about["groups"]):
         settings = {key: value for key, value in group["settings"].items() if key not in IMPLEMENTATION}
@@ -189,6 +194,11 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
             kept.check(held, saved_states)
         for key, value in saved_states.items():
             if value != SLICES:
+                if tree.names_in(value) and engine.lacks_wholes(held):
+                    raise CheckpointMismatch(
+                        f"{index.file}: {key} of {held.name} is of the whole parameter; needs a ZeroOptimizer where "
+                        "that is cut"
+                    )
                 entry[key] = value
                 made.small += tree.names_in(value)
                 continue
@@ -258,11 +268,11 @@ def _gradients(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
             made.gradients[held.name] = names
 
 
-def checked(held: HeldTensor, names: tuple[str, ...]) -> tuple[int, int]:
-    """Returns the range whose checksums this rank compares: its share, or all if it alone reads the tensor."""
+def checked(held: HeldTensor, names: tuple[str, ...]) -> Sequence[Share]:
+    """Returns the elements whose checksums this rank compares: its share, or all if it alone reads the tensor."""
     alone = held.per_rank or (len(names) == 1 and re.match(r"rank\d{5,}/", names[0]) is not None)
-    return (held.start, held.stop) if alone else held.writes
+    return [Share(held.cut, held.start, held.stop)] if alone else held.writes
 
 
 def _request(held: HeldTensor, names: tuple[str, ...], target: torch.Tensor) -> Request:
-    return Request(names, held.start, held.stop, checked(held, names), target)
+    return Request(names, held.cut, held.start, held.stop, checked(held, names), target)

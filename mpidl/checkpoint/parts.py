@@ -37,23 +37,39 @@ class ModelPart:
     """The part of a model that this rank's engine trains.
 
     comm: the ranks that train it. whole: those of all parts. sizes: of the axes over which the parts lie, outermost
-    first; none for a whole model. coordinates: this rank's there.
+    first; none for a whole model. coordinates: this rank's there. joined: all parts are one checkpoint.
     """
 
     comm: Communicator
     whole: Communicator
     sizes: dict[str, int] = field(default_factory=dict)
     coordinates: tuple[int, ...] = ()
+    joined: bool = False
+
+    @property
+    def number(self) -> int:
+        """Number of the part among all."""
+        number = 0
+        for size, at in zip(self.sizes.values(), self.coordinates, strict=True):
+            number = number * size + at
+        return number
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the checkpoint: those of the first part come first."""
+        return self.comm.rank + self.comm.size * (self.number if self.joined else 0)
 
     @property
     def name(self) -> str:
-        """Folder of the part in a checkpoint's directory; empty for a whole model."""
-        return _name(self.sizes, self.coordinates)
+        """Folder of the part in a checkpoint's directory; empty for one that is not apart."""
+        return "" if self.joined else _name(self.sizes, self.coordinates)
 
     @property
     def names(self) -> list[str]:
-        """Folders of all parts; none for a whole model."""
-        return [_name(self.sizes, point) for point in product(*map(range, self.sizes.values()))] if self.sizes else []
+        """Folders of all parts that are apart."""
+        if self.joined or not self.sizes:
+            return []
+        return [_name(self.sizes, point) for point in product(*map(range, self.sizes.values()))]
 
     def everywhere(self, action: Callable[[], Result]) -> Result:
         """Returns `action()`, which may be collective over `comm` and fails there on every rank. Collective.
@@ -96,6 +112,7 @@ def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dic
     model = {"class": about["model"]["class"], "parameters": [], "buffers": [], "tied": {}}
     kept = {name: about[name] for name in ("step", "micro_step", "engine")}
     kept |= {"ranks": ranks, "own": [{}] * ranks, "extra": None, "model": model, "mesh": part.sizes}
+    kept |= {"apart": about["apart"]} if "apart" in about else {}
     return Index(path, {**kept, "parts": {name: checksum(text.encode()) for name, text in texts.items()}}, {}, {})
 
 
@@ -116,7 +133,7 @@ def own_content(part: ModelPart, content: Index) -> Index:
     saved = content.about.get("mesh", {})
     if saved != part.sizes:
         raise CheckpointMismatch(
-            f"{content.file}: holds {_in_words(saved)}; here is {_in_words(part.sizes)}; needs a mesh with the same "
+            f"{content.file}: holds {in_words(saved)}; here is {in_words(part.sizes)}; needs a mesh with the same "
             "sizes of these axes, given as mesh= (dp and cp may differ)"
         )
     if not part.sizes:
@@ -129,12 +146,13 @@ def refuse_parts(content: Index, what: str) -> None:
     """Raises CheckpointError for a checkpoint whose tensors are parts."""
     if "parts" in content.about:
         raise CheckpointError(
-            f"{content.file}: holds {_in_words(content.about['mesh'])}, and how they join is not known; {what} needs a "
-            "checkpoint of a whole model"
+            f"{content.file}: holds {in_words(content.about['mesh'])}, which do not join to a whole one: "
+            f"{content.about.get('apart', 'no cuts were saved')}; {what} needs a checkpoint of a whole model"
         )
 
 
-def _in_words(sizes: dict[str, int]) -> str:
+def in_words(sizes: dict[str, int]) -> str:
+    """Describes the parts of a model for a message."""
     shown = ", ".join(f"{axis}={sizes[axis]}" for axis in MODEL_AXES if axis in sizes)
     return f"the parts of a model over {shown}" if shown else "a whole model"
 

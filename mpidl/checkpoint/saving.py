@@ -22,7 +22,7 @@ from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..replicas.consistency import check_settings_agree
 from . import folder, holding
-from .collect import Collected, collect
+from .collect import Collected, collect, common_states
 from .engine import Engine, engine_of, unwrap
 from .parts import ModelPart
 from .writing import Saving, finisher, labelled, write_part
@@ -95,9 +95,19 @@ def save(
             stacklevel=2,
         )
     gradients = engine.part.everywhere(lambda: _gradients(engine)) if micro_step else {}
-    found = together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
+
+    def collected() -> Collected:
+        return together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
+
+    if engine.part.joined and engine.join.reason is not None:
+        engine.hold_apart()
+    found = collected()
+    reason = _differing(engine, found) if engine.part.joined else None
+    if reason is not None:
+        engine.hold_apart(reason)
+        found = collected()
     if compare:
-        engine.part.everywhere(lambda: engine.check_replicas(f"{folder.name_of(step)} was not saved", found.shared))
+        engine.check_replicas(f"{folder.name_of(step)} was not saved", found.shared, found.copied)
     temporary = _begin(engine.part, into.absolute() if background else into, step, found)
     own = temporary / engine.part.name
     pieces = [piece.copy() for piece in found.pieces] if background else found.pieces
@@ -106,7 +116,7 @@ def save(
         temporary,
         own,
         lambda: labelled(write_part(own, comm.rank, pieces, found.own, file_bytes), engine.part, found.about),
-        finisher(temporary, engine.part, found.about, keep_last),
+        finisher(temporary, engine, found.about, keep_last),
     )
     if background:
         engine.model.__dict__[_UNDER_WAY] = saving
@@ -139,6 +149,16 @@ def wait(model: torch.nn.Module) -> Path | None:
     """
     saving: Saving | None = unwrap(model)[1].__dict__.pop(_UNDER_WAY, None)
     return None if saving is None else saving.wait()
+
+
+def _differing(engine: Engine, found: Collected) -> str | None:
+    """Explains why parts do not join that have states of their own; None if they do. Collective."""
+    everyone = all_gather_object(engine.whole, (found.uncut, common_states(found.about)))
+    uncut = next((uncut for uncut, _ in everyone if uncut is not None), None)
+    if uncut is not None:
+        return f"the optimizer's {uncut}"
+    names = [name for name in everyone[0][1] if len({sums[name] for _, sums in everyone}) > 1]
+    return f"the {names[0]} differs between them" if names else None
 
 
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:

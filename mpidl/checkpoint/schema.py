@@ -14,8 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..mesh.layout import MODEL_AXES
+from ..mesh.placement import Cut
 from ..models.published import FILES
-from . import tree
+from . import cuts, tree
 from .checks import (
     SIZES,
     any_list,
@@ -31,7 +32,7 @@ from .checks import (
     record,
     text,
 )
-from .tree import Malformed, shown, within
+from .tree import Malformed, check_at, shown, within
 
 BLOCK = 4 << 20  # bytes that have a checksum of their own
 LONGEST_INDEX = 256 << 20  # bytes
@@ -56,8 +57,11 @@ def sums(value: Any) -> None:
 
 # ---- the index ---------------------------------------------------------------------------------------------
 
-_SLICE = record({"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}, exact=True)
-_TENSORS = mapping(record({"dtype": dtype_code, "shape": any_list, "slices": items(_SLICE)}, exact=True))
+_PIECE = {"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}
+_SLICE = record(_PIECE, {"cut": integer()}, exact=True)
+_TENSORS = mapping(
+    record({"dtype": dtype_code, "shape": any_list, "slices": items(_SLICE)}, {"cuts": items(any_list)}, exact=True)
+)
 _FILES = mapping(record({"bytes": integer()}, {"header": nullable(text)}), file_name)
 
 
@@ -96,13 +100,17 @@ def check_index(content: Any) -> None:
             "number": integer(),
             "mesh": mapping(integer(2), one_of(MODEL_AXES)),
             "parts": mapping(_one_sum, _part_name),
+            "apart": text,
             "optimizer": optimizer,
             "scheduler_class": text,
             **dict.fromkeys(("scheduler", "scaler", "sampler", "averager"), encoded),
         },
     )(content)
-    if math.prod(content.get("mesh", {"": 0}).values()) != len(content.get("parts", {})):
+    points = math.prod(content.get("mesh", {}).values())
+    if "parts" in content and ("mesh" not in content or points != len(content["parts"])):
         raise Malformed("parts: are not one for each point of mesh")
+    if content["ranks"] % points:
+        raise Malformed(f"mesh: has {points} points, which do not divide {content['ranks']} ranks")
     _check_slices(content["tensors"], content["files"])
     _check_names(content, names)
 
@@ -111,22 +119,30 @@ def _check_slices(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Checks that slices cover their tensor, that no two are one piece of a file, and that pieces fit in their file."""
     filled = dict.fromkeys(files, 0)
     taken: set[tuple[str, str]] = set()
+    known: dict[str, list[int]] = {}  # the optimizer's states have the cuts of their parameter
     for name, entry in tensors.items():
         try:
             itemsize, size = SIZES[entry["dtype"]], bytes_of(entry["dtype"], entry["shape"])
-            at = 0
+            counts = [size // itemsize]
+            if "cuts" in entry:
+                said = repr((entry["shape"], entry["cuts"]))
+                counts = known[said] = known.get(said) or _counts(entry)
+            number, at = 0, 0
             for part in entry["slices"]:
                 start, stop, file, key = part["start"], part["stop"], part["file"], part["key"]
                 piece = (stop - start) * itemsize
-                if start != at or stop < at or file not in filled or len(part["crc32"]) != -(-piece // BLOCK):
+                if at == counts[number] and part.get("cut", number) == number + 1 < len(counts):
+                    number, at = number + 1, 0
+                fits = start == at <= stop and part.get("cut") == (number if "cuts" in entry else None)
+                if not fits or file not in filled or len(part["crc32"]) != -(-piece // BLOCK):
                     raise Malformed("has slices that do not fit together")
                 if (file, key) in taken:
                     raise Malformed(f"has {shown(key)} of {file}, which another slice is")
                 taken.add((file, key))
                 filled[file] += piece
                 at = stop
-            if at * itemsize != size:
-                raise Malformed(f"has {at} of its {size // itemsize} elements")
+            if at != counts[number] or number != len(counts) - 1:
+                raise Malformed(f"has {sum(counts[:number]) + at} of its {size // itemsize} elements")
         except Malformed as error:
             raise within("tensors", within(name, error)) from None
     for file, size in filled.items():
@@ -134,9 +150,32 @@ def _check_slices(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
             raise Malformed(f"files: {file} has {files[file]['bytes']} bytes and the slices in it {size}")
 
 
+def _counts(entry: Mapping[str, Any]) -> list[int]:
+    """Checks that the cuts of a tensor cover it once, and returns the elements of each."""
+    shape = tuple(entry["shape"])
+    found = []
+    for runs in entry["cuts"]:
+        check_at("cuts", items(items(_run)), runs)
+        cut = Cut(shape, tuple(tuple((start, stop) for start, stop in of_dim) for of_dim in runs))
+        problem = cuts.invalid(cut)
+        if problem or not cuts.count(cut):
+            raise Malformed(f"has a cut that {problem or 'is empty'}")
+        found.append(cut)
+    problem = cuts.misfit(shape, found) if found else "has no cuts"
+    if problem:
+        raise Malformed(problem)
+    return [cuts.count(cut) for cut in found]
+
+
+def _run(value: Any) -> None:
+    if type(value) is not list or len(value) != 2 or any(type(end) is not int for end in value):
+        raise Malformed(f"is {shown(value)}; needs where a run of indices begins and ends")
+
+
 def _check_names(content: Mapping[str, Any], names: Mapping[str, bool]) -> None:
     """Checks that named tensors exist, and that the ranks' own values of a tensor have one shape and dtype."""
     tensors, model, ranks = content["tensors"], content["model"], content["ranks"]
+    replicas = ranks if "parts" in content else ranks // math.prod(content.get("mesh", {}).values())
     if len(content["own"]) != ranks:
         raise Malformed(f"own: has {len(content['own'])} entries; needs one of each of {ranks} ranks")
     for name, for_numpy in names.items():
@@ -148,11 +187,11 @@ def _check_names(content: Mapping[str, Any], names: Mapping[str, bool]) -> None:
     for name, entry in tensors.items():
         found = _OF_RANK.fullmatch(name)
         if found:
-            if int(found[1]) >= ranks:
-                raise Malformed(f"tensors: {shown(name)} is of a rank beyond {ranks}")
+            if int(found[1]) >= replicas:
+                raise Malformed(f"tensors: {shown(name)} is of a rank beyond {replicas}")
             of_ranks.setdefault(found[2], []).append((entry["dtype"], entry["shape"]))
     for name, entries in of_ranks.items():
-        if len(entries) != ranks or any(entry != entries[0] for entry in entries):
+        if len(entries) != replicas or any(entry != entries[0] for entry in entries):
             raise Malformed(f"tensors: {shown(name)} is not there for every rank, with one shape and dtype")
     own = {*model["parameters"], *model["buffers"]}
     if len(own) != len(model["parameters"]) + len(model["buffers"]):

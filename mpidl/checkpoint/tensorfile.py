@@ -203,10 +203,10 @@ class TensorFile:
                 raise CheckpointError(f"{self.path}: is cut short at byte {offset}")
             target, offset = target[done:], offset + done
 
-    def check(self, name: str, sums: Sequence[str], start: int, stop: int, buffer: memoryview) -> None:
-        """Reads the blocks that begin in bytes start..stop of a tensor, and compares their checksums."""
+    def check(self, name: str, sums: Sequence[str], blocks: Iterable[int], buffer: memoryview) -> None:
+        """Reads blocks of a tensor, by their numbers, and compares their checksums."""
         span = self.spans[name]
-        for number in range(-(-start // BLOCK), -(-stop // BLOCK)):
+        for number in blocks:
             begin = span.begin + number * BLOCK
             block = buffer[: min(BLOCK, span.end - begin)]
             self.read_into(block, begin)

@@ -28,9 +28,10 @@ from ..errors import CheckpointError
 from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
 from ..job.ending import BACKGROUND_ERRORS, TEMP_PATHS
 from ..job.objects import all_gather_object
-from . import folder, index, parts
+from . import cuts, folder, index, parts
 from .checks import CODES
-from .collect import Piece, rank_name
+from .collect import Piece, joined, rank_name
+from .engine import Engine
 from .tensorfile import write_file
 
 _PAUSE = 0.01  # seconds between two looks at what the other ranks have left
@@ -46,13 +47,15 @@ def write_part(path: Path, rank: int, pieces: Sequence[Piece], own: dict[str, An
     tensors: dict[str, Any] = {}
     for number, group in enumerate(_groups(pieces, file_bytes)):
         name = f"{rank_name(rank)}-{number:03d}.safetensors"
-        entries = [(p.key, p.dtype, p.shape if p.key == p.name else (p.stop - p.start,), p.values) for p in group]
+        entries = [(p.key, p.dtype, p.shape, p.values) for p in group]
         written = write_file(path / name, entries, {"format": "pt"})
         files[name] = {"bytes": written.bytes, "header": written.header}
         for p in group:
             sums = written.blocks[p.key]
             part = {"file": name, "key": p.key, "start": p.start, "stop": p.stop, "crc32": sums}
-            tensors.setdefault(p.name, (CODES[p.dtype], list(p.shape), []))[2].append(part)
+            if p.cut != cuts.whole(p.cut.shape):
+                part["runs"] = p.cut.runs
+            tensors.setdefault(p.name, (CODES[p.dtype], list(p.cut.shape), []))[2].append(part)
     return {"files": files, "tensors": tensors, "own": own}
 
 
@@ -220,11 +223,16 @@ class Saving:
 
 
 def finisher(
-    temporary: Path, of: parts.ModelPart, about: dict[str, Any], keep_last: int | None
+    temporary: Path, engine: Engine, about: dict[str, Any], keep_last: int | None
 ) -> Callable[[list[Part]], Path]:
     """Returns the function that commits on rank 0. It takes the ranks' parts, which `labelled` has labelled."""
+    of, join = engine.part, engine.join
 
     def finish(written: list[Part]) -> Path:
+        if of.joined:
+            written = sorted(written, key=lambda one: int(one["rank"]))
+            whole = joined(join, [one["about"] for one in written if one["about"] is not None])
+            return folder.commit(temporary, _merged(temporary, whole, written), keep_last)
         if not of.sizes:
             return folder.commit(temporary, _merged(temporary, about, written), keep_last)
         texts = {}
@@ -242,7 +250,7 @@ def labelled(written: Part, of: parts.ModelPart, about: dict[str, Any]) -> Part:
     """Adds the part's name, the rank in it and its index to a rank's files, where a model lies in parts."""
     if not of.sizes:
         return written
-    return {**written, "part": of.name, "rank": of.comm.rank, "about": about if of.comm.rank == 0 else None}
+    return {**written, "part": of.name, "rank": of.rank, "about": about if of.comm.rank == 0 else None}
 
 
 def _merged(path: Path, about: dict[str, Any], written: list[Part]) -> index.Index:

@@ -48,28 +48,34 @@ def _taken_in(rows: Any) -> Any:
     return sums
 
 
-def difference(comm: Communicator, sums: Mapping[str, bytes]) -> str | None:
-    """Describes what differs first, and on which ranks; None if nothing does. Collective. sums: by name."""
+def difference(comm: Communicator, sums: Mapping[str, bytes], partly: bool = False) -> str | None:
+    """Describes what differs first, and on which ranks; None if nothing does. Collective.
+
+    sums: by name. partly: ranks without a name do not differ in it.
+    """
     mine = np.array([code(repr(dict(sums)))])
     everyone = np.empty(comm.size, np.int64)
     comm.all_gather(everyone, mine)
     if (everyone == mine).all():  # on all ranks or on none
         return None
-    differing = list(_differing(all_gather_object(comm, dict(sums))))
+    differing = list(_differing(all_gather_object(comm, dict(sums)), partly))
+    if not differing:
+        return None
     name, few, rest = differing[0]
     more = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
     return f"{name} on {_ranks(few)} from {_ranks(rest)}{more}"
 
 
-def _differing(everyone: list[dict[str, bytes]]) -> Iterator[tuple[str, list[int], list[int]]]:
+def _differing(everyone: list[dict[str, bytes]], partly: bool) -> Iterator[tuple[str, list[int], list[int]]]:
     """(name, the ranks that are fewer, the others) of all that differs, in order."""
     for name in {name: None for sums in everyone for name in sums}:
         groups: dict[bytes | None, list[int]] = {}
         for rank, sums in enumerate(everyone):
-            groups.setdefault(sums.get(name), []).append(rank)
+            if name in sums or not partly:
+                groups.setdefault(sums.get(name), []).append(rank)
         if len(groups) > 1:
             most = max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-            yield name, [rank for rank in range(len(everyone)) if rank not in most], most
+            yield name, sorted(rank for ranks in groups.values() if ranks is not most for rank in ranks), most
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -152,7 +152,10 @@ def test_a_directory_is_complete_with_all_parts_alone(comm, shared: Path, capsys
             assert "2, pp=2" in shown
             assert command.main(["verify", str(shared)]) == 0
             assert command.main(["export", str(shared), str(shared / "out")]) == 1
-            assert "holds the parts of a model over pp=2, and how they join is not known" in capsys.readouterr().err
+            assert (
+                "holds the parts of a model over pp=2, which do not join to a whole one: 0.weight stands in"
+                in capsys.readouterr().err
+            )
         comm.barrier()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,16 @@ def sample(path: Path) -> dict[str, Any]:
         "rank00001/model/r": torch.zeros(2),
         "gradient/w": torch.ones(3, 2),
         "seen/w": torch.ones(3, 2),
+        "model/c": torch.ones(4, 2),
+        "model/c#1": torch.ones(4, 3),
         **whole,
     }
+    runs = {"model/c": [[[0, 4]], [[0, 1], [3, 4]]], "model/c#1": [[[0, 4]], [[1, 3], [4, 5]]]}  # columns of five
     written = write_file(path / NAME, [(name, t.dtype, t.shape, lambda t=t: t) for name, t in tensors.items()])
     about = {
         **{"step": 3, "micro_step": 1, "ranks": 2, "engine": "ddp", "extra": encoded, "scheduler_class": "LambdaLR"},
         "model": {
-            **{"class": "Linear", "parameters": ["w", "r"], "buffers": ["b"], "tied": {"v": "w"}},
+            **{"class": "Linear", "parameters": ["w", "r", "c"], "buffers": ["b"], "tied": {"v": "w"}},
             "published": {"config.json": '{"model_type": "gpt2"}'},
             "extra_state": {"_extra_state": {"n": 1}},
         },
@@ -57,7 +61,10 @@ def sample(path: Path) -> dict[str, Any]:
     parts = {}
     for name, t in tensors.items():
         part = {"file": NAME, "key": name, "start": 0, "stop": t.numel(), "crc32": written.blocks[name]}
-        parts[name] = (code(t), list(t.shape), [part])
+        if name in runs:
+            part["runs"] = runs[name]
+        shape = [4, 5] if name in runs else list(t.shape)
+        parts.setdefault(name.partition("#")[0], (code(t), shape, []))[2].append(part)
     files = {NAME: {"bytes": written.bytes, "header": written.header}}
     text = index.merge(path, about, [{"files": files, "tensors": parts}]).text()
     (path / index.NAME).write_text(text)
@@ -146,12 +153,29 @@ def test_texts_that_are_no_index_are_refused(tmp_path: Path, text: str, said: st
         ("step", None, "step: is None; needs an integer"),
         ("optimizer/state/w/exp_avg", "x", "optimizer.state: lacks exp_avg of w, which is among the tensors"),
         ("optimizer/groups", [{"params": ["q"], "settings": {}}], "has 'q', which is no parameter of the model"),
+        ("tensors/model/c/cuts", [], "tensors.model/c: has no cuts"),
+        ("tensors/model/c/cuts", [[[[0, 4]], [[0, 5]]]], "model/c: has slices that do not fit together"),
+        ("tensors/model/c/cuts", [[[[0, 4]], [[0, 3]]], [[[0, 4]], [[2, 5]]]], "model/c: has cuts that overlap"),
+        ("tensors/model/c/cuts", [[[[0, 4]], [[0, 3]]], [[[0, 4]], [[4, 5]]]], "has cuts of 16 of its 20 elements"),
+        ("tensors/model/c/cuts", [[[[0, 4]], [[0, 3], [2, 4]]]], "has a cut that has runs of dimension 1 that overlap"),
+        (
+            "tensors/model/c/cuts",
+            [[[[0, 4]], [[0, 6]]]],
+            "has a cut that has runs outside the 5 indices of dimension 1",
+        ),
+        ("tensors/model/c/cuts", [[[[0, 4]], [[2, 2]]]], "has a cut that is empty"),
+        ("tensors/model/c/cuts", [[[[0, 4]], [[0, 5, 6]]]], "needs where a run of indices begins and ends"),
+        ("tensors/model/c/cuts", [[[[0, 4]], [0, 5]]], "cuts.1.0: is 0; needs where a run of indices begins and ends"),
+        ("tensors/model/c/cuts", [[[[0, 4]]]], "has a cut that has runs of 1 dimensions"),
+        ("tensors/model/c/shape", [1 << 30, 5], "has cuts of 20 of its 5368709120 elements"),
+        ("mesh", {"tp": 2}, "is of a rank beyond 1"),
+        ("mesh", {"tp": 3}, "mesh: has 3 points, which do not divide 2 ranks"),
         ("extra", [{"$tensor": "extra/0"}, {"$tensor": "extra/0"}], "which stands in another place too"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, at: str, value: Any, said: str) -> None:
     content = sample(tmp_path)
-    *path, last = at.replace("model/w/", "model#w/").split("/")
+    *path, last = re.sub(r"model/([cw])/", r"model#\1/", at).split("/")
     inner = content
     for key in path:
         inner = inner[key.replace("#", "/")]
@@ -171,6 +195,17 @@ def test_one_piece_is_one_slice_and_no_more_fits_in_a_file_than_it_has(tmp_path:
     pieces = [{**part, "key": f"{n}"} for n, part in enumerate(pieces)]
     content["tensors"]["extra/0"]["slices"] = pieces
     with pytest.raises(CheckpointError, match=r"has \d+ bytes and the slices in it 240"):
+        index.parse(tmp_path, as_text(content, index._sum))
+
+
+def test_cuts_that_ask_for_much_memory_are_refused(tmp_path: Path) -> None:
+    content = sample(tmp_path)
+    entry = content["tensors"]["model/c"]
+    side = 1 << 13
+    runs = [[n, n + 1] for n in range(0, side, 2)]
+    entry["shape"] = [side, side]
+    entry["cuts"] = [[runs, [[0, side]]], [[[1, 2]], runs]]
+    with pytest.raises(CheckpointError, match="model/c: is cut into more than 16777216 pieces"):
         index.parse(tmp_path, as_text(content, index._sum))
 
 
