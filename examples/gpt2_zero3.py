@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/gpt2_zero3.py                            # Python's standard library, stage 3
     mpirun -n 4 python examples/gpt2_zero3.py --data my_text.txt --steps 1000 --zero 2
     mpirun -n 4 python examples/gpt2_zero3.py --dtype bf16 --offload disk --delayed-update
+    mpirun -n 4 python examples/gpt2_zero3.py --tp 2 --sequence-parallel # layers cut over pairs of ranks
     mpirun -n 4 python examples/gpt2_zero3.py --device cuda --model gpt2 --block-size 1024 --batch 4
     python examples/gpt2_zero3.py                                        # a world of one
 
@@ -88,6 +89,8 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument(
         "--delayed-update", nargs="?", const=40, type=at_least(0), metavar="N", help="a step late, after N (40) steps"
     )
+    train.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks that hold parts of each layer")
+    train.add_argument("--sequence-parallel", action="store_true", help="those cut activations between the layers too")
     add_device(train)
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
     add_options(parser)
@@ -103,10 +106,16 @@ def parse(comm: Any) -> argparse.Namespace:
     def check(options: argparse.Namespace) -> None:
         if options.beta1 >= 1 or options.beta2 >= 1:
             raise UsageError(f"--beta1 {options.beta1} --beta2 {options.beta2}: need numbers below 1")
+        if comm.size % options.tp:
+            raise UsageError(f"--tp {options.tp}: got {comm.size} ranks; needs a divisor of their number")
+        if options.sequence_parallel and not 1 < options.tp <= options.block_size:
+            raise UsageError(
+                f"--sequence-parallel: got --tp {options.tp}; needs 2 to --block-size {options.block_size}"
+            )
         if options.global_batch:
             if options.grad_accum > 1:
                 raise UsageError("--global-batch and --grad-accum: give one of them")
-            options.batch, options.grad_accum = shares(options.global_batch, comm.size, options.batch)
+            options.batch, options.grad_accum = shares(options.global_batch, comm.size // options.tp, options.batch)
         if options.min_lr is not None and options.min_lr > options.lr:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
         resolve_device(options)
@@ -146,6 +155,8 @@ def configure(options: argparse.Namespace, vocab_size: int) -> GPT2Config:
         config = GPT2Config.named(options.model, vocab_size=vocab_size, dropout=options.dropout, **sizes)
     if options.block_size > config.block_size:
         raise UsageError(f"--block-size {options.block_size}: the model has {config.block_size} positions")
+    if options.tp > config.heads:
+        raise UsageError(f"--tp {options.tp}: the model has {config.heads} heads; needs at least one for each rank")
     return config
 
 
@@ -157,18 +168,21 @@ def store_of(folder: Path | None) -> mpidl.activations.CheckpointStore | None:
         raise UsageError(f"--offload-activations: {error}") from None
 
 
-def parallelise(options: argparse.Namespace, model: GPT2, device: torch.device) -> tuple[Any, Any, Any]:
+def parallelise(
+    options: argparse.Namespace, model: GPT2, mesh: mpidl.Mesh, device: torch.device
+) -> tuple[Any, Any, Any]:
     """Returns the function for the loss, the optimizer, and the context in which gradients only accumulate.
 
     With --dtype bf16 or fp16 ZeRO keeps the parameters in 16 bits and masters in fp32; DDP computes by autocast.
     """
+    mpidl.parallelize(model, mesh, sequence_parallel=options.sequence_parallel)  # >>> tp: each rank keeps some heads
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     settings: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "fused": True}
     if options.zero == 0:
-        wrapped = mpidl.DistributedDataParallel(model)  # >>> DDP: gradients are averaged during backward
+        wrapped = mpidl.DistributedDataParallel(model, mesh=mesh)  # >>> DDP: gradients are averaged during backward
         return wrapped, torch.optim.AdamW(groups, **settings), wrapped.no_sync
     half = HALVES.get(options.dtype)
     precision = mpidl.Precision(half, torch.float32, [torch.nn.LayerNorm]) if half else None
@@ -185,12 +199,18 @@ def parallelise(options: argparse.Namespace, model: GPT2, device: torch.device) 
         stage=options.zero,
         params=groups,
         precision=precision,
-        weights=Safetensors(options.init_from, our_name) if options.zero == 3 and options.init_from else None,
+        weights=Safetensors(options.init_from, our_name) if is_deferred(options) and options.init_from else None,
         device=device,
+        mesh=mesh,
         **settings,
     )
     # Stages 2 and 3 would have to keep whole gradients to save the communication of the micro-steps.
     return model, optimizer, optimizer.no_sync if options.zero == 1 else contextlib.nullcontext
+
+
+def is_deferred(options: argparse.Namespace) -> bool:
+    """Whether no rank ever holds the whole model; what is cut over tp is whole until then."""
+    return options.zero == 3 and options.tp == 1
 
 
 def learning_rate(options: argparse.Namespace, step: int) -> float:
@@ -213,27 +233,29 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def mean_over_ranks(comm: Any, value: float) -> float:
-    """Averages a number over all ranks."""
+def mean_over_ranks(mesh: mpidl.Mesh, value: float) -> float:
+    """Averages a number over the ranks with different sequences."""
     total = np.array([value])
-    comm.all_reduce(total, "avg")
+    mesh["dp"].all_reduce(total, "avg")
     return float(total[0])
 
 
 @torch.no_grad()
-def validate(comm: Any, call: Any, batches: TokenBatches, options: argparse.Namespace, device: torch.device) -> float:
+def validate(
+    mesh: mpidl.Mesh, call: Any, batches: TokenBatches, options: argparse.Namespace, device: torch.device
+) -> float:
     """Mean loss over all tokens of the validation sequences of all ranks."""
     sums = np.zeros(2)
     call.eval()
     for x, y, counted in batches.validate(options.eval_sequences):
         sums += call(x.to(device), y.to(device)).item() * counted, counted
     call.train()
-    comm.all_reduce(sums)
+    mesh["dp"].all_reduce(sums)  # >>> ranks of tp have counted the same sequences
     return float(sums[0] / sums[1])
 
 
 def sample(
-    comm: Any, options: argparse.Namespace, model: GPT2, optimizer: Any, tokenizer: Any, device: torch.device
+    mesh: mpidl.Mesh, options: argparse.Namespace, model: GPT2, optimizer: Any, tokenizer: Any, device: torch.device
 ) -> str:
     """Text from the model, on rank 0."""
     whole = (
@@ -242,20 +264,27 @@ def sample(
     text = ""
     model.eval()
     with whole:
-        if comm.rank == 0:
+        if mesh.rank("dp") == 0:  # >>> the ranks of one tp group compute it together
             random = torch.Generator(device).manual_seed(options.seed)
             start = torch.from_numpy(tokenizer.encode("\n")).long()[None].to(device)
             tokens = model.generate(start, options.sample, options.block_size, 0.8, 50, random)
             text = tokenizer.decode(tokens[0, start.shape[1] :].tolist())
-        comm.barrier()
+        mesh.comm.barrier()
     return text
 
 
 def main() -> None:
-    """Sets up, trains, shows."""
+    """Joins the ranks, lays them out, trains."""
     comm = mpidl.init()  # >>> all ranks that mpirun started
     options = parse(comm)
     stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
+    with mpidl.Mesh(tp=options.tp) as mesh:  # >>> dp: the ranks with other sequences; tp: with other parts of layers
+        run(mesh, options, stop)
+
+
+def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -> None:
+    """Sets up, trains, shows."""
+    comm = mesh.comm
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.manual_seed(options.seed)
     # >>> With --device cuda a GPU for each rank, in turn.
@@ -266,11 +295,11 @@ def main() -> None:
     text = mpidl.agree_or_exit(comm, lambda: read_corpus(options.data, comm))
 
     def prepare() -> tuple[TokenBatches, GPT2]:
-        batches = TokenBatches(  # >>> each rank its own part of each global batch
-            tokenizer.encode(text), comm, options.block_size, options.batch, options.grad_accum, options.seed
+        batches = TokenBatches(  # >>> each rank of dp its own part of each global batch
+            tokenizer.encode(text), mesh["dp"], options.block_size, options.batch, options.grad_accum, options.seed
         )
         config = configure(options, tokenizer.vocab_size)
-        if options.zero == 3:
+        if is_deferred(options):
             return batches, mpidl.deferred_init(GPT2, config)  # >>> no rank ever holds all of it
         model = load_pretrained(options.init_from, config) if options.init_from else GPT2(config)
         return batches, model.to(device)
@@ -279,23 +308,25 @@ def main() -> None:
     if options.checkpoint_activations:
         store = mpidl.agree_or_exit(comm, lambda: store_of(options.offload_activations))
         mpidl.activations.checkpoint_modules(model, Block, options.checkpoint_activations, store=store)
-    parameters = parameter_count(model)
+    parameters = parameter_count(model)  # of the whole model
 
     def prepare_training() -> tuple[Any, Any, Any]:
         try:
-            return parallelise(options, model, device)
+            return parallelise(options, model, mesh, device)
         except ConfigurationError as error:  # weights that do not fit
             raise UsageError(str(error)) from None
 
     call, optimizer, accumulating = mpidl.agree_or_exit(comm, prepare_training)
-    scaler = mpidl.GradScaler(
-        device.type, enabled=options.dtype == "fp16"
-    )  # >>> all ranks take or skip a step together
+    # >>> All ranks take or skip a step together.
+    scaler = mpidl.GradScaler(device.type, enabled=options.dtype == "fp16", mesh=mesh)
     half = HALVES.get(options.dtype)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
     how = f"ZeRO stage {options.zero}" if options.zero else "DDP"
+    how += f" on {comm.size} rank{'s' * (comm.size > 1)}"
+    if options.tp > 1:
+        how += f" (dp={mesh.size('dp')}, tp={options.tp}{', sequence parallel' * options.sequence_parallel})"
     say(
-        f"GPT-2 of {parameters / 1e6:.1f} M parameters, {how} on {comm.size} rank{'s' * (comm.size > 1)}, "
+        f"GPT-2 of {parameters / 1e6:.1f} M parameters, {how}, "
         f"{torch.get_num_threads()} thread(s) each, on {device.type}; {len(batches.train) / 1e6:.2f} M tokens of "
         f"{options.data}, {batches.tokens_per_step} a step",
         flush=True,
@@ -304,19 +335,19 @@ def main() -> None:
     def evaluate() -> float:
         if options.delayed_update is not None:
             optimizer.flush()  # >>> the weights of the update that is under way
-        return validate(comm, call, batches, options, device)
+        return validate(mesh, call, batches, options, device)
 
     names = "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule"
     names += " beta1 beta2 weight_decay clip dtype delayed_update seed"
-    settings = settings_of(options, names, sequences_a_step=options.batch * options.grad_accum * comm.size)
+    settings = settings_of(options, names, sequences_a_step=options.batch * options.grad_accum * mesh.size("dp"))
     # >>> Each rank saves and loads what it owns.
-    kept = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings)
+    kept = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings, mesh)
     loaded = kept.resume(options.steps)
     begin = loaded.step if loaded else 0
 
     guard = None
     if options.on_nan != "ignore":
-        guard = mpidl.NonfiniteGuard(call, optimizer, options.on_nan, scaler=scaler)
+        guard = mpidl.NonfiniteGuard(call, optimizer, options.on_nan, scaler=scaler, mesh=mesh)
     steps: list[dict[str, float]] = []
     progress = Progress(comm, options.steps, batches.tokens_per_step, begin)
     for step in range(begin, options.steps):
@@ -334,15 +365,15 @@ def main() -> None:
         norm = None
         if options.clip:
             if options.zero:
-                norm = optimizer.clip_grad_norm_(options.clip)  # >>> over all ranks' shards
+                norm = optimizer.clip_grad_norm_(options.clip)  # >>> over all ranks' shards and parts
             else:
-                norm = mpidl.clip_grad_norm_(model.parameters(), options.clip)
+                norm = mpidl.clip_grad_norm_(model.parameters(), options.clip, mesh=mesh)
         if guard is None or guard.allows(loss_sum, norm):  # >>> the same on all ranks
             scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         schedule.step()
-        loss_mean = mean_over_ranks(comm, loss_sum)
+        loss_mean = mean_over_ranks(mesh, loss_sum)
         elapsed = time.perf_counter() - start
         steps.append({"step": step + 1, "loss": loss_mean, "ms": elapsed * 1e3})
 
@@ -360,7 +391,7 @@ def main() -> None:
     peak = np.array([mpidl.memory.peak_rss_mib()])
     comm.all_reduce(peak, "max")
     if options.sample:
-        text = sample(comm, options, model, optimizer, tokenizer, device)
+        text = sample(mesh, options, model, optimizer, tokenizer, device)
         say(f"--- a sample of {options.sample} tokens ---\n{text}\n---", flush=True)
     median = statistics.median(s["ms"] for s in steps) if steps else None
     if comm.rank == 0 and options.json:
@@ -368,6 +399,7 @@ def main() -> None:
             "world_size": comm.size,
             "params": parameters,
             "zero_stage": options.zero,
+            "tp": options.tp,
             "steps": steps,
             "tokens_per_s": batches.tokens_per_step / median * 1e3 if median else None,
             "step_ms_median": median,

@@ -28,6 +28,7 @@ from .errors import CheckpointError, CheckpointMismatch, ConfigurationError, Usa
 from .job.agreement import agree_or_exit
 from .job.objects import broadcast_object
 from .job.signals import StopSignal
+from .mesh import Mesh
 
 Result = TypeVar("Result")
 _PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
@@ -90,7 +91,8 @@ class Checkpoints:
     """A program's checkpoints: its directory is claimed, if it has one.
 
     options: of `add_options`. stop: made early, to hear of signals from then on. training: model, optimizer, scheduler,
-    scaler, sampler, or the first few of them. settings: warned of where a checkpoint has others.
+    scaler, sampler, or the first few of them. settings: warned of where a checkpoint has others. mesh: over which the
+    model lies in parts, as for `checkpoint.save`.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class Checkpoints:
         stop: StopSignal,
         training: Sequence[Any],
         settings: Mapping[str, Any],
+        mesh: Mesh | None = None,
     ) -> None:
-        self._comm, self._options, self._stop = comm, options, stop
+        self._comm, self._options, self._stop, self._mesh = comm, options, stop, mesh
         self._training, self._settings = training, dict(settings)
         if options.checkpoint_dir:
             in_one_line(comm, lambda: checkpoint.claim(options.checkpoint_dir, comm))
@@ -134,7 +137,8 @@ class Checkpoints:
             parts: dict[str, Any] = dict(zip(_PARTS, self._training, strict=False))
 
             def save() -> None:  # each rank what it owns
-                checkpoint.save(options.checkpoint_dir, step=done, extra=kept, keep_last=options.keep_last, **parts)
+                how = {"keep_last": options.keep_last, "mesh": self._mesh}
+                checkpoint.save(options.checkpoint_dir, step=done, extra=kept, **how, **parts)
 
             in_one_line(self._comm, save)
         if stopping:
@@ -151,7 +155,9 @@ class Checkpoints:
             if found is None:
                 return None
             try:
-                return checkpoint.load(found, *self._training)  # each rank its slices, or the same error on all
+                return checkpoint.load(
+                    found, *self._training, mesh=self._mesh
+                )  # each rank its slices, or the same error on all
             except CheckpointError as error:
                 if self._options.resume != "auto" or isinstance(error, CheckpointMismatch):
                     raise
