@@ -83,7 +83,7 @@ def predict(name: str, comm: Communicator, config: GPT2Config, options: argparse
     """Estimates the memory by formula; the project's attention keeps no scores."""
     with torch.device("meta"):
         model = GPT2(config)
-    sizes = {"hidden": config.embd, "heads": config.heads, "layers": config.layers}
+    sizes: dict[str, Any] = {"hidden": config.embd, "heads": config.heads, "layers": config.layers}
     kept = activation_bytes(options.batch, config.block_size, **sizes, dtype=options.dtype, recompute="selective")
     stage = 0 if name == "ddp" else int(name[-1])
     masters = name != "ddp"

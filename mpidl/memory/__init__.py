@@ -8,7 +8,7 @@ counted        the tensors of model state that this rank holds now, by category
 process        what the system says of the whole process
 """
 
-from .activations import SavedActivations, activation_bytes, measure_activations
+from .activations import SavedActivations, activation_bytes, measure_activations, slot_bytes
 from .counted import Measurement, measure, model_state_bytes, storage_bytes
 from .estimate import STATE_BYTES, Estimate, estimate
 from .process import MIB, data_mib, peak_rss_mib, pss_mib, rss_mib
@@ -28,5 +28,6 @@ __all__ = [
     "peak_rss_mib",
     "pss_mib",
     "rss_mib",
+    "slot_bytes",
     "storage_bytes",
 ]

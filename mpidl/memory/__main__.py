@@ -2,6 +2,7 @@
 
     python -m mpidl.memory --params 7.5e9 --ranks 64 --dtype bf16
     python -m mpidl.memory --model gpt2 --ranks 4 --batch 4 --sequence 128
+    python -m mpidl.memory --model gpt2-xl --ranks 8 --tp 4 --sequence-parallel --batch 4 --sequence 1024
 
 One process that needs neither mpirun nor MPI.
 """
@@ -20,7 +21,7 @@ import torch
 
 from ..errors import ConfigurationError, UsageError
 from ..models import bert, gpt2, resnet
-from .activations import RECOMPUTE, activation_bytes
+from .activations import RECOMPUTE, activation_bytes, slot_bytes
 from .estimate import DTYPES, OFFLOAD, STAGES, Estimate, estimate
 
 _UNITS = {"GB": 9, "MB": 6, "KB": 3}  # powers of ten
@@ -73,6 +74,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True, help="of all nodes together")
     parser.add_argument("--nodes", type=int, default=1, help="that they are on (1)")
     parser.add_argument("--shard-ranks", type=int, metavar="N", help="over which state is cut, of a shard_group (all)")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="of the ranks, how many hold parts of layers (1)"
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="with --tp: what lies between the cut layers is cut too"
+    )
     parser.add_argument("--stage", default="all", choices=[*map(str, STAGES), "all"], help="0 is DDP (all)")
     parser.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="of parameters (fp32)")
     parser.add_argument(
@@ -93,6 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     kept.add_argument("--layers", type=int, help="with --params; so are --hidden and --heads")
     kept.add_argument("--hidden", type=int, help="width")
     kept.add_argument("--heads", type=int, help="of attention")
+    kept.add_argument("--no-dropout", action="store_true", help="without the masks of dropout")
     kept.add_argument("--recompute", default="none", choices=RECOMPUTE, help="in backward (none)")
     parser.add_argument("--json", action="store_true", help="bytes as JSON instead of the table")
     return parser.parse_args(arguments)
@@ -116,15 +124,23 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
         if config is not None:
             sizes = {"layers": config.layers, "hidden": config.embd, "heads": config.heads}
     sizes |= {"batch": options.batch, "sequence": options.sequence}
-    kept = 0
+    kept = slots = 0
+    if options.sequence_parallel and options.tp < 2:
+        raise UsageError(f"--sequence-parallel: got --tp {options.tp}; needs at least 2")
     if options.batch is not None or options.sequence is not None:
         missing = [f"--{name}" for name, value in sizes.items() if value is None]
         if missing:
             raise UsageError(f"activations of a transformer need {', '.join(missing)} too")
-        kept = activation_bytes(**sizes, dtype=options.dtype, recompute=options.recompute)
+        over = {"tp": options.tp, "sequence_parallel": options.sequence_parallel}
+        masks = {"recompute": options.recompute, "dropout": not options.no_dropout}
+        kept = activation_bytes(**sizes, dtype=options.dtype, **masks, **over)
+        seen = {name: sizes[name] for name in ("batch", "sequence", "hidden")}
+        on_a_node = min(options.tp, max(1, options.ranks // options.nodes)) if options.nodes > 0 else None
+        slots = slot_bytes(**seen, dtype=options.dtype, **over, node_ranks=on_a_node)
     stages = STAGES if options.stage == "all" else (int(options.stage),)
     settings = {"dtype": options.dtype, "offload": options.offload or False, "optimizer": options.optimizer}
     settings |= {"masters": not options.no_masters, "activations": kept, "unit": options.unit}
+    settings |= {"tp": options.tp, "slots": slots}
     settings["step_in_backward"] = options.step_in_backward
     of_zero = {"shard_ranks": options.shard_ranks, "reduce_dtype": options.reduce_dtype}  # DDP has neither
     rows = [
@@ -138,6 +154,7 @@ def table(rows: Sequence[Estimate]) -> str:
     """Aligned columns, all in one unit."""
     columns = ["parameters", "gradients", "optimizer", "model state", "buckets"]
     columns += ["activations"] if any(row.activations for row in rows) else []
+    columns += ["slots"] if any(row.slots for row in rows) else []
     columns += ["total", "node total"] + (["offloaded"] if any(row.offloaded for row in rows) else [])
     largest = max(row.total for row in rows)
     unit = next((unit for unit, power in _UNITS.items() if largest >= _OF_MANY * 10**power), "KB")
@@ -160,7 +177,8 @@ def heading(options: argparse.Namespace, count: float) -> str:
     cut = f", state cut over {options.shard_ranks}" if options.shard_ranks else ""
     reduced = f", gradients of ZeRO in {options.reduce_dtype}" if options.reduce_dtype else ""
     within = ", stepped in backward" if options.step_in_backward else ""
-    how = f"{options.ranks} ranks on {where}{cut}, {options.dtype}{masters}{reduced}, {state}{within}"
+    tp = f", tp={options.tp}{' with sequence parallelism' * options.sequence_parallel}" if options.tp > 1 else ""
+    how = f"{options.ranks} ranks on {where}{tp}{cut}, {options.dtype}{masters}{reduced}, {state}{within}"
     return f"{named}{count / size:.4g} {suffix} parameters, {how}"
 
 

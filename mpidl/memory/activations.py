@@ -31,6 +31,10 @@ def activation_bytes(
     dtype: str = "bf16",
     recompute: str = "none",
     partition: int = 1,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    dropout: bool = True,
 ) -> int:
     """Bytes of activations of a transformer, a rank: `layers` times s b h (34 + 5 a s / h) in half precision.
 
@@ -39,10 +43,14 @@ def activation_bytes(
     recompute: "selective" computes the scores of attention again in backward, as fused attention does by itself, and
         leaves 34 s b h; "full" keeps a layer's input alone (2 s b h), and one layer at a time whole.
     partition: with "full", over how many ranks the layers' inputs are cut (mpidl.activations, ZeRO-R).
+    tp: how many ranks have parts of the layers: of the rank with the most heads, as the features are cut too.
+    sequence_parallel: what lies between the cut layers is cut over these as well. dropout: with its masks.
 
-    The 34 are 16 values of 2 bytes and two dropout masks of 1 byte; the 5 are two values and a mask for each score.
-    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1;
-    of `partition`: Rajbhandari et al. 2020 (ZeRO), section 6.1.
+    The 34 are 16 values of 2 bytes and two dropout masks of 1 byte; the 5 are two values and a mask for each score. Of
+    the 16 values tp cuts 12: queries, keys, values, what attention returns, and twice the 4 of the feed-forward
+    network; sequence parallelism cuts the inputs of both norms and what they return, and the masks.
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4.1 and
+    4.2; of `partition`: Rajbhandari et al. 2020 (ZeRO), section 6.1.
     """
     given = {
         "batch": batch,
@@ -51,6 +59,7 @@ def activation_bytes(
         "heads": heads,
         "layers": layers,
         "partition": partition,
+        "tp": tp,
     }
     for name, value in given.items():
         if not isinstance(value, int) or value < 1:
@@ -61,15 +70,44 @@ def activation_bytes(
         raise ConfigurationError(f"recompute: got {recompute!r}; needs one of {', '.join(RECOMPUTE)}")
     if partition > 1 and recompute != "full":
         raise ConfigurationError(f"partition: got {partition} with recompute={recompute!r}; needs 'full'")
-    itemsize = _ITEMSIZE[dtype]
-    values = sequence * batch * hidden
-    scores = sequence * batch * heads * sequence
-    kept = values * (16 * itemsize + 2)
+    if partition > 1 and sequence_parallel:
+        raise ConfigurationError(f"partition: got {partition} with sequence_parallel, which cuts inputs; needs one")
+    if tp > heads:
+        raise ConfigurationError(f"tp: got {tp} with {heads} heads; needs at least one for each rank")
+    itemsize, masks = _ITEMSIZE[dtype], int(dropout)
+    length = -(-sequence // tp) if sequence_parallel else sequence  # tokens between the cut layers
+    own_heads = -(-heads // tp)
+    between = length * batch * hidden
+    inside = sequence * batch * (4 * (hidden * own_heads // heads) + 2 * -(-4 * hidden // tp))
+    kept = between * (4 * itemsize + 2 * masks) + inside * itemsize
     if recompute != "selective":
-        kept += scores * (2 * itemsize + 1)
+        kept += sequence * batch * own_heads * sequence * (2 * itemsize + masks)
     if recompute == "full":
-        return layers * -(-values // partition) * itemsize + kept
+        return layers * -(-between // partition) * itemsize + kept
     return layers * kept
+
+
+def slot_bytes(
+    batch: int,
+    sequence: int,
+    hidden: int,
+    dtype: str = "bf16",
+    *,
+    tp: int,
+    sequence_parallel: bool = False,
+    node_ranks: int | None = None,
+) -> int:
+    """Bytes a rank of the memory by which the ranks of tp exchange activations; none for tp of 1.
+
+    Arguments as those of `activation_bytes`. node_ranks: how many ranks of a tp group are on a node; by default all.
+
+    Each rank has one slot for a summand, s b h elements. Under sequence parallelism the ranks of a node share two more,
+    in which what they gather becomes whole.
+    """
+    if tp == 1:
+        return 0
+    whole = sequence * batch * hidden * _ITEMSIZE[dtype]
+    return whole + (2 * whole // (node_ranks or tp) if sequence_parallel else 0)
 
 
 class SavedActivations:

@@ -14,6 +14,7 @@ import torch
 
 from ..ddp import DistributedDataParallel
 from ..ddp.used_gradient import UsedGradient
+from ..tensor.counting import slots_held
 from ..zero.gradients.sharded_gradient import ShardedGradient
 from .activations import SavedActivations
 from .process import MIB, pss_mib, rss_mib
@@ -25,8 +26,8 @@ class Measurement:
 
     parameters: what is whole or sharded, and the model's buffers (running statistics, ...). optimizer: its state and
     fp32 masters. buckets: storage for gradients in flight that holds none to keep. activations: what autograd keeps
-    for backward. offloaded: optimizer state and masters elsewhere (`Offload`), in no total. rss, pss: of the process as
-    a whole, with Python, torch and all else in it.
+    for backward. slots: memory by which ranks of tp exchange activations. offloaded: optimizer state and masters
+    elsewhere (`Offload`), in no total. rss, pss: of the process as a whole, with Python, torch and all else in it.
     """
 
     parameters: int
@@ -37,6 +38,7 @@ class Measurement:
     rss: int
     pss: int
     offloaded: int = 0
+    slots: int = 0
 
     @property
     def model_state(self) -> int:
@@ -45,8 +47,8 @@ class Measurement:
 
     @property
     def total(self) -> int:
-        """The five categories of this rank's memory."""
-        return self.model_state + self.buckets + self.activations
+        """The six categories of this rank's memory."""
+        return self.model_state + self.buckets + self.activations + self.slots
 
 
 def measure(
@@ -66,6 +68,7 @@ def measure(
         rss=int(rss_mib() * MIB),
         pss=int(pss_mib() * MIB),
         offloaded=optimizer.offloaded_bytes() if hasattr(optimizer, "offloaded_bytes") else 0,
+        slots=slots_held(model),
     )
 
 

@@ -12,7 +12,8 @@ Psi parameters, N ranks; fp32 Adam, and mixed precision with K = 12 bytes a para
 where the second summand, gradients, follows the dtype in which stages 1 to 3 reduce them (`zero.Precision`), and N is
 the number of ranks over which state is cut: all, or those of a `shard_group` (hybrid sharding, Zhao et al. 2023,
 "PyTorch FSDP", section 3.2.2); and on top of it the buckets in which gradients pass, and across nodes the units that
-are whole. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+are whole. Under tensor parallelism Psi are the parameters that the model's plan leaves a rank, and N ranks of dp.
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 sections 3 and 5.
 """
 
@@ -26,6 +27,8 @@ import torch
 
 from ..errors import ConfigurationError
 from ..gradients.buckets import FIRST_BUCKET_MB, assign
+from ..tensor import Plan
+from ..tensor.counting import outline
 from .process import MIB
 
 STAGES = (0, 1, 2, 3)
@@ -47,7 +50,8 @@ class Estimate:
     """Bytes a rank.
 
     optimizer: its state and fp32 masters. buckets: gradients in flight, and units of stage 3 that are whole.
-    offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total.
+    offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total. tp: of the ranks, how
+    many hold parts of the same layers. slots: memory by which these exchange activations.
     """
 
     stage: int
@@ -59,6 +63,8 @@ class Estimate:
     buckets: int
     activations: int = 0
     offloaded: int = 0
+    tp: int = 1
+    slots: int = 0
 
     @property
     def model_state(self) -> int:
@@ -68,7 +74,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """All categories."""
-        return self.model_state + self.buckets + self.activations
+        return self.model_state + self.buckets + self.activations + self.slots
 
     @property
     def node_total(self) -> int:
@@ -78,7 +84,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Whole:
-    """Bytes of a model that nothing has cut.
+    """Bytes of a model that no engine has cut.
 
     buckets: of the gradient buckets of stage 2 that are there at a time. ddp_buckets: of those of DDP that steps in
     the backward pass: the one that fills and the two largest of each dtype. unit: of the largest unit of stage 3; own:
@@ -113,11 +119,15 @@ def estimate(
     shard_ranks: int | None = None,
     reduce_dtype: str | None = None,
     step_in_backward: bool = False,
+    tp: int = 1,
+    tp_rank: int | None = None,
+    plan: Plan | None = None,
+    slots: int = 0,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.
 
-    model: a model, also on the meta device, of which frozen parameters have no gradients and no state; or how many
-        parameters, all trained.
+    model: a whole model, also on the meta device, of which frozen parameters have no gradients and no state; or how
+        many parameters, all trained and, under tp, all cut evenly.
     ranks: of all nodes together, equally many on each.
     stage: of ZeRO; 0 is DDP.
     dtype: "fp32", "bf16" or "fp16", of parameters; by default the model's own, fp32 for a number.
@@ -134,17 +144,22 @@ def estimate(
         parameters.
     step_in_backward: the backward pass makes the step, so that no gradients are kept but the buckets by which they
         pass: `DistributedDataParallel.step_in_backward`, or ZeroOptimizer's argument.
+    tp: how many ranks hold parts of the same layers; over the others state is cut.
+    tp_rank: which of them; by default the one that needs most, as heads and vocabularies are cut unevenly.
+    plan: how tp cuts the model, as for `mpidl.parallelize`; by default the ready one of its class.
+    slots: bytes, as from `slot_bytes`.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
     the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
     Raises ConfigurationError.
     """
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb)
+    data_ranks, data_nodes = _without_tp(ranks, nodes, tp, tp_rank, slots)
     if step_in_backward and offload:
         raise ConfigurationError("step_in_backward: got offload with it; what is offloaded is stepped after the pass")
-    over = ranks if shard_ranks is None else shard_ranks
-    local = min(over, ranks // nodes)  # of them, those on one node
-    _check_groups(ranks, nodes, stage, over)
+    over = data_ranks if shard_ranks is None else shard_ranks
+    local = min(over, data_ranks // data_nodes)  # of them, those on one node
+    _check_groups(data_ranks, data_nodes, stage, over)
     state = _State(_state_bytes(optimizer), isinstance(optimizer, str | type), masters)
     reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
@@ -153,30 +168,38 @@ def estimate(
     if isinstance(model, torch.nn.Module):
         if unit:
             raise ConfigurationError("unit: got one together with a model, whose own units are known")
-        whole = _of_model(model, dtype, reduced, state, cap)
+        parts = [model]
+        if tp > 1:
+            parts = [outline(model, tp, rank, plan) for rank in (range(tp) if tp_rank is None else [tp_rank])]
+        held = [_of_model(part, dtype, reduced, state, cap) for part in parts]
     else:
-        whole = _of_number(model, DTYPES[dtype or "fp32"], reduced, state, cap, unit)
+        held = [_of_number(model, DTYPES[dtype or "fp32"], reduced, state, cap, unit, tp)]
 
     def share(nbytes: int, cut_from: int) -> int:
         return -(-nbytes // over) if stage >= cut_from else nbytes
 
-    state_share = share(whole.optimizer, 1)
-    passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
-    buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
-    if stage == 3 and over > local:
-        units = min(whole.own + _UNITS_AHEAD * whole.unit, whole.parameters)
-        buckets += units // local
-    return Estimate(
-        stage,
-        ranks,
-        nodes,
-        parameters=share(whole.parameters, 3) + whole.buffers,
-        gradients=0 if step_in_backward else share(whole.gradients, 2),
-        optimizer=0 if offload else state_share,
-        buckets=buckets,
-        activations=activations,
-        offloaded=state_share if offload else 0,
-    )
+    def of(whole: _Whole) -> Estimate:
+        state_share = share(whole.optimizer, 1)
+        passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
+        buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
+        if stage == 3 and over > local:
+            units = min(whole.own + _UNITS_AHEAD * whole.unit, whole.parameters)
+            buckets += units // local
+        return Estimate(
+            stage,
+            ranks,
+            nodes,
+            parameters=share(whole.parameters, 3) + whole.buffers,
+            gradients=0 if step_in_backward else share(whole.gradients, 2),
+            optimizer=0 if offload else state_share,
+            buckets=buckets,
+            activations=activations,
+            offloaded=state_share if offload else 0,
+            tp=tp,
+            slots=slots,
+        )
+
+    return max(map(of, held), key=lambda each: each.total)
 
 
 def _check(
@@ -209,6 +232,20 @@ def _check(
             raise ConfigurationError(f"{name}: got {number!r}; needs a number of at least 0")
     if not 0 < bucket_cap_mb < math.inf:
         raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
+
+
+def _without_tp(ranks: int, nodes: int, tp: int, tp_rank: int | None, slots: int) -> tuple[int, int]:
+    """Returns the number of ranks of dp, and over how many nodes they lie. Raises ConfigurationError."""
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or ranks % tp:
+        raise ConfigurationError(f"tp: got {tp!r}; needs a whole number that divides {ranks} ranks")
+    each = ranks // nodes
+    if tp % each and each % tp:
+        raise ConfigurationError(f"tp: got {tp} with {each} ranks a node; needs a divisor of them, or whole nodes")
+    if tp_rank is not None and not 0 <= tp_rank < tp:
+        raise ConfigurationError(f"tp_rank: got {tp_rank!r}; needs 0 to {tp - 1}")
+    if not 0 <= slots < math.inf:
+        raise ConfigurationError(f"slots: got {slots!r}; needs a number of at least 0")
+    return ranks // tp, ranks // max(tp, each)
 
 
 def _check_groups(ranks: int, nodes: int, stage: int, over: int) -> None:
@@ -252,13 +289,14 @@ class _State:
 
 
 def _of_number(
-    number: float, dtype: torch.dtype, reduced: torch.dtype | None, state: _State, cap: float, unit: float
+    number: float, dtype: torch.dtype, reduced: torch.dtype | None, state: _State, cap: float, unit: float, tp: int
 ) -> _Whole:
     """cap: of buckets, in bytes of parameters."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
         raise ConfigurationError(f"model: got {number!r}; needs a torch.nn.Module, or how many parameters it has")
     if unit > number:
         raise ConfigurationError(f"unit: got {unit!r} parameters of {number!r}; needs no more than all")
+    number, unit = number / tp, unit / tp
     every, largest = round(number * dtype.itemsize), round(unit * dtype.itemsize)
     itemsize = (reduced or dtype).itemsize
     gradients = round(number * itemsize)

@@ -11,6 +11,7 @@ communication  the collectives of activations, through symmetric memory
 steps          optimizers that would step wrongly on parts
 state          what the layers of a model share: ranks, pieces of sequences, random numbers
 sizes          which heads, features and tokens each rank holds
+counting       what a rank holds, beforehand and now, to count its bytes
 
 docs/parallelism.md says what to take when.
 """
@@ -18,7 +19,7 @@ docs/parallelism.md says what to take when.
 from .communication import Traffic
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import model_state_dict, parallelize, unparallelize
-from .plans import PLANS, plan_for
+from .plans import PLANS, Plan, plan_for
 from .regions import AttentionParallel, FeedForwardParallel
 from .styles import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
 from .vocabulary import VocabLogits, VocabParallelEmbedding, cross_entropy
@@ -29,6 +30,7 @@ __all__ = [
     "ColumnParallel",
     "ColumnParallelLinear",
     "FeedForwardParallel",
+    "Plan",
     "RowParallel",
     "RowParallelLinear",
     "SequenceBegins",

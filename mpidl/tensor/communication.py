@@ -59,6 +59,12 @@ class Activations:
     def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
         return self  # copies of a model communicate with the same ranks
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the symmetric memory: of this rank, and its share of what the ranks of a node have in common."""
+        shared = sum(tensor.nbytes for pair in self._shared.values() for tensor in pair)
+        return sum(slot.nbytes for slot in self._slots.values()) + shared // len(self.comm.node_ranks)
+
     def pieces(self, length: int) -> list[int]:
         """Lengths of the ranks' pieces of a sequence."""
         return even_counts(length, self.ranks)

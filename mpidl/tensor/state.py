@@ -75,6 +75,11 @@ class TensorParallel:
         activations = self.activations if sharers is None else self._group_of(sharers)
         self.set(module, "forward", _SumsGradients(module, self, activations, if_in_pieces))
 
+    @property
+    def all_activations(self) -> list[Activations]:
+        """Collectives over all ranks of tp, and over groups of them that share heads."""
+        return [self.activations, *self._groups.values()]
+
     def _group_of(self, sharers: tuple[int, ...]) -> Activations:
         if len(sharers) == self.ranks:
             return self.activations

@@ -1,0 +1,63 @@
+"""What a rank of tp holds: a model's parts, found out beforehand without the other ranks, and memory for exchange."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..mesh import placement
+from .parallelize import _STATE, _chosen
+from .plans import Plan, matches
+from .state import TensorParallel
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Stands for a mesh and for its Communicator of tp, of which only the numbers are known."""
+
+    rank: int
+    size: int
+
+    def __getitem__(self, axis: str) -> _Rank:
+        return self
+
+    def split(self, color: int, key: int) -> _Rank:
+        """Returns a group of ranks, which is not asked for anything."""
+        return self
+
+
+def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | None = None) -> nn.Module:
+    """Copies a whole model to the meta device, cut as for a rank of tp. Not collective.
+
+    ranks, rank: of tp. plan: as for `parallelize`. Raises ConfigurationError for a plan or a number of ranks that does
+    not fit, and for a model that is cut already.
+    """
+    if any(placement(p).cut is not None for p in model.parameters()):
+        raise ConfigurationError("model: is cut over tp already; needs a whole one")
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    made = copy.deepcopy(model, memo)
+    state = TensorParallel(_Rank(rank, ranks))  # type: ignore[arg-type]
+    for name, module, styles in matches(_chosen(made, plan), made):
+        for style in styles:
+            if not style.sequential:
+                style.apply(name, module, state)
+    return made
+
+
+def slots_held(model: nn.Module) -> int:
+    """Bytes of the memory by which the cut layers of a model exchange activations, as far as there is any yet."""
+    states = {
+        id(state): state
+        for module in model.modules()
+        for name in (_STATE, "_tensor_parallel")
+        if isinstance(state := getattr(module, name, None), TensorParallel)
+    }
+    return sum(activations.nbytes for state in states.values() for activations in state.all_activations)
