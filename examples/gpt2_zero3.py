@@ -317,6 +317,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
             raise UsageError(str(error)) from None
 
     call, optimizer, accumulating = mpidl.agree_or_exit(comm, prepare_training)
+    torch.manual_seed(options.seed + mesh.rank("dp"))  # >>> of dropout: others over dp, the same over tp
     # >>> All ranks take or skip a step together.
     scaler = mpidl.GradScaler(device.type, enabled=options.dtype == "fp16", mesh=mesh)
     half = HALVES.get(options.dtype)

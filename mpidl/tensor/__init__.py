@@ -11,12 +11,13 @@ communication  the collectives of activations, through symmetric memory
 steps          optimizers that would step wrongly on parts
 state          what the layers of a model share: ranks, pieces of sequences, random numbers
 sizes          which heads, features and tokens each rank holds
-counting       what a rank holds, beforehand and now, to count its bytes
+counting       what a rank holds, beforehand and now, and what it has sent
 
 docs/parallelism.md says what to take when.
 """
 
 from .communication import Traffic
+from .counting import traffic
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import model_state_dict, parallelize, unparallelize
 from .plans import PLANS, Plan, plan_for
@@ -44,5 +45,6 @@ __all__ = [
     "model_state_dict",
     "parallelize",
     "plan_for",
+    "traffic",
     "unparallelize",
 ]

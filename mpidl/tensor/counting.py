@@ -1,4 +1,4 @@
-"""What a rank of tp holds: a model's parts, found out beforehand without the other ranks, and memory for exchange."""
+"""What a rank of tp holds and sends: a model's parts, counted without the other ranks, memory for exchange, traffic."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..mesh import placement
+from .communication import Traffic
 from .parallelize import _STATE, _chosen
 from .plans import Plan, matches
 from .state import TensorParallel
@@ -54,10 +55,23 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | None = None) -
 
 def slots_held(model: nn.Module) -> int:
     """Bytes of the memory by which the cut layers of a model exchange activations, as far as there is any yet."""
-    states = {
+    return sum(activations.nbytes for state in _states(model) for activations in state.all_activations)
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """Counts what the cut layers of a model have exchanged so far among all ranks of tp. Not collective."""
+    total = Traffic()
+    for state in _states(model):
+        for name, count in vars(state.activations.traffic).items():
+            setattr(total, name, getattr(total, name) + count)
+    return total
+
+
+def _states(model: nn.Module) -> list[TensorParallel]:
+    found = {
         id(state): state
         for module in model.modules()
         for name in (_STATE, "_tensor_parallel")
         if isinstance(state := getattr(module, name, None), TensorParallel)
     }
-    return sum(activations.nbytes for state in states.values() for activations in state.all_activations)
+    return list(found.values())
