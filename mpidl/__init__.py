@@ -1,8 +1,10 @@
-"""mpidl: data parallelism and ZeRO for PyTorch over MPI.
+"""mpidl: data parallelism, ZeRO and tensor parallelism for PyTorch over MPI.
 
 import mpidl
 comm = mpidl.init()
-optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=3e-4)
+mesh = mpidl.Mesh(tp=2)                # optional: pairs of ranks hold parts of the same layers, the others are dp
+mpidl.parallelize(model, mesh)
+optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, mesh=mesh, lr=3e-4)
 """
 
 from . import standalone as standalone  # before anything imports mpi4py

@@ -47,6 +47,11 @@ TINY_GPT2 = """
 from mpidl.models.gpt2 import GPT2, GPT2Config
 config = GPT2Config(vocab_size=64, block_size=16, layers=2, heads=2, embd=16)
 """
+TOKENS = """
+tokens = torch.randint(64, (32, 17))
+dataset = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+x, y = dataset[:2]
+"""
 TRANSFORMERS = """
 import transformers
 comm = mpidl.init()
@@ -103,6 +108,11 @@ model = Model()
 optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3)
 """,
     "mesh-2": "x = torch.randn(4, 8)\n",
+    "parallelism-1": TINY_GPT2 + TOKENS,
+    "parallelism-2": TINY_GPT2 + TOKENS,
+    "parallelism-4": TINY_GPT2,
+    "parallelism-5": TINY_GPT2 + "model = GPT2(config)\n",
+    "parallelism-6": TINY_GPT2 + TOKENS,
     "training-1": """
 def my_part_of_each_batch(rank, size):
     for _ in range(2):
@@ -131,6 +141,11 @@ AFTER = {
     + "assert [entry['step'] for entry in trainer.state.log_history][-1] == 5",
     "frameworks-4": "assert loss < 1.6",
     "frameworks-6": "assert trainer.global_step == 2 * 512 // 64",
+    "parallelism-1": "assert 0 < mean < 5",
+    "parallelism-2": "assert saved.nbytes == 0 and config.layers * whole_block == 2 * 64 * 2 * 16 * 16",
+    "parallelism-3": "assert model[0].up.weight.shape in ((128, 64), (127, 64))",
+    "parallelism-4": "assert text.shape == (1, 6)",
+    "parallelism-5": "assert found.tp == 2",
     "zero-1": "assert norm > 1 and whole.shape == (4, 8) and 0 < largest['head.bias'] <= 1",
     "zero-5": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
     "training-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",

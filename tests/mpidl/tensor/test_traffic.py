@@ -56,6 +56,8 @@ def test_a_layer_with_sequences_in_pieces_has_six_gathers_and_four_reduce_scatte
     assert (found.reduce_scatters, found.scattered) == (4 * layers, 4 * layers * VALUES)
     norms = 2 * layers + 1
     assert (found.all_reduces, found.reduced) == (2 + norms, 2 * VALUES + norms * 2 * WIDTH)
+    elements = (10 * layers + 6) * VALUES + 4 * WIDTH * norms
+    assert found.sent(comm.size) == elements * (comm.size - 1) / comm.size
 
 
 @pytest.mark.ranks(2, 3)
