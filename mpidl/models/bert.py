@@ -105,16 +105,16 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads, self.head_width, self.dropout = config.heads, config.embd // config.heads, config.dropout
         self.query, self.key, self.value = (nn.Linear(config.embd, config.embd) for _ in range(3))
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """[batch, time, embd] -> the same. seen: bool [batch, 1, 1, time], the positions to look at."""
-        shape = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
+        """[batch, time, embd] -> the heads in a row. seen: bool [batch, 1, 1, time], the positions to look at."""
+        shape = (*x.shape[:2], self.heads, self.head_width)
         q, k, v = (part(x).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)
-        return y.transpose(1, 2).reshape(x.shape)
+        return y.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width)
 
 
 class AddAndNorm(nn.Module):

@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism: the layers of a model cut over the ranks of the tp axis of a mesh.
 
 parallelize    cuts a model by a plan, and makes it whole again
-plans          ready plans by class; what a plan's names mean
+plans          what a plan's names mean
+ready          ready plans by class
 styles         what a plan does with a module: single layers, sequences
 regions        the styles of an attention and of a feed-forward network
 linear         column- and row-parallel layers
@@ -20,7 +21,8 @@ from .communication import Traffic
 from .counting import traffic
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallelize import model_state_dict, parallelize, unparallelize
-from .plans import PLANS, Plan, plan_for
+from .plans import Plan
+from .ready import PLANS, plan_for
 from .regions import AttentionParallel, FeedForwardParallel
 from .styles import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
 from .vocabulary import VocabLogits, VocabParallelEmbedding, cross_entropy

@@ -32,11 +32,15 @@ _KINDS: dict[str, tuple[bool, str, str]] = {
 
 
 def kind_of(layer: Any) -> tuple[bool, str, str] | None:
-    """Returns the entry of a linear layer in _KINDS, also of a derived class; None for any other object."""
-    return next(
-        (_KINDS[name] for cls in type(layer).__mro__ if (name := f"{cls.__module__}.{cls.__qualname__}") in _KINDS),
-        None,
-    )
+    """Returns the entry of a linear layer in _KINDS, also of a derived class; None for any other object.
+
+    A class with a forward pass of its own, as of quantized layers, is another object.
+    """
+    for cls in type(layer).__mro__:
+        found = _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found if cls.forward is type(layer).forward or hasattr(layer, "_tensor_parallel") else None
+    return None
 
 
 def sizes_of(name: str, layer: Any) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.placement import Cut, place, placement
-from .plans import PLANS, Plan, matches, plan_for
+from .inputs import refuse_different_models
+from .linear import kind_of
+from .plans import Found, Plan, matches
+from .ready import PLANS, plan_for
 from .state import TensorParallel
 
 _STATE = "_mpidl_tensor_parallel"
@@ -34,9 +38,12 @@ def parallelize(
     """
     if not isinstance(mesh, Mesh):
         raise ConfigurationError(f"parallelize: mesh: got {type(mesh).__name__}; needs a mpidl.Mesh")
-    if getattr(model, _STATE, None) is not None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
+    if getattr(model, _STATE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
     found = check_everywhere(mesh["tp"], lambda: matches(_chosen(model, plan), model))
+    refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
     if mesh.size("tp") == 1:
         return model
     state = TensorParallel(mesh, sequence_parallel=sequence_parallel)
@@ -44,6 +51,7 @@ def parallelize(
         for style in styles:
             if state.sequence_parallel or not style.sequential:
                 style.apply(name, module, state)
+    _refuse_ties(model, found)
     state.keep(model.register_forward_pre_hook(lambda *_: state.forget_stream()))
     state.model = weakref.ref(model)
     setattr(model, _STATE, state)
@@ -59,9 +67,22 @@ def _chosen(model: nn.Module, plan: Plan | str | None) -> Plan:
                 f"parallelize: there is no ready plan for {type(model).__name__} (there are for {known}); needs plan="
             )
         return ready
-    if isinstance(plan, str):
-        raise ConfigurationError(f"parallelize: plan: got {plan!r}; needs a dict of names and styles, or 'auto'")
+    if isinstance(plan, str) or not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
+        got = repr(plan) if isinstance(plan, str) else type(plan).__name__
+        raise ConfigurationError(f"parallelize: plan: got {got}; needs a dict of names and styles, or 'auto'")
     return plan
+
+
+def _refuse_ties(model: nn.Module, found: Found) -> None:
+    """Raises ConfigurationError for a layer that no style knows, and whose weight another one has cut."""
+    known = {id(inner) for _, module, _ in found for inner in module.modules()}
+    for name, module in model.named_modules():
+        computes = isinstance(module, nn.Embedding) or kind_of(module) is not None
+        if computes and id(module) not in known and placement(module.weight).cut is not None:  # type: ignore[arg-type]
+            raise ConfigurationError(
+                f"plan: {name}: its weight is that of a layer which is cut over tp; needs a style of its own, such as "
+                "VocabParallel()"
+            )
 
 
 def unparallelize(model: nn.Module) -> nn.Module:

@@ -1,6 +1,6 @@
-"""Ready plans by the class of a model, and the names in a plan.
+"""Plans: names of modules and their styles.
 
-A plan maps names of modules to styles. A `*` stands for one part of a name, as in "model.layers.*.mlp".
+In a name `*` stands for one part, as in "model.layers.*.mlp", and `-1` for the last of a list, as in "model.layers.-1".
 """
 
 from __future__ import annotations
@@ -12,95 +12,52 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
-from .regions import AttentionParallel, FeedForwardParallel
-from .styles import SequenceBegins, SequenceEnds, SequenceParallel, Style, VocabParallel
+from .styles import Style
 
 Plan = Mapping[str, Style | Sequence[Style]]
-
-_ON_PIECES = SequenceParallel()
-_LAST = (_ON_PIECES, SequenceEnds())
-
-_GPT2: Plan = {
-    "transformer.wte": VocabParallel(),
-    "transformer.h.0": SequenceBegins("x"),
-    "transformer.h.*.ln_1": _ON_PIECES,
-    "transformer.h.*.attn": AttentionParallel(
-        fused="c_attn", output="c_proj", heads="heads", scaled=("heads",), input="x"
-    ),
-    "transformer.h.*.ln_2": _ON_PIECES,
-    "transformer.h.*.mlp": FeedForwardParallel(inputs=("c_fc",), output="c_proj", input="x"),
-    "transformer.ln_f": _LAST,
-    "lm_head": VocabParallel(),
-}
-
-_HF_GPT2: Plan = {
-    **_GPT2,
-    "transformer.h.0": SequenceBegins(),
-    "transformer.h.*.attn": AttentionParallel(
-        fused="c_attn", output="c_proj", heads="num_heads", scaled=("num_heads", "split_size")
-    ),
-    "transformer.h.*.mlp": FeedForwardParallel(inputs=("c_fc",), output="c_proj"),
-}
-
-_LLAMA: Plan = {
-    "model.embed_tokens": VocabParallel(),
-    "model.layers.0": SequenceBegins(),
-    "model.layers.*.input_layernorm": _ON_PIECES,
-    "model.layers.*.self_attn": AttentionParallel(
-        query="q_proj",
-        key="k_proj",
-        value="v_proj",
-        output="o_proj",
-        heads="config.num_attention_heads",
-        key_heads="config.num_key_value_heads",
-        groups="num_key_value_groups",
-        inside=("q_norm", "k_norm"),
-    ),
-    "model.layers.*.post_attention_layernorm": _ON_PIECES,
-    "model.layers.*.mlp": FeedForwardParallel(inputs=("gate_proj", "up_proj"), output="down_proj", input="x"),
-    "model.norm": _LAST,
-    "lm_head": VocabParallel(),
-}
-
-# By the class of a model and the package that it is of.
-PLANS: dict[tuple[str, str], Plan] = {
-    ("mpidl", "GPT2"): _GPT2,
-    ("transformers", "GPT2LMHeadModel"): _HF_GPT2,
-    **{("transformers", f"{family}ForCausalLM"): _LLAMA for family in ("Llama", "Mistral", "Qwen2", "Qwen3")},
-}
+Found = list[tuple[str, nn.Module, list[Style]]]
 
 
-def plan_for(model: nn.Module) -> Plan | None:
-    """Returns the ready plan of a model's class, or of one that it is derived from; None if there is none."""
-    for cls in type(model).__mro__:
-        found = PLANS.get((cls.__module__.split(".")[0], cls.__name__))
-        if found is not None:
-            return found
-    return None
-
-
-def matches(plan: Plan, model: nn.Module) -> list[tuple[str, nn.Module, list[Style]]]:
-    """Lists the modules that a plan names, in the model's order, with their styles.
+def matches(plan: Plan, model: nn.Module) -> Found:
+    """Lists the modules that a plan names, in the model's order, with their styles; one under two names once.
 
     Raises ConfigurationError for a name that no module has, and for what is no style.
     """
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False)]
-    found: dict[str, tuple[nn.Module, list[Style]]] = {}
+    order: dict[int, int] = {}
+    first: dict[int, str] = {}
+    for place, (name, module) in enumerate(named):
+        order.setdefault(id(module), place)
+        first.setdefault(id(module), name)
+    found: dict[int, tuple[nn.Module, list[Style]]] = {}
     for pattern, styles in plan.items():
-        regex = re.compile("[^.]+".join(map(re.escape, pattern.split("*"))))
-        hits = [(name, module) for name, module in named if regex.fullmatch(name)]
+        hits = _named(pattern, named)
         if not hits:
             raise ConfigurationError(f"plan: {pattern!r} names no module of {type(model).__name__}")
-        for name, module in hits:
-            found.setdefault(name, (module, []))[1].extend(_as_list(pattern, styles))
-    order = {name: place for place, (name, _) in enumerate(named)}
-    return [(name, *found[name]) for name in sorted(found, key=order.__getitem__)]
+        for _, module in hits:
+            of_module = found.setdefault(id(module), (module, []))[1]
+            of_module += [style for style in _as_list(pattern, styles) if style not in of_module]
+    return [(first[key], *found[key]) for key in sorted(found, key=order.__getitem__)]
+
+
+def _named(pattern: str, named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    wanted = pattern.split(".")
+    regexes = ["[0-9]+" if part == "-1" else "[^.]+".join(map(re.escape, part.split("*"))) for part in wanted]
+    regex = re.compile(r"\.".join(regexes))
+    hits = [(name.split("."), name, module) for name, module in named if regex.fullmatch(name)]
+    for place in [place for place, part in enumerate(wanted) if part == "-1"]:
+        last: dict[tuple[str, ...], int] = {}  # by what stands before
+        for parts, _, _ in hits:
+            before = tuple(parts[:place])
+            last[before] = max(last.get(before, 0), int(parts[place]))
+        hits = [hit for hit in hits if int(hit[0][place]) == last[tuple(hit[0][:place])]]
+    return [(name, module) for _, name, module in hits]
 
 
 def _as_list(pattern: str, styles: Any) -> list[Style]:
-    several = list(styles) if isinstance(styles, Sequence) else [styles]
+    several = list(styles) if isinstance(styles, Sequence) and not isinstance(styles, str) else [styles]
     for style in several:
-        if not hasattr(style, "apply"):
+        if not hasattr(style, "apply") or isinstance(style, type):
             raise ConfigurationError(
                 f"plan: {pattern!r}: got {style!r}; needs a style of mpidl.tensor, such as ColumnParallel()"
             )

@@ -25,25 +25,32 @@ from .styles import Region
 class AttentionParallel:
     """An attention of which each rank computes some heads.
 
-    query, key, value: names of the linear layers in the module; or fused: of one with all three in a row. output: of
-    the layer that joins the heads. heads, key_heads: attributes with their numbers, of the module, or of its config
-    as "config.NAME"; key_heads where several query heads share a key/value head. scaled: attributes that grow with the
-    number of query heads, such as that number. groups: the attribute with the number of query heads a key/value head.
-    inside: modules that compute on single heads, such as norms of queries. bias_of_heads: an embedding
-    [any, heads] of biases. input, memory: arguments of the forward pass, see Region.
+    query, key, value: names of the linear layers in the module; or fused: of one with all three in a row, or with
+    those of each head in a row (interleaved). whole_input: whether the module asks for the shape of its input, which
+    is then gathered before it, and not in the fused layer. output: of the layer that joins the heads. heads,
+    key_heads: their numbers, or the attributes that have them, of the module, or of its config as "config.NAME";
+    key_heads where several query heads share a key/value head. scaled, scaled_keys: attributes that grow with the
+    number of query heads, or of key/value heads, such as these numbers. groups: the attribute with the number of query
+    heads a key/value head. inside: modules that compute on single heads, such as norms of queries. bias_of_heads: an
+    embedding [any, heads] of biases. inner: the module in this one that computes the heads, where the output layer is
+    outside of it. input, memory: arguments of its forward pass, see Region.
     """
 
     output: str
-    heads: str
+    heads: str | int
     query: str = ""
     key: str = ""
     value: str = ""
     fused: str = ""
-    key_heads: str = ""
+    interleaved: bool = False
+    whole_input: bool = False
+    key_heads: str | int = ""
     scaled: tuple[str, ...] = ()
+    scaled_keys: tuple[str, ...] = ()
     groups: str = ""
     inside: tuple[str, ...] = ()
     bias_of_heads: str = ""
+    inner: str = ""
     input: str = "hidden_states"
     memory: str | None = None
     sequential = False
@@ -61,7 +68,8 @@ class AttentionParallel:
         width = _width(f"{name}.{self.output}", sizes_of(f"{name}.{self.output}", output)[0], query)
         make_row(output, state, [in_elements(heads.query, width)])
         self._change_attributes(name, module, state, heads)
-        Region(name, module, state, self.input, self.memory, copies=not self.fused)
+        inner = submodule(name, module, self.inner)
+        Region(name, inner, state, self.input, self.memory, copies=not self.fused or self.whole_input)
 
     def _cut_fused(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
@@ -72,12 +80,17 @@ class AttentionParallel:
             )
         all_heads = (heads.all_query, heads.all_key, heads.all_key)
         width = _width(f"{name}.{self.fused}", sizes_of(f"{name}.{self.fused}", layer)[1], sum(all_heads))
+        if self.interleaved:
+            if heads.all_key != heads.all_query:
+                raise ConfigurationError(f"plan: {name}.{self.fused}: interleaved heads need one key/value head each")
+            make_column(layer, state, [in_elements(heads.query, 3 * width)], copies_input=not self.whole_input)
+            return
         starts = (0, heads.all_query * width, (heads.all_query + heads.all_key) * width)
         runs = [
             in_elements(run, width, start)
             for run, start in zip((heads.query, heads.key, heads.key), starts, strict=True)
         ]
-        make_column(layer, state, runs, copies_input=True)
+        make_column(layer, state, runs, copies_input=not self.whole_input)
 
     def _cut_single(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
         for layer_name, run, count in (
@@ -94,9 +107,12 @@ class AttentionParallel:
                 state.sum_gradients(layer, heads.sharers, if_in_pieces=False)
 
     def _change_attributes(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
-        for attribute in self.scaled:
-            value = getattr(module, attribute)
-            state.set(module, attribute, value // heads.all_query * heads.queries)
+        for attributes, whole, here in (
+            (self.scaled, heads.all_query, heads.queries),
+            (self.scaled_keys, heads.all_key, heads.keys),
+        ):
+            for attribute in attributes:
+                _set_number(module, attribute, number(name, module, attribute) // whole * here, state)
         if self.groups:
             state.set(module, self.groups, heads.queries // heads.keys)
         for inner in self.inside:
@@ -106,6 +122,7 @@ class AttentionParallel:
         biases = getattr(module, self.bias_of_heads, None) if self.bias_of_heads else None
         if biases is not None:
             cut_parameter(biases.weight, 1, [heads.query])
+            state.set(biases, "embedding_dim", heads.queries)
 
 
 @dataclass(frozen=True)
@@ -113,12 +130,14 @@ class FeedForwardParallel:
     """A feed-forward network of which each rank computes some features.
 
     inputs: names of the linear layers that compute features: one, or a gate and the values that it gates. segments: of
-    a single one that has both in a row, 2. output: of the layer that joins the features.
+    a single one that has both in a row, 2. output: of the layer that joins the features. inner: the module in this one
+    that computes the features, where the output layer is outside of it. input: the argument of its forward pass.
     """
 
     inputs: tuple[str, ...]
     output: str
     segments: int = 1
+    inner: str = ""
     input: str = "hidden_states"
     sequential = False
 
@@ -138,28 +157,64 @@ class FeedForwardParallel:
             runs = segments([features] * self.segments, state.ranks, state.rank)
             make_column(layer, state, runs, copies_input=single)
         make_row(output, state, [run_of(features, state.ranks, state.rank)])
-        Region(name, module, state, self.input, None, copies=not single)
+        Region(name, submodule(name, module, self.inner), state, self.input, None, copies=not single)
+
+
+def submodule(name: str, module: nn.Module, inner: str) -> nn.Module:
+    """Returns a module inside another, or that one itself. Raises ConfigurationError if there is none of this name."""
+    try:
+        return module.get_submodule(inner)
+    except AttributeError:
+        raise ConfigurationError(f"plan: {name}: has no module {inner!r}") from None
 
 
 def child(name: str, module: nn.Module, child_name: str) -> nn.Module:
     """Returns a linear layer inside a module. Raises ConfigurationError if there is none of this name."""
-    try:
-        found = module.get_submodule(child_name)
-    except AttributeError:
-        raise ConfigurationError(f"plan: {name}: has no module {child_name!r}") from None
+    found = submodule(name, module, child_name)
     if kind_of(found) is None:
         sizes_of(f"plan: {name}.{child_name}", found)
     return found
 
 
-def number(name: str, module: nn.Module, attribute: str) -> int:
-    """Returns an attribute, of the module or as "config.NAME" of its config. Raises ConfigurationError for none."""
+def number(name: str, module: nn.Module, attribute: str | int) -> int:
+    """Returns a number, or an attribute, of the module or as "config.NAME" of its config.
+
+    Raises ConfigurationError if there is none.
+    """
     found: Any = module
+    if isinstance(attribute, int):
+        return attribute
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, int):
         raise ConfigurationError(f"plan: {name}: has no attribute {attribute!r} with a number of heads")
     return found
+
+
+class _OwnConfig:
+    """A config that other modules share, of which one has some numbers of its own."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def _set_number(module: nn.Module, attribute: str, value: int, state: TensorParallel) -> None:
+    path, _, last = attribute.rpartition(".")
+    owner: Any = module
+    for part in path.split(".") if path else []:
+        parent, owner = owner, getattr(owner, part)
+        if isinstance(parent, nn.Module) and not isinstance(owner, nn.Module):
+            owner = _OwnConfig(owner)
+            state.set(parent, part, owner)
+    if isinstance(owner, _OwnConfig):
+        setattr(owner, last, value)
+    else:
+        state.set(owner, last, value)
 
 
 def _width(name: str, size: int, heads: int) -> int:

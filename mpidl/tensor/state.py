@@ -55,11 +55,11 @@ class TensorParallel:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute, until the cuts are undone."""
-        if name == "forward" and name not in vars(owner):
-            self.changes.append(lambda: delattr(owner, name))  # its class's again
-        else:
-            before = getattr(owner, name)
+        before = getattr(owner, name)
+        if name in vars(owner) or name == "__class__":
             self.changes.append(lambda: setattr(owner, name, before))
+        else:
+            self.changes.append(lambda: delattr(owner, name))
         setattr(owner, name, value)
 
     def keep(self, handle: Any) -> None:

@@ -35,9 +35,11 @@ def make_vocabulary(name: str, layer: nn.Module, state: TensorParallel) -> None:
             raise ConfigurationError(
                 f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse needs all of its rows on a rank"
             )
-        run = run_of(layer.num_embeddings, state.ranks, state.rank)
+        start, stop = run = run_of(layer.num_embeddings, state.ranks, state.rank)
         cut_parameter(layer.weight, 0, [run])
+        padding = layer.padding_idx
         state.set(layer, "forward", _Embedding(layer, state, run))
+        state.set(layer, "padding_idx", None if padding is None or not start <= padding < stop else padding - start)
         return
     _, tokens = sizes_of(name, layer)
     make_column(layer, state, [run_of(tokens, state.ranks, state.rank)], copies_input=True)
@@ -45,7 +47,10 @@ def make_vocabulary(name: str, layer: nn.Module, state: TensorParallel) -> None:
 
 
 class _Embedding:
-    """The forward pass of an embedding of which this rank has a run of rows."""
+    """The forward pass of an embedding of which this rank has a run of rows.
+
+    A derived class may do with each row what it wants, such as scale it.
+    """
 
     def __init__(self, layer: nn.Embedding, state: TensorParallel, run: Run) -> None:
         self._layer, self._state, self._run = layer, state, run
@@ -59,7 +64,7 @@ class _Embedding:
         if start == stop:
             rows = weight.sum() * weight.new_zeros(*tokens.shape, weight.shape[1])  # a gradient, also of no rows
         else:
-            rows = F.embedding(torch.where(elsewhere, 0, tokens - start), weight)
+            rows = type(self._layer).forward(self._layer, torch.where(elsewhere, 0, tokens - start))
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return sum_of_region(rows, self._state.activations)
 

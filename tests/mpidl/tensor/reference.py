@@ -13,6 +13,7 @@ from torch import nn
 
 import mpidl
 from mpidl.mesh import placement
+from mpidl.models.bert import BERT, BERTConfig
 from mpidl.models.gpt2 import GPT2, GPT2Config
 
 VOCABULARY, TOKENS = 257, 13  # odd numbers, which no number of ranks divides
@@ -48,6 +49,48 @@ def _llama(family: str, key_heads: int, **settings: Any) -> nn.Module:
     return getattr(transformers, f"{family}ForCausalLM")(config)  # type: ignore[no-any-return]
 
 
+def _bert() -> nn.Module:
+    return BERT(BERTConfig(vocab_size=VOCABULARY, block_size=32, layers=2, heads=7, embd=28, inner=53))
+
+
+def _hf_bert(**settings: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=30,
+        intermediate_size=53,
+        num_hidden_layers=2,
+        num_attention_heads=5,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **settings,
+    )
+    if settings.get("is_decoder"):
+        return transformers.BertLMHeadModel(config)
+    return transformers.BertForMaskedLM(config)
+
+
+def _t5(**settings: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=28,
+        d_kv=6,
+        d_ff=53,
+        num_layers=2,
+        num_heads=5,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=10,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        **settings,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2,
     "hf gpt2": _hf_gpt2,
@@ -56,6 +99,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mistral": lambda: _llama("Mistral", 4),
     "qwen2, tied": lambda: _llama("Qwen2", 4, tie_word_embeddings=True),
     "qwen3": lambda: _llama("Qwen3", 2, head_dim=6),
+    "phi3": lambda: _llama("Phi3", 4, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0),
+    "bert": _bert,
+    "hf bert": _hf_bert,
+    "hf bert, decoder": lambda: _hf_bert(is_decoder=True, add_cross_attention=True),
+    "t5": _t5,
+    "t5, gated, untied": lambda: _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
 }
 
 
@@ -74,9 +123,10 @@ def all_in_float64() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        for family in ("llama", "mistral", "qwen2", "qwen3"):
+        for norm in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm", "T5LayerNorm"):
+            family = norm.removesuffix("RMSNorm").removesuffix("LayerNorm").lower()
             module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-            patch.setattr(getattr(module, f"{family.capitalize()}RMSNorm"), "forward", root_mean_square)
+            patch.setattr(getattr(module, norm), "forward", root_mean_square)
         yield
 
 
@@ -90,6 +140,13 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The loss of predicting each next token."""
     if isinstance(getattr(model, "module", model), GPT2):  # under an engine as well
         return model(x[:, :-1], x[:, 1:])  # type: ignore[no-any-return]
+    settings = getattr(model, "config", None)
+    if getattr(settings, "is_encoder_decoder", False):
+        return model(input_ids=x, labels=x[:, 2:].contiguous()).loss  # type: ignore[no-any-return]
+    if getattr(settings, "add_cross_attention", False):
+        random = torch.Generator().manual_seed(int(x.sum()))
+        memory = torch.rand(len(x), 5, settings.hidden_size, dtype=torch.float64, generator=random)
+        return model(input_ids=x, labels=x, encoder_hidden_states=memory).loss  # type: ignore[no-any-return]
     return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
 
 

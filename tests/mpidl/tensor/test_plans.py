@@ -1,0 +1,233 @@
+"""Plans: the modules that they name, the models that have ready ones, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl import ConfigurationError, Mesh, ModelMismatch, UsageError, all_gather_object
+from mpidl.mesh import placement
+from mpidl.tensor import (
+    AttentionParallel,
+    ColumnParallel,
+    FeedForwardParallel,
+    RowParallel,
+    VocabParallel,
+    plan_for,
+)
+from tests.mpidl.tensor.reference import VOCABULARY, build, loss_of, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
+
+
+class Tiny(nn.Module):
+    """An embedding, layers with a list of two linear ones each, and an output layer."""
+
+    def __init__(self, tied: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tokens = nn.Embedding(11, 6, padding_idx=4)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(11)])
+        self.output = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.output.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.output(x)
+
+
+def raised_alike(comm: Communicator, error: type[Exception], match: str, action: Callable[[], Any]) -> None:
+    """Asserts that the action raises the same line on every rank."""
+    with pytest.raises(error, match=match) as raised:
+        action()
+    text = str(raised.value)
+    assert "\n" not in text
+    assert set(all_gather_object(comm, text)) == {text}
+
+
+def parts(model: nn.Module) -> set[str]:
+    """The names of the parameters that are cut."""
+    return {name for name, p in model.named_parameters() if placement(p).cut is not None}
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_names_with_a_star_and_the_last_of_a_list(comm: Communicator) -> None:
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        model = mpidl.parallelize(Tiny(), mesh, {"layers.-1.0": ColumnParallel(), "layers.-1.2": RowParallel()})
+        assert parts(model) == {"layers.10.0.weight", "layers.10.0.bias", "layers.10.2.weight"}
+        model = mpidl.parallelize(Tiny(), mesh, {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()})
+        assert len(parts(model)) == 33
+        x = torch.tensor([[1, 5]])
+        torch.testing.assert_close(model(x), Tiny()(x))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_has_no_gradient(comm: Communicator, tied: bool) -> None:
+    whole, model = Tiny(tied).double(), Tiny(tied).double()
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, {"tokens": VocabParallel(), **({"output": VocabParallel()} if tied else {})})
+        x = torch.arange(11).repeat(2).view(2, 11)
+        whole(x).square().sum().backward()
+        model(x).square().sum().backward()
+        cut = placement(model.tokens.weight).cut
+        expected = whole.tokens.weight.grad
+        torch.testing.assert_close(model.tokens.weight.grad, cut.of(expected) if cut else expected)
+        mpidl.unparallelize(model)
+        assert model.tokens.padding_idx == 4
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_layers_of_derived_classes_compute_what_is_their_own(comm: Communicator) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 3.0
+
+    class Doubled(nn.Linear):
+        """A class whose name says nothing."""
+
+    def made() -> Tiny:
+        model = Tiny()
+        embedding, output = Scaled(11, 6, padding_idx=4), Doubled(6, 11)
+        embedding.weight, output.weight = model.tokens.weight, model.output.weight
+        model.tokens, model.output = embedding, output
+        return model
+
+    torch.manual_seed(0)
+    whole = made()
+    torch.manual_seed(0)
+    with Mesh(tp=2, dp=1, comm=comm) as mesh:
+        model = mpidl.parallelize(made(), mesh, {"tokens": VocabParallel(), "output": VocabParallel()})
+        x = torch.arange(10).view(2, 5)
+        torch.testing.assert_close(model(x).whole(), whole(x))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_the_plan_of_a_model_is_that_of_the_models_inside_it(comm: Communicator) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    inner = build("hf gpt2")
+    config = inner.config
+    config.pad_token_id = 0
+    classifier = transformers.GPT2ForSequenceClassification(config).double()
+    pair = nn.ModuleDict({"left": inner, "right": build("llama, two key heads")})
+    assert plan_for(nn.Linear(2, 2)) is None
+    x = tokens(0)
+    with Mesh(tp=2, dp=1, comm=comm) as mesh:
+        expected = classifier(x).logits
+        mpidl.parallelize(classifier, mesh)
+        assert "transformer.wte.weight" in parts(classifier)
+        assert "score.weight" not in parts(classifier)
+        torch.testing.assert_close(classifier(x).logits, expected)
+        mpidl.parallelize(pair, mesh)
+        assert Counter(name.split(".")[0] for name in parts(pair)).keys() == {"left", "right"}
+        # Each of the two runs by itself.
+        for name in ("left", "right"):
+            whole = build("hf gpt2" if name == "left" else "llama, two key heads")
+            torch.testing.assert_close(loss_of(pair[name], x), loss_of(whole, x))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"layer": ColumnParallel()}, "'layer' names no module of Tiny"),
+        ({"layers.*.3": ColumnParallel()}, r"'layers.\*.3'"),
+        ({"layers.0.1": ColumnParallel()}, "layers.0.1: is a Tanh"),
+        ({"layers.0.1": RowParallel()}, "layers.0.1: is a Tanh"),
+        ({"layers.0.1": VocabParallel()}, "layers.0.1: is a Tanh"),
+        ({"layers.0": FeedForwardParallel(inputs=("1",), output="2")}, r"layers.0.1: is a Tanh"),
+        ({"layers.0": FeedForwardParallel(inputs=("5",), output="2")}, r"layers.0: has no module '5'"),
+        ({"layers.0": AttentionParallel(query="0", key="0", value="0", output="2", heads="n")}, r"attribute 'n'"),
+        ({"layers.0": AttentionParallel(query="0", key="0", value="0", output="2", heads=1)}, r"has 1 heads"),
+        ({"layers.0": AttentionParallel(query="0", key="0", value="0", output="2", heads=5)}, r"7 features.*5 heads"),
+        ({"layers.0": "column"}, "got 'column'"),
+        ({"layers.0": [ColumnParallel]}, "needs a style"),
+        ({1: ColumnParallel()}, "plan: got dict"),
+        ([ColumnParallel()], "plan: got list"),
+        ("rows", "plan: got 'rows'.*'auto'"),
+        (None, "no ready plan for Tiny.*Llama"),
+        ({"tokens": VocabParallel()}, "output: its weight"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_does_not_fit_is_one_line_on_every_rank(comm: Communicator, plan: Any, match: str) -> None:
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(Tiny(tied=True), mesh, plan))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_linear_layer_with_a_forward_pass_of_its_own_is_refused(comm: Communicator) -> None:
+    class Quantized(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).round()
+
+    model = Tiny()
+    model.layers[0][0] = Quantized(6, 7)
+    with Mesh(tp=2, dp=1, comm=comm) as mesh:
+        plan = {"layers.*.0": ColumnParallel()}
+        raised_alike(
+            comm, ConfigurationError, "layers.0.0: is a Quantized", lambda: mpidl.parallelize(model, mesh, plan)
+        )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_fewer_heads_than_ranks_are_refused_by_name(comm: Communicator) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_layer=1, n_head=2, n_embd=8)
+    model = transformers.GPT2LMHeadModel(config)
+    with Mesh(tp=3, dp=1, comm=comm) as mesh:
+        match = r"transformer.h.0.attn: has 2 heads, fewer than the 3 ranks"
+        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_model_is_cut_once_and_by_a_mesh(comm: Communicator) -> None:
+    plan = {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}
+    with Mesh(tp=2, dp=1, comm=comm) as mesh:
+        model = mpidl.parallelize(Tiny(), mesh, plan)
+        raised_alike(comm, UsageError, "cut already", lambda: mpidl.parallelize(model, mesh, plan))
+        outer = nn.Sequential(model)
+        raised_alike(comm, UsageError, "cut already", lambda: mpidl.parallelize(outer, mesh, {"0": ColumnParallel()}))
+        raised_alike(comm, ConfigurationError, "mesh: got", lambda: mpidl.parallelize(Tiny(), comm, plan))  # type: ignore[arg-type]
+        raised_alike(comm, ConfigurationError, "model: got", lambda: mpidl.parallelize(Tiny, mesh, plan))  # type: ignore[arg-type]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_models_that_differ_over_the_ranks_are_refused(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = {"tokens": VocabParallel()}
+    last = comm.rank == comm.size - 1
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        model = Tiny()
+        if last:
+            model.layers[3] = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        match = re.escape(f"layers.3.0.weight of rank {comm.size - 1} of tp is float32 of shape (8, 6)")
+        raised_alike(comm, ModelMismatch, match, lambda: mpidl.parallelize(model, mesh, plan))
+        other: Any = {**plan, "output": VocabParallel()} if last else plan
+        raised_alike(comm, ModelMismatch, "plan: that of rank", lambda: mpidl.parallelize(Tiny(), mesh, other))
+        mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan)
+        monkeypatch.setenv("MPIDL_DEBUG", "1")
+        match = "tokens.weight of rank 1 of tp .* needs the same model"
+        raised_alike(comm, ModelMismatch, match, lambda: mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan))
+        mpidl.parallelize(Tiny(), mesh, plan)
