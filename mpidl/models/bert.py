@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         """[batch, time, embd] -> the heads in a row. seen: bool [batch, 1, 1, time], the positions to look at."""
         shape = (*x.shape[:2], self.heads, self.head_width)
-        q, k, v = (part(x).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.query(x), self.key(x), self.value(x)))
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)
         return y.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width)

@@ -3,6 +3,9 @@
 parallelize    cuts a model by a plan, and makes it whole again
 plans          what a plan's names mean
 ready          ready plans by class
+automatic      the plan of any other model, by its structure
+structure      attentions and feed-forward networks in a module
+source         what the source of a module's class tells
 styles         what a plan does with a module: single layers, sequences
 regions        the styles of an attention and of a feed-forward network
 linear         column- and row-parallel layers

@@ -39,7 +39,8 @@ def kind_of(layer: Any) -> tuple[bool, str, str] | None:
     for cls in type(layer).__mro__:
         found = _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
-            return found if cls.forward is type(layer).forward or hasattr(layer, "_tensor_parallel") else None
+            own = type(layer).forward is not getattr(cls, "forward", None) and not hasattr(layer, "_tensor_parallel")
+            return None if own else found
     return None
 
 

@@ -15,11 +15,13 @@ from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.placement import Cut, place, placement
+from .automatic import automatic_plan
 from .inputs import refuse_different_models
 from .linear import kind_of
 from .plans import Found, Plan, matches
 from .ready import PLANS, plan_for
 from .state import TensorParallel
+from .styles import SequenceBegins
 
 _STATE = "_mpidl_tensor_parallel"
 
@@ -30,7 +32,8 @@ def parallelize(
     """Cuts a model over the ranks of tp, in place, and returns it.
 
     model: whole, the same on all ranks of tp. plan: names of modules and their styles; by default the ready plan of the
-    model's class. sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a
+    model's class; "auto" finds attentions, feed-forward networks and the vocabulary by structure, and prints on rank 0
+    what it does. sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a
     piece of the sequences, which takes the memory of activations down by the number of ranks. Collective over tp.
 
     Parameters keep their identity, so layers stay tied and an optimizer that has them already has the parts. Raises
@@ -42,23 +45,28 @@ def parallelize(
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
     if getattr(model, _STATE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
-    found = check_everywhere(mesh["tp"], lambda: matches(_chosen(model, plan), model))
+    chosen, report = check_everywhere(mesh["tp"], lambda: _chosen(model, plan, mesh.size("tp"), sequence_parallel))
+    found = check_everywhere(mesh["tp"], lambda: matches(chosen, model))
     refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
     if mesh.size("tp") == 1:
         return model
+    if report and mesh.comm.rank == 0:
+        print("\n".join(report), flush=True)
     state = TensorParallel(mesh, sequence_parallel=sequence_parallel)
     for name, module, styles in found:
         for style in styles:
             if state.sequence_parallel or not style.sequential:
                 style.apply(name, module, state)
     _refuse_ties(model, found)
+    _refuse_unsummed(model, found, state)
     state.keep(model.register_forward_pre_hook(lambda *_: state.forget_stream()))
     state.model = weakref.ref(model)
     setattr(model, _STATE, state)
     return model
 
 
-def _chosen(model: nn.Module, plan: Plan | str | None) -> Plan:
+def _chosen(model: nn.Module, plan: Plan | str | None, ranks: int, sequence_parallel: bool) -> tuple[Plan, list[str]]:
+    """Returns the plan, and the lines of a report to print."""
     if plan is None:
         ready = plan_for(model)
         if ready is None:
@@ -66,11 +74,14 @@ def _chosen(model: nn.Module, plan: Plan | str | None) -> Plan:
             raise ConfigurationError(
                 f"parallelize: there is no ready plan for {type(model).__name__} (there are for {known}); needs plan="
             )
-        return ready
+        return ready, []
+    if plan == "auto":
+        made = automatic_plan(model, ranks, sequence_parallel=sequence_parallel and ranks > 1)
+        return made.plan, made.lines
     if isinstance(plan, str) or not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
         got = repr(plan) if isinstance(plan, str) else type(plan).__name__
         raise ConfigurationError(f"parallelize: plan: got {got}; needs a dict of names and styles, or 'auto'")
-    return plan
+    return plan, []
 
 
 def _refuse_ties(model: nn.Module, found: Found) -> None:
@@ -83,6 +94,24 @@ def _refuse_ties(model: nn.Module, found: Found) -> None:
                 f"plan: {name}: its weight is that of a layer which is cut over tp; needs a style of its own, such as "
                 "VocabParallel()"
             )
+
+
+def _refuse_unsummed(model: nn.Module, found: Found, state: TensorParallel) -> None:
+    """Raises ConfigurationError for a parameter in a list of blocks on pieces of sequences that no style knows."""
+    begins = {
+        name.rpartition(".")[0] for name, _, styles in found if any(isinstance(s, SequenceBegins) for s in styles)
+    }
+    lists = [at for at in begins if isinstance(model.get_submodule(at), nn.ModuleList | nn.Sequential)]
+    for name, module in model.named_modules() if state.sequence_parallel else ():
+        own = dict(module.named_parameters(recurse=False))
+        inside = any(name.startswith(f"{at}.") for at in lists)
+        if inside and all(placement(p).cut is None for p in own.values()):
+            left = next((key for key, p in own.items() if p not in state.summed), None)
+            if left is not None:
+                raise ConfigurationError(
+                    f"plan: {name}.{left} computes on pieces of sequences, and its gradients would not be summed; needs "
+                    "a style of its module, such as SequenceParallel()"
+                )
 
 
 def unparallelize(model: nn.Module) -> nn.Module:

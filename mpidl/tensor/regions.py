@@ -33,7 +33,8 @@ class AttentionParallel:
     number of query heads, or of key/value heads, such as these numbers. groups: the attribute with the number of query
     heads a key/value head. inside: modules that compute on single heads, such as norms of queries. bias_of_heads: an
     embedding [any, heads] of biases. inner: the module in this one that computes the heads, where the output layer is
-    outside of it. input, memory: arguments of its forward pass, see Region.
+    outside of it. each: whether each of the first layers begins the region, where what they get is not the input, or
+    the input goes elsewhere besides. input, memory: arguments of its forward pass, see Region.
     """
 
     output: str
@@ -51,6 +52,7 @@ class AttentionParallel:
     inside: tuple[str, ...] = ()
     bias_of_heads: str = ""
     inner: str = ""
+    each: bool = False
     input: str = "hidden_states"
     memory: str | None = None
     sequential = False
@@ -69,7 +71,9 @@ class AttentionParallel:
         make_row(output, state, [in_elements(heads.query, width)])
         self._change_attributes(name, module, state, heads)
         inner = submodule(name, module, self.inner)
-        Region(name, inner, state, self.input, self.memory, copies=not self.fused or self.whole_input)
+        Region(
+            name, inner, state, self.input, self.memory, copies=not self.each and (not self.fused or self.whole_input)
+        )
 
     def _cut_fused(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
@@ -102,7 +106,7 @@ class AttentionParallel:
             width = _width(f"{name}.{layer_name}", sizes_of(f"{name}.{layer_name}", layer)[1], count)
             shared = layer_name != self.query and heads.all_key < state.ranks
             first = not shared or heads.sharers[0] == state.rank
-            make_column(layer, state, [in_elements(run, width)], copies_input=False, counted=first)
+            make_column(layer, state, [in_elements(run, width)], copies_input=self.each, counted=first)
             if shared:
                 state.sum_gradients(layer, heads.sharers, if_in_pieces=False)
 
@@ -114,12 +118,12 @@ class AttentionParallel:
             for attribute in attributes:
                 _set_number(module, attribute, number(name, module, attribute) // whole * here, state)
         if self.groups:
-            state.set(module, self.groups, heads.queries // heads.keys)
+            _set_number(module, self.groups, heads.queries // heads.keys, state)
         for inner in self.inside:
-            found = getattr(module, inner, None)
+            found = _if_there(module, inner)
             if found is not None:
                 state.sum_gradients(found, if_in_pieces=False)
-        biases = getattr(module, self.bias_of_heads, None) if self.bias_of_heads else None
+        biases: Any = _if_there(module, self.bias_of_heads) if self.bias_of_heads else None
         if biases is not None:
             cut_parameter(biases.weight, 1, [heads.query])
             state.set(biases, "embedding_dim", heads.queries)
@@ -131,13 +135,15 @@ class FeedForwardParallel:
 
     inputs: names of the linear layers that compute features: one, or a gate and the values that it gates. segments: of
     a single one that has both in a row, 2. output: of the layer that joins the features. inner: the module in this one
-    that computes the features, where the output layer is outside of it. input: the argument of its forward pass.
+    that computes the features, where the output layer is outside of it. each: see AttentionParallel. input: the
+    argument of its forward pass.
     """
 
     inputs: tuple[str, ...]
     output: str
     segments: int = 1
     inner: str = ""
+    each: bool = False
     input: str = "hidden_states"
     sequential = False
 
@@ -145,7 +151,7 @@ class FeedForwardParallel:
         """Cuts the layers."""
         output = child(name, module, self.output)
         features = sizes_of(f"{name}.{self.output}", output)[0]
-        single = len(self.inputs) == 1
+        alone = self.each or len(self.inputs) == 1
         for layer_name in self.inputs:
             layer = child(name, module, layer_name)
             size = sizes_of(f"{name}.{layer_name}", layer)[1]
@@ -155,9 +161,9 @@ class FeedForwardParallel:
                     f"{features} input features of {self.output}"
                 )
             runs = segments([features] * self.segments, state.ranks, state.rank)
-            make_column(layer, state, runs, copies_input=single)
+            make_column(layer, state, runs, copies_input=alone)
         make_row(output, state, [run_of(features, state.ranks, state.rank)])
-        Region(name, submodule(name, module, self.inner), state, self.input, None, copies=not single)
+        Region(name, submodule(name, module, self.inner), state, self.input, None, copies=not alone)
 
 
 def submodule(name: str, module: nn.Module, inner: str) -> nn.Module:
@@ -215,6 +221,14 @@ def _set_number(module: nn.Module, attribute: str, value: int, state: TensorPara
         setattr(owner, last, value)
     else:
         state.set(owner, last, value)
+
+
+def _if_there(module: nn.Module, name: str) -> nn.Module | None:
+    """Returns a module inside another; None where some models of a family lack it."""
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def _width(name: str, size: int, heads: int) -> int:

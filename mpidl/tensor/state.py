@@ -32,7 +32,7 @@ class TensorParallel:
 
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. changes: what undoes the cuts, in order.
-    model: the one that was cut, not a copy of it.
+    summed: parameters whose gradients are summed over the ranks. model: the one that was cut, not a copy.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
@@ -45,6 +45,7 @@ class TensorParallel:
         self.region_length: int | None = None
         self.changes: list[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
+        self.summed: set[torch.Tensor] = set()
         self._groups: dict[int, Activations] = {}
         self._generator: tuple[torch.Generator, torch.Tensor] | None = None
 
@@ -73,6 +74,7 @@ class TensorParallel:
         pieces.
         """
         activations = self.activations if sharers is None else self._group_of(sharers)
+        self.summed.update(module.parameters())
         self.set(module, "forward", _SumsGradients(module, self, activations, if_in_pieces))
 
     @property
@@ -107,6 +109,11 @@ class TensorParallel:
     def begin_region(self, x: torch.Tensor) -> int | None:
         """Begins a region. Returns the whole length of sequences of which `x` has pieces; None if whole."""
         length = self.length
+        if length is not None and x.dim() != 3:
+            raise TrainingError(
+                f"sequence parallelism: got an input of shape {tuple(x.shape)} of layers that are cut; needs "
+                "[batch, sequence, width]"
+            )
         if length is not None and x.shape[1] != self.activations.pieces(length)[self.rank]:
             if x.shape[1] != length:
                 raise TrainingError(

@@ -1,0 +1,211 @@
+"""The plan of any model, by what its modules look like, and a report of what it does with each.
+
+    vocabulary    embeddings and output layers of as many rows as the vocabulary has tokens
+    attention     `structure.attention`
+    feed-forward  `structure.feed_forward`
+    whole         everything else, with the reason where it looks like one of these
+
+What is not understood stays whole, which is always right. Sequence parallelism begins before the first block of each
+list of blocks that hold an attention, and ends after its last; it is refused where something in a block stays whole,
+as that might look at other tokens, which another rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigurationError
+from .linear import kind_of, sizes_of
+from .regions import AttentionParallel, FeedForwardParallel
+from .source import method_with, methods_of
+from .structure import attention, feed_forward
+from .styles import SequenceBegins, SequenceEnds, SequenceParallel, Style, VocabParallel
+
+
+@dataclass
+class AutomaticPlan:
+    """A plan, by the exact names of modules, and the lines of its report."""
+
+    plan: dict[str, list[Style]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def automatic_plan(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> AutomaticPlan:
+    """Makes the plan. Raises ConfigurationError if there is nothing to cut, or if sequences cannot be in pieces."""
+    found = _Modules(model, ranks)
+    if not any(isinstance(style, AttentionParallel | FeedForwardParallel) for style in found.styles()):
+        raise ConfigurationError(
+            f"plan: 'auto' found no attention and no feed-forward network in {type(model).__name__}; needs a dict of "
+            "names and styles"
+        )
+    made = AutomaticPlan(found.plan)
+    if sequence_parallel:
+        made.plan = {**found.plan}
+        for name, styles in _sequences(model, found):
+            made.plan[name] = [*made.plan.get(name, []), *styles]
+    made.lines = [f"auto plan of {type(model).__name__} over {ranks} ranks of tp:", *_report(found)]
+    return made
+
+
+class _Modules:
+    """What becomes of each module: plan has those with styles, whole the others with parameters, and the reason."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self.plan: dict[str, list[Style]] = {}
+        self.what: dict[str, tuple[str, str]] = {}  # by name: what is done, and how
+        self._model, self._ranks = model, ranks
+        self._tokens = _vocabulary(model)
+        self._visit("", model, expert=False)
+        cut = {id(p) for name in self.plan for p in _own(model.get_submodule(name))}
+        for name, (what, _) in list(self.what.items()):
+            own = _own(model.get_submodule(name))
+            if what == "whole" and own and cut.issuperset(map(id, own)):
+                del self.what[name]  # its parameters are those of a module that is cut
+
+    def styles(self) -> Iterator[Style]:
+        """All styles."""
+        for styles in self.plan.values():
+            yield from styles
+
+    def _visit(self, name: str, module: nn.Module, *, expert: bool) -> None:
+        if any(name == known for known in self.what):
+            return
+        dot = f"{name}." if name else ""
+        if expert:
+            return self._leave(name, module, "an expert, which sees other tokens at each step")
+        if self._takes_tokens(module):
+            return self._add(name, VocabParallel(), "vocabulary", f"{self._tokens} rows")
+        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            return self._leave(name, module, "torch computes it at once; needs linear layers of its own")
+        heads = attention(module, self._ranks)
+        taken = {child for child, _ in module.named_children() if dot + child in self.what}
+        if isinstance(heads, AttentionParallel):
+            taken = _layers(heads)
+            taken |= {*heads.inside, *([heads.bias_of_heads] if heads.bias_of_heads else [])}
+            self._add(name, heads, "attention", _in_words(heads))
+        elif isinstance(heads, str):
+            return self._leave(name, module, heads)
+        features = feed_forward(module, taken)
+        if isinstance(features, FeedForwardParallel):
+            taken |= _layers(features)
+            width = sizes_of("", module.get_submodule(features.output))[0]
+            layers = ", ".join(features.inputs)
+            self._add(name, features, "feed-forward", f"{width} features: {layers} -> {features.output}")
+        for layer in taken:
+            self.what[dot + layer] = ("", "")
+        if isinstance(features, str):
+            self.what.setdefault(name, ("whole", features))
+        if _own(module):
+            self.what.setdefault(name, ("whole", type(module).__name__))
+        for child, inner in module.named_children():
+            self._visit(dot + child, inner, expert=name.rpartition(".")[2] == "experts")
+
+    def _takes_tokens(self, module: Any) -> bool:
+        if isinstance(module, nn.Embedding):
+            if module.num_embeddings != self._tokens or module.max_norm or module.scale_grad_by_freq or module.sparse:
+                return False
+            derived = type(module).forward is not nn.Embedding.forward
+            method = method_with(module)
+            return not derived or (method is not None and len(method.arguments) == 1)
+        return kind_of(module) is not None and sizes_of("", module)[1] == self._tokens
+
+    def _add(self, name: str, style: Style, what: str, how: str) -> None:
+        self.plan.setdefault(name, []).append(style)
+        before = self.what.get(name)
+        self.what[name] = (what, how) if before is None else (f"{before[0]}, {what}", f"{before[1]}; {how}")
+
+    def _leave(self, name: str, module: nn.Module, reason: str) -> None:
+        if any(True for _ in module.parameters()):
+            self.what[name] = ("whole", reason)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Returns the number of tokens: what the config says, or the rows of the largest embedding."""
+    config = getattr(model, "config", None)
+    for owner in (config, getattr(config, "text_config", None)):
+        if isinstance(found := getattr(owner, "vocab_size", None), int):
+            return found
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return max((e.num_embeddings for e in embeddings if e.num_embeddings > e.embedding_dim), default=None)
+
+
+def _layers(style: AttentionParallel | FeedForwardParallel) -> set[str]:
+    if isinstance(style, FeedForwardParallel):
+        return {*style.inputs, style.output}
+    return {name for name in (style.query, style.key, style.value, style.fused, style.output) if name}
+
+
+def _in_words(style: AttentionParallel) -> str:
+    heads = f"{style.heads} heads" + (f", {style.key_heads} for keys" if style.key_heads != style.heads else "")
+    layers = style.fused or f"{style.query}, {style.key}, {style.value}"
+    return f"{heads}: {layers} -> {style.output}"
+
+
+def _report(found: _Modules) -> Iterator[str]:
+    """Yields a line for each pattern of names."""
+    patterns: dict[tuple[str, str, str], None] = {}
+    for name, (what, how) in found.what.items():
+        if what:
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split(".")) or "(model)"
+            patterns[pattern, what, how] = None
+    width = max(len(what) for _, what, _ in patterns)
+    long = max(len(pattern) for pattern, _, _ in patterns)
+    for pattern, what, how in patterns:
+        yield f"  {what:{width}}  {pattern:{long}}  {how}"
+
+
+# ---- sequences in pieces -------------------------------------------------------------------------------------------
+
+
+def _sequences(model: nn.Module, found: _Modules) -> Iterator[tuple[str, list[Style]]]:
+    """Yields the styles for sequences in pieces, by the names of modules."""
+    lists = list(_blocks(model, found))
+    if not lists:
+        raise ConfigurationError(
+            "sequence_parallel: plan='auto' found no list of blocks with an attention each; needs a plan with "
+            "SequenceBegins and SequenceEnds"
+        )
+    for name, blocks in lists:
+        children = list(blocks.named_children())
+        yield f"{name}.{children[0][0]}", [SequenceBegins(_first_argument(children[0][1]))]
+        yield f"{name}.{children[-1][0]}", [SequenceEnds()]
+        for at, module in blocks.named_modules(prefix=name):
+            what = found.what.get(at, ("whole", "") if _own(module) else ("", ""))[0]
+            for style in found.plan.get(at, []):
+                if getattr(style, "each", False):
+                    raise ConfigurationError(
+                        f"sequence_parallel: plan='auto' does not see that {at} uses its input in its linear layers "
+                        "alone; needs a plan by hand"
+                    )
+            if what == "whole":
+                if "norm" not in type(module).__name__.lower():
+                    raise ConfigurationError(
+                        f"sequence_parallel: plan='auto' leaves {at} whole, a {type(module).__name__}, which may look "
+                        "at other tokens; needs a plan by hand"
+                    )
+                yield at, [SequenceParallel()]
+
+
+def _blocks(model: nn.Module, found: _Modules) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the outermost lists of modules that have an attention each."""
+    heads = [name for name, styles in found.plan.items() if any(isinstance(s, AttentionParallel) for s in styles)]
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(name.startswith(f"{at}.") for at in inside):
+            blocks = [f"{name}.{child}" for child, _ in module.named_children()]
+            if blocks and all(any(f"{at}.".startswith(f"{block}.") for at in heads) for block in blocks):
+                inside.append(name)
+                yield name, module
+
+
+def _first_argument(block: nn.Module) -> str:
+    method = next((method for method in methods_of(block) if method.name == "forward"), None)
+    return method.arguments[0] if method is not None and method.arguments else "hidden_states"

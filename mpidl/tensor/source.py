@@ -1,0 +1,148 @@
+"""What the source of a module's class tells: which children a method calls, in which order, and with what.
+
+    def forward(self, x):                         calls      gate, act, up, down
+        y = self.act(self.gate(x)) * self.up(x)   feeds      gate: {x}, down: {x, gate(), ...}
+        return self.down(y) + x                   uses of x  3
+
+The automatic plan goes by it, as names and shapes do not tell what a module does with its input besides.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import dataclass, field
+from functools import cache
+
+from torch import nn
+
+
+@dataclass
+class Method:
+    """One method of a class.
+
+    calls: functions in the order in which they are evaluated, as written, such as "self.act". feeds: by function, what
+    may be in the first argument of a call of it: arguments of the method, and results as "self.act()". direct: by
+    function, the arguments of the method that are given to it as they came, and "" for anything else. uses: how often
+    each argument is read as it came.
+    """
+
+    name: str
+    text: str
+    arguments: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    feeds: dict[str, set[str]] = field(default_factory=dict)
+    direct: dict[str, set[str]] = field(default_factory=dict)
+    uses: dict[str, int] = field(default_factory=dict)
+
+    def between(self, first: str, last: str) -> list[str]:
+        """Lists the functions that are called after `first` and before `last`, each by its last name."""
+        start = self.calls.index(first)
+        stop = len(self.calls) - 1 - self.calls[::-1].index(last)
+        return [call.rpartition(".")[2] for call in self.calls[start + 1 : stop]]
+
+
+def methods_of(module: nn.Module) -> list[Method]:
+    """Reads the methods of a module's class, without its constructor; none where there is no source."""
+    return _methods(type(module))  # type: ignore[arg-type]
+
+
+def method_with(module: nn.Module, *children: str) -> Method | None:
+    """Returns the method that calls all of these children of a module; None if there is none."""
+    wanted = [f"self.{child}" for child in children]
+    return next((method for method in methods_of(module) if all(name in method.calls for name in wanted)), None)
+
+
+@cache
+def _methods(cls: type) -> list[Method]:
+    found: dict[str, Method] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+                found.setdefault(node.name, _read(node))
+    return sorted(found.values(), key=lambda method: method.name != "forward")
+
+
+def _read(node: ast.FunctionDef) -> Method:
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    method = Method(node.name, ast.unparse(node), [name for name in names if name != "self"])
+    _Reader(method).visit_body(node.body)
+    return method
+
+
+class _Reader(ast.NodeVisitor):
+    """Follows a method's statements in their order, and notes which arguments may be in a variable."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._holds: dict[str, set[str]] = {name: {name} for name in method.arguments}
+        self._is: dict[str, set[str]] = {name: {name} for name in method.arguments}  # arguments as they came
+
+    def visit_body(self, body: list[ast.stmt]) -> None:
+        """Reads the statements."""
+        for statement in body:
+            self.visit(statement)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Notes what the variables hold; one that an argument is given to is that argument from then on."""
+        itself = self._itself(node.value)
+        if not itself:
+            self.visit(node.value)
+        held = self._held(node.value)
+        for target in node.targets:
+            for leaf in ast.walk(target):
+                if isinstance(leaf, ast.Name):
+                    self._holds[leaf.id] = self._holds.get(leaf.id, set()) | held
+                    self._is[leaf.id] = itself if isinstance(target, ast.Name) else set()
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Notes a call after those in it."""
+        if isinstance(node.func, ast.Attribute):
+            self.visit(node.func)
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        for value in values:
+            self.visit(value)
+        name = ast.unparse(node.func)
+        self._method.calls.append(name)
+        if values:
+            self._method.feeds.setdefault(name, set()).update(self._held(values[0]))
+            self._method.direct.setdefault(name, set()).update(self._itself(values[0]) or {""})
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Leaves out what no gradient comes from."""
+        if node.attr not in _NUMBERS:
+            self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """Leaves it out, as no gradient comes from it."""
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Counts the use of an argument."""
+        for name in self._is.get(node.id, ()) if isinstance(node.ctx, ast.Load) else ():
+            self._method.uses[name] = self._method.uses.get(name, 0) + 1
+
+    def _itself(self, node: ast.AST) -> set[str]:
+        """Returns the arguments of which an expression is one, as it came."""
+        if isinstance(node, ast.IfExp):
+            sides = self._itself(node.body), self._itself(node.orelse)
+            return sides[0] | sides[1] if all(sides) else set()
+        return self._is.get(node.id, set()) if isinstance(node, ast.Name) else set()
+
+    def _held(self, node: ast.AST) -> set[str]:
+        """Returns the arguments that may be in an expression."""
+        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in _NUMBERS):
+            return set()
+        if isinstance(node, ast.Name):
+            return self._holds.get(node.id, set())
+        children = [node.body, node.orelse] if isinstance(node, ast.IfExp) else ast.iter_child_nodes(node)
+        called = {f"{ast.unparse(node.func)}()"} if isinstance(node, ast.Call) else set()
+        return called.union(*(self._held(child) for child in children))
+
+
+_NUMBERS = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad", "is_cuda", "numel", "get_device")

@@ -1,0 +1,289 @@
+"""Attentions and feed-forward networks, found by what is in a module: linear layers, their sizes, their calls.
+
+    attention      linear layers called q, k, v, or one with all three, whose sizes are those of whole heads, and one
+                   that takes the heads' values; the number of heads is an attribute, or follows from the width of one
+    feed-forward   linear layers from one width to a second, one back, and in between what acts on single features
+
+A function here returns a style; a reason, as text, for a module that looks like one and cannot be cut; or None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from .linear import kind_of, sizes_of
+from .regions import AttentionParallel, FeedForwardParallel
+from .source import Method, method_with, methods_of
+
+_QUERY = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_linear", "queries")
+_KEY = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj", "k_linear", "keys")
+_VALUE = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj", "v_linear", "values")
+_FUSED = ("c_attn", "qkv_proj", "query_key_value", "Wqkv", "qkv", "in_proj", "W_pack", "attn_qkv")
+_OUTPUT = ("o_proj", "out_proj", "o", "out_lin", "wo", "to_out", "dense", "c_proj", "proj", "out", "output", "o_linear")
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads", "attention_heads")
+_WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size", "d_head", "dim_head", "d_kv", "d_k")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "key_heads")
+_GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups")
+_MASKS = ("bias", "masked_bias", "mask", "causal_mask", "tril")
+_MIXES = re.compile(r"softmax|norm|mean|sum$|max$|min$|topk|sort|matmul|bmm|einsum|conv|roll|flip|pool|fft", re.I)
+
+Recognised = AttentionParallel | FeedForwardParallel | str | None
+
+
+def linear_children(module: nn.Module) -> dict[str, Any]:
+    """Returns the linear layers right inside a module, by name."""
+    return {name: child for name, child in module.named_children() if kind_of(child) is not None}
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def attention(module: nn.Module, ranks: int) -> Recognised:
+    """Recognises an attention: in a module, or in one inside it beside its output layer, `output.dense`.
+
+    ranks: over which it is to be cut.
+    """
+    beside = getattr(getattr(module, "output", None), "dense", None)
+    if kind_of(beside) is not None:
+        for name, child in module.named_children():
+            found = _Attention.of(child, name, "output.dense", beside)
+            if found is not None:
+                return found.style(ranks)
+    found = _Attention.of(module, "", "", None)
+    return None if found is None else found.style(ranks)
+
+
+class _Attention:
+    """Names and sizes of an attention's layers, in the module `at`, which is `inner` in the one that a style is for."""
+
+    def __init__(self, at: nn.Module, inner: str, single: tuple[str, ...], fused: str, output: str, joins: Any) -> None:
+        self.at, self.inner, self.single, self.fused, self.output = at, inner, single, fused, output
+        self.layers = (fused,) if fused else single
+        self.joined = sizes_of(output, joins)[0]
+        self.method = method_with(at, *self.layers, *(() if inner else (output,)))
+
+    @classmethod
+    def of(cls, at: nn.Module, inner: str, output: str, joins: Any) -> _Attention | None:
+        """Looks for the layers; None where they are not all there."""
+        layers = linear_children(at)
+        names = (next((name for name in known if name in layers), "") for known in (_QUERY, _KEY, _VALUE))
+        single = tuple(names)
+        fused = "" if all(single) else next((name for name in _FUSED if name in layers), "")
+        if not fused and not all(single):
+            return None
+        if not output:
+            output = next((name for name in _OUTPUT if name in layers and name not in (*single, fused)), "")
+            joins = layers.get(output)
+        return cls(at, inner, single, fused, output, joins) if output else None
+
+    def style(self, ranks: int) -> Recognised:
+        """Returns the style, or a reason why there is none."""
+        heads = self._heads()
+        if heads is None or self.joined % heads:
+            return "the number of heads is in no attribute that is known"
+        if self.method is None:
+            return "its source does not show how it calls its layers"
+        reached = self.method.feeds.get(f"self.{self.output}", set())
+        if not self.inner and not reached >= {f"self.{name}()" for name in self.layers}:
+            return f"its source does not show what goes into {self.output}"
+        width = self.joined // heads
+        sizes = {name: sizes_of(name, self.at.get_submodule(name))[1] for name in self.layers}
+        keys, interleaved = heads, False
+        if self.fused:
+            keys, rest = divmod(sizes[self.fused] // width - heads, 2)
+            if sizes[self.fused] % width or rest or keys < 1:
+                return f"{self.fused} is not of whole heads"
+            layout = _layout(self.method, self.fused)
+            interleaved = layout == "by head"
+            if not layout or (interleaved and keys != heads):
+                return f"its source does not show how queries, keys and values lie in {self.fused}"
+            if keys < ranks and keys < heads:
+                return f"{self.fused} has {keys} key/value heads for {ranks} ranks"
+        else:
+            query, key, value = (sizes[name] for name in self.single)
+            if query % heads or key % (query // heads):
+                return "queries or keys are not of whole heads"
+            keys, width = key // (query // heads), query // heads
+            if heads % keys or value % keys or value // keys != self.joined // heads:
+                return "values are not of as many heads as keys"
+        return self._others(heads, keys, width) or self._made(heads, keys, width, interleaved)
+
+    def _heads(self) -> int | None:
+        for owner in (self.at, getattr(self.at, "config", None)):
+            for name in _HEADS:
+                if _is_number(found := getattr(owner, name, None)):
+                    return int(found)  # type: ignore[arg-type]
+            for name in _WIDTHS if owner is self.at else ():
+                found = getattr(owner, name, None)
+                if _is_number(found) and self.joined % int(found) == 0:  # type: ignore[arg-type]
+                    return self.joined // int(found)  # type: ignore[arg-type]
+        return None
+
+    def _others(self, heads: int, keys: int, width: int) -> str | None:
+        """Returns a reason to leave the module whole for what else is in it."""
+        assert self.method is not None
+        own = [name for name, _ in self.at.named_parameters(recurse=False)]
+        own += [n for n, b in self.at.named_buffers(recurse=False) if n not in _MASKS and heads in b.shape[:2]]
+        if own:
+            return f"{own[0]} may be of heads"
+        for argument in self.method.arguments:
+            if argument == "alibi" or (
+                argument == "position_bias" and not hasattr(self.at, "has_relative_attention_bias")
+            ):
+                return f"it gets {argument} of all heads"
+        known = (*self.layers, self.output)
+        for name, child in self.at.named_children():
+            shapes = {tuple(p.shape) for p in child.parameters()}
+            of_head = "norm" in type(child).__name__.lower() and shapes <= {(width,)}
+            biases = isinstance(child, nn.Embedding) and child.embedding_dim == heads
+            if shapes and name not in known and not of_head and not biases:
+                return f"{name} may compute on several heads"
+        return None
+
+    def _made(self, heads: int, keys: int, width: int, interleaved: bool) -> AttentionParallel:
+        assert self.method is not None
+        text = "\n".join(method.text for method in methods_of(self.at))
+        scaled, scaled_keys, groups = [], [], ""
+        dot = f"{self.inner}." if self.inner else ""
+        config = getattr(self.at, "config", None)
+        asked = dict.fromkeys(re.findall(r"self\.config\.(\w+)", text))
+        of_config = {f"config.{name}": getattr(config, name, None) for name in asked}
+        for name, value in (*vars(self.at).items(), *of_config.items()):
+            last = name.rpartition(".")[2]
+            used = re.search(rf"self\.{re.escape(name)}\b", text) is not None
+            if not _is_number(value):
+                continue
+            if last in _GROUPS and value == heads // keys:
+                groups = dot + name
+            elif last in _KEY_HEADS and value == keys:
+                scaled_keys.append(dot + name)
+            elif (last in _HEADS and value == heads) or (used and value == heads * width and last not in _WIDTHS):
+                scaled.append(dot + name)
+            elif used and value == keys * width and last not in _WIDTHS:
+                scaled_keys.append(dot + name)
+        children = dict(self.at.named_children())
+        biases = [n for n, c in children.items() if isinstance(c, nn.Embedding) and c.embedding_dim == heads]
+        inside = [
+            n for n, c in children.items() if "norm" in type(c).__name__.lower() and any(True for _ in c.parameters())
+        ]
+        memory, each = _inputs(self.at, self.method, self.layers)
+        query, key, value = (dot + name if name else "" for name in self.single)
+        first = self.method.arguments[0]
+        return AttentionParallel(
+            query="" if self.fused else query,
+            key="" if self.fused else key,
+            value="" if self.fused else value,
+            fused=dot + self.fused if self.fused else "",
+            interleaved=interleaved,
+            whole_input=bool(self.fused) and not each and re.search(rf"\b{first}\.(shape|size)", text) is not None,
+            output=self.output,
+            heads=heads,
+            key_heads=keys,
+            scaled=tuple(scaled),
+            scaled_keys=tuple(scaled_keys),
+            groups=groups,
+            inside=tuple(dot + name for name in inside),
+            bias_of_heads=dot + biases[0] if biases else "",
+            inner=dot + self.layers[0] if each else self.inner,  # dropout before the region is not of it
+            each=each,
+            input=first,
+            memory=memory,
+        )
+
+
+def _layout(method: Method, fused: str) -> str:
+    """Tells how queries, keys and values lie in a fused weight: "in a row", "by head", or "" if it is not clear."""
+    text = method.text
+    assigned = re.search(rf"^\s*(\w+) = self\.{fused}\(", text, re.MULTILINE)
+    variable = rf"(?:self\.{fused}\([^\n]*?\)" + (rf"|\b{assigned.group(1)})" if assigned else ")")
+    if re.search(rf"{variable}\.(?:chunk\(3|split\()|{variable}\[\.\.\., ", text):
+        reshaped = re.search(rf"{variable}\.(?:view|reshape|unflatten)\(", text)
+        if not reshaped:
+            return "in a row"
+    if re.search(rf"{variable}\.(?:view|reshape)\([^\n]*, 3, (?:self\.)?\w*heads", text):
+        return "in a row"
+    if re.search(r"heads, 3\b", text) or re.search(r"-1, 3 \* self\.\w+\)", text):
+        return "by head"
+    return ""
+
+
+def _inputs(module: nn.Module, method: Method, layers: Collection[str]) -> tuple[str | None, bool]:
+    """Tells what a region's layers get: the argument besides the first one, and whether each layer has to begin it.
+
+    Each does where the layers' input is not the module's own, or goes elsewhere besides, as in a residual.
+    """
+    first = method.arguments[0] if method.arguments else ""
+    fed = [method.direct.get(f"self.{layer}", {""}) for layer in layers]
+    others = set().union(*fed) - {first}
+    absent = [call for call in method.direct if re.fullmatch(r"self\.\w+", call) and not hasattr(module, call[5:])]
+    reads = sum(first in names for names in (*fed, *(method.direct[call] for call in absent)))
+    if method.name != "forward" or "" in others or len(others) > 1 or method.uses.get(first, 0) != reads:
+        return None, True
+    return (others.pop() if others else None), False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# ---- feed-forward networks -----------------------------------------------------------------------------------------
+
+
+def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
+    """Recognises a feed-forward network. taken: layers right inside the module that are of something else."""
+    inside, beside = (getattr(getattr(module, name, None), "dense", None) for name in ("intermediate", "output"))
+    there = kind_of(inside) is not None and kind_of(beside) is not None
+    if there and sizes_of("", inside) == sizes_of("", beside)[::-1]:
+        return FeedForwardParallel(("intermediate.dense",), "output.dense", inner="intermediate.dense")
+    layers = {name: layer for name, layer in linear_children(module).items() if name not in taken}
+    for output in reversed(layers):
+        features, width = sizes_of(output, layers[output])
+        sizes = {name: sizes_of(name, layer) for name, layer in layers.items() if name != output}
+        for wide in (features, 2 * features):
+            inputs = tuple(name for name, size in sizes.items() if size == (width, wide))
+            if len(inputs) == len(sizes) and len(inputs) in ((1, 2) if wide == features else (1,)):
+                return _feed_forward(module, inputs, output, wide // features)
+    return None
+
+
+def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segments: int) -> Recognised:
+    if isinstance(module, nn.Sequential):
+        names = [name for name, _ in module.named_children()]
+        between = names[names.index(inputs[0]) + 1 : names.index(output)]
+        mixing = next((name for name in between if _mixes(module, name)), None)
+        if names.index(output) < names.index(inputs[0]):
+            return None
+        style = FeedForwardParallel(inputs, output, input="input")
+        return style if mixing is None and segments == 1 else f"{mixing or inputs[0]} may compute on several features"
+    method = method_with(module, *inputs, output)
+    if method is None:
+        return "its source does not show how it calls its layers"
+    calls = [call for call in method.calls if call in {f"self.{name}" for name in (*inputs, output)}]
+    reached = method.feeds.get(f"self.{output}", set()) >= {f"self.{name}()" for name in inputs}
+    if not reached or len(calls) != len(inputs) + 1:
+        return None
+    between = method.between(calls[0], calls[-1])
+    mixing = next((name for name in between if _mixes(module, name)), None)
+    if mixing is not None or " @ " in method.text:
+        return f"{mixing or '@'} may compute on several features"
+    children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+    more = children > {*inputs, output}
+    halves = re.search(r"chunk\(2|\bglu\(", method.text) is not None
+    if segments == 2 and (not halves or "::2" in method.text):
+        return f"its source does not show how gate and values lie in {inputs[0]}"
+    each = len(inputs) > 1 and _inputs(module, method, inputs)[1]
+    inner = inputs[0] if more or each else ""  # dropout before the region is not of it
+    return FeedForwardParallel(inputs, output, segments=segments, inner=inner, each=each, input=method.arguments[0])
+
+
+def _mixes(module: nn.Module, name: str) -> bool:
+    """Tells if what a module calls by this name may look at several features at once."""
+    child = getattr(module, name, None)
+    if not isinstance(child, nn.Module):
+        return _MIXES.search(name) is not None
+    weighs = kind_of(child) is None and any(True for _ in child.parameters())
+    return weighs or _MIXES.search(type(child).__name__) is not None

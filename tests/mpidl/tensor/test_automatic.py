@@ -1,0 +1,250 @@
+"""The automatic plan: what it finds in a model, what it leaves whole, and that the cut model computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl import ConfigurationError, Mesh, TrainingError
+from mpidl.mesh import placement
+from mpidl.tensor import AttentionParallel, FeedForwardParallel
+from mpidl.tensor.automatic import automatic_plan
+from tests.mpidl.tensor.reference import (
+    MODELS,
+    VOCABULARY,
+    all_in_float64,
+    build,
+    largest_difference,
+    loss_of,
+    part_of,
+    tokens,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _hf(family: str, head: str = "ForCausalLM", **settings: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+    config._experts_implementation = "eager"  # the grouped product is of 32 bits at most
+    return getattr(transformers, f"{family.removesuffix('Text')}{head}")(config)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Attention with its norm and residual inside, and biases of positions by heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.width = heads, width // heads, width
+        self.norm = nn.LayerNorm(width)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.q_norm = nn.LayerNorm(self.head_dim)
+        self.distances = nn.Embedding(64, heads)
+        self.to_out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        shape = (x.shape[0], x.shape[1], self.heads, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.to_q(y), self.to_k(y), self.to_v(y)))
+        place = torch.arange(x.shape[1])
+        bias = self.distances((place[:, None] - place[None, :]).abs()).permute(2, 0, 1)
+        mixed = F.scaled_dot_product_attention(self.q_norm(q), k, v, attn_mask=bias)
+        return x + self.to_out(mixed.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.width))
+
+
+class Gated(nn.Module):
+    """A gated feed-forward network with a residual inside."""
+
+    def __init__(self, width: int, features: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(width, features), nn.Linear(features, width), nn.Linear(width, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(F.silu(self.a(x)) * self.c(x))
+
+
+class HandWritten(nn.Module):
+    """A model that is of no library, without a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 30)
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            plain = nn.Sequential(nn.Linear(30, 41), nn.GELU(), nn.Dropout(0.0), nn.Linear(41, 30))
+            self.blocks.append(nn.ModuleList([Attention(30, 5), Gated(30, 37), plain]))
+        self.scores = nn.Linear(30, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.table(input_ids)
+        for attention, gated, plain in self.blocks:
+            x = gated(attention(x))
+            x = x + plain(x)
+        logits = self.scores(x)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return type("Output", (), {"loss": loss})
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "by hand": HandWritten,
+    "gemma": lambda: _hf("Gemma", num_key_value_heads=2, head_dim=6),
+    "gemma3": lambda: _hf("Gemma3Text", num_key_value_heads=4, head_dim=6),
+    "gpt-neox": lambda: _hf("GPTNeoX"),
+    "gpt-j": lambda: _hf("GPTJ", n_embd=32, n_head=8, n_layer=2, n_inner=53, rotary_dim=4, resid_pdrop=0.0,
+                         embd_pdrop=0.0, attn_pdrop=0.0),
+    "opt": lambda: _hf("OPT", ffn_dim=53, word_embed_proj_dim=32, dropout=0.0),
+    "bart": lambda: _hf("Bart", "ForConditionalGeneration", d_model=32, encoder_layers=1, decoder_layers=1,
+                        encoder_attention_heads=8, decoder_attention_heads=8, encoder_ffn_dim=53, decoder_ffn_dim=53,
+                        dropout=0.0, decoder_start_token_id=2),
+    "distilbert": lambda: _hf("DistilBert", "ForMaskedLM", dim=32, n_heads=8, n_layers=2, hidden_dim=53, dropout=0.0,
+                              attention_dropout=0.0),
+    "roberta": lambda: _hf("Roberta", "ForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "mixtral": lambda: _hf("Mixtral", num_key_value_heads=4, num_local_experts=4),
+    "olmo2": lambda: _hf("Olmo2"),
+    "bloom": lambda: _hf("Bloom", n_head=8, hidden_dropout=0.0, attention_dropout=0.0),
+}  # fmt: skip
+REFUSED = ("by hand", "mixtral", "olmo2", "bloom")  # with sequences in pieces
+
+
+def made(name: str) -> nn.Module:
+    """The whole model, the same on every rank."""
+    torch.manual_seed(0)
+    return build(name) if name in MODELS else OTHERS[name]().double()
+
+
+def assert_same(model: nn.Module, whole: nn.Module) -> None:
+    """Asserts that the loss and all gradients are those of the whole model."""
+    x = tokens(0).clamp(min=3)
+    expected, loss = loss_of(whole, x), loss_of(model, x)
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    for (at, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None or not p.grad.any(), at
+        else:
+            assert p.grad is not None, at
+            torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
+
+
+@pytest.mark.mpi
+@pytest.mark.each("name")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+def test_gradients_are_those_of_one_process(
+    comm: Communicator, name: str, sequence_parallel: bool, capsys: Any
+) -> None:
+    whole, model = made(name), made(name)
+    with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        if sequence_parallel and name in REFUSED and comm.size > 1:
+            with pytest.raises(ConfigurationError, match=r"^sequence_parallel: plan='auto'"):
+                mpidl.parallelize(model, mesh, "auto", sequence_parallel=True)
+            return
+        mpidl.parallelize(model, mesh, "auto", sequence_parallel=sequence_parallel)
+        if sequence_parallel and name == "opt" and comm.size > 1:  # it joins batch and sequence in a block
+            with pytest.raises(TrainingError, match=r"sequence parallelism: got an input of shape \(\d+, 32\)"):
+                loss_of(model, tokens(0))
+            return
+        said = capsys.readouterr().out
+        assert (type(model).__name__ in said) == (comm.rank == 0 and comm.size > 1)
+        assert_same(model, whole)
+        assert largest_difference(model, whole) == 0.0
+        assert comm.size == 1 or any(placement(p).cut is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "phi3"])
+def test_it_finds_what_ready_plans_name(name: str) -> None:
+    from mpidl.tensor.plans import matches
+    from mpidl.tensor.ready import plan_for
+
+    model = build(name)
+    ready = plan_for(model)
+    assert ready is not None
+    regions = AttentionParallel | FeedForwardParallel
+
+    def cut(plan: Any) -> set[str]:
+        found = matches(plan, model)
+        return {name for name, _, styles in found for style in styles if isinstance(style, regions)}
+
+    assert cut(automatic_plan(model, 2, sequence_parallel=False).plan) == cut(ready)
+
+
+def test_the_report_has_a_line_for_each_pattern_with_the_reason_to_leave_it_whole() -> None:
+    lines = automatic_plan(OTHERS["olmo2"](), 2, sequence_parallel=False).lines
+    assert lines[0].startswith("auto plan of Olmo2ForCausalLM over 2 ranks")
+    fields = {line.split()[1]: line.split(maxsplit=2) for line in lines[1:]}
+    assert len(fields) == len(lines) - 1
+    assert fields["model.embed_tokens"][0] == fields["lm_head"][0] == "vocabulary"
+    assert fields["model.layers.*.self_attn"][::2] == ["whole", "q_norm may compute on several heads"]
+    assert fields["model.layers.*.mlp"][::2] == ["feed-forward", "53 features: gate_proj, up_proj -> down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "reason"),
+    [
+        ("bloom", "transformer.h.*.self_attention", "query_key_value"),
+        ("mixtral", "model.layers.*.mlp.experts", "MixtralExperts"),
+    ],
+)
+def test_what_cannot_be_cut_stays_whole_with_a_reason(name: str, at: str, reason: str) -> None:
+    lines = automatic_plan(OTHERS[name](), 2, sequence_parallel=False).lines
+    assert any(line.split()[:2] == ["whole", at] and reason in line for line in lines)
+
+
+class Mixing(nn.Module):
+    """Two linear layers between which features are normalised: not to be cut by features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.softmax(self.up(x), -1))
+
+
+class Apart(nn.Module):
+    """Two linear layers of fitting sizes, of which neither gets what the other has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.up(x), self.down(y)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Mixing(),
+        Apart(),
+        nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)),
+        nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 6)),
+        nn.TransformerEncoderLayer(8, 2),
+        nn.MultiheadAttention(8, 2),
+        nn.Linear(3, 3),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_with_nothing_that_can_be_cut_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError, match="'auto' found no attention"):
+        automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
