@@ -10,6 +10,8 @@ styles         what a plan does with a module: single layers, sequences
 regions        the styles of an attention and of a feed-forward network
 linear         column- and row-parallel layers
 vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
+loading        weights from safetensors, of which each rank reads its parts
+deferred       values of a model from deferred_init
 functions      where autograd communicates
 communication  the collectives of activations, through symmetric memory
 steps          optimizers that would step wrongly on parts
@@ -22,7 +24,9 @@ docs/parallelism.md says what to take when.
 
 from .communication import Traffic
 from .counting import traffic
+from .deferred import materialize
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .loading import load_safetensors
 from .parallelize import model_state_dict, parallelize, unparallelize
 from .plans import Plan
 from .ready import PLANS, plan_for
@@ -47,6 +51,8 @@ __all__ = [
     "VocabParallel",
     "VocabParallelEmbedding",
     "cross_entropy",
+    "load_safetensors",
+    "materialize",
     "model_state_dict",
     "parallelize",
     "plan_for",

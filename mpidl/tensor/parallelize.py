@@ -16,14 +16,15 @@ from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.placement import Cut, place, placement
 from .automatic import automatic_plan
+from .deferred import recorded_views
 from .inputs import refuse_different_models
 from .linear import kind_of
 from .plans import Found, Plan, matches
 from .ready import PLANS, plan_for
-from .state import TensorParallel
+from .state import ATTRIBUTE, TensorParallel
 from .styles import SequenceBegins
 
-_STATE = "_mpidl_tensor_parallel"
+_STATE = ATTRIBUTE
 
 
 def parallelize(
@@ -31,10 +32,11 @@ def parallelize(
 ) -> nn.Module:
     """Cuts a model over the ranks of tp, in place, and returns it.
 
-    model: whole, the same on all ranks of tp. plan: names of modules and their styles; by default the ready plan of the
-    model's class; "auto" finds attentions, feed-forward networks and the vocabulary by structure, and prints on rank 0
-    what it does. sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a
-    piece of the sequences, which takes the memory of activations down by the number of ranks. Collective over tp.
+    model: whole, the same on all ranks of tp. One on the meta device stays there: `load_safetensors` or `materialize`
+    give it values. plan: names of modules and their styles; by default the ready plan of the model's class; "auto"
+    finds attentions, feed-forward networks and the vocabulary by structure, and prints on rank 0 what it does.
+    sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a piece of the
+    sequences, which takes the memory of activations down by the number of ranks. Collective over tp.
 
     Parameters keep their identity, so layers stay tied and an optimizer that has them already has the parts. Raises
     ConfigurationError on every rank of tp for a plan that does not fit; the model is not to be used then.
@@ -53,6 +55,7 @@ def parallelize(
     if report and mesh.comm.rank == 0:
         print("\n".join(report), flush=True)
     state = TensorParallel(mesh, sequence_parallel=sequence_parallel)
+    state.recorded = recorded_views(model)
     for name, module, styles in found:
         for style in styles:
             if state.sequence_parallel or not style.sequential:

@@ -24,6 +24,7 @@ from .communication import Activations
 from .functions import summed_gradients
 from .steps import watch_steps
 
+ATTRIBUTE = "_mpidl_tensor_parallel"  # of a model that is cut
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbouring ranks lie far from each other
 
 
@@ -32,7 +33,9 @@ class TensorParallel:
 
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. changes: what undoes the cuts, in order.
-    summed: parameters whose gradients are summed over the ranks. model: the one that was cut, not a copy.
+    summed: parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the
+    recordings, and where the whole values of its tensors are on their tapes. model: the one that was
+    cut, not a copy.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
@@ -46,6 +49,7 @@ class TensorParallel:
         self.changes: list[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
+        self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
         self._groups: dict[int, Activations] = {}
         self._generator: tuple[torch.Generator, torch.Tensor] | None = None
 

@@ -19,6 +19,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import broadcast_object
+from ...meta import become
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_settings_agree
 from ..parameter_shard import ParameterShard
@@ -192,15 +193,6 @@ def targets_of(
         if tensor not in found:
             found[tensor] = [Target(0, tensor.numel(), (tensor.data,))]
     return found
-
-
-def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Makes `tensor` what `other` is, in place: for everybody who holds it. Its attributes stay."""
-    other.__class__ = tensor.__class__
-    other.__dict__.update(tensor.__dict__)
-    # What torch.utils.swap_tensors is made of. That refuses a tensor with weak references, as a recurrent layer has to
-    # its weights; here they are to follow.
-    torch._C._swap_tensor_impl(tensor, other)
 
 
 def _recordings(model: torch.nn.Module) -> list[Recording]:

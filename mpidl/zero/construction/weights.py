@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError, listed
 from ...job.agreement import check_everywhere
 from ...replicas.consistency import check_settings_agree
+from ...weight_files import files_of, library
 from .value_targets import Targets, wanted
 
 Rename = Callable[[str], str | None]
@@ -61,9 +61,9 @@ class WeightFiles:
         self.tensors = {tensor for name, tensor in names.items() if name in self._places}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        safe_open, problem = _library()
+        safe_open, problem = library()
         shapes = {}
-        for path in _files(Path(self._given.path)):
+        for path in files_of(Path(self._given.path)):
             try:
                 with safe_open(path, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118  (it is no dictionary)
@@ -134,7 +134,7 @@ class WeightFiles:
         """Elements start..stop of a tensor, flattened."""
         path, key = self._places[name]
         if path not in files:
-            files[path] = stack.enter_context(_library()[0](path, framework="pt"))
+            files[path] = stack.enter_context(library()[0](path, framework="pt"))
         part = files[path].get_slice(key)
         shape = part.get_shape()
         if not shape:
@@ -143,27 +143,3 @@ class WeightFiles:
         first = start // row
         rows: torch.Tensor = part[first : -(-stop // row)]
         return rows.reshape(-1)[start - first * row : stop - first * row]
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    index = path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigurationError(f"weights: {index}: has no weight_map: {error}") from None
-    for name in names:
-        if not (path / name).is_file():
-            raise ConfigurationError(f"weights: {path / name}: no such file")
-    return [path / name for name in names]
-
-
-def _library() -> tuple[Any, type[Exception]]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ConfigurationError("weights need the package safetensors (pip install safetensors)") from None
-    return safe_open, SafetensorError

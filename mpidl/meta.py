@@ -1,0 +1,14 @@
+"""Tensors on the meta device that get memory, in place."""
+
+from __future__ import annotations
+
+import torch
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes `tensor` what `other` is, in place: for everybody who holds it. Its attributes stay."""
+    other.__class__ = tensor.__class__
+    other.__dict__.update(tensor.__dict__)
+    # What torch.utils.swap_tensors is made of. That refuses a tensor with weak references, as a recurrent layer has to
+    # its weights; here they are to follow.
+    torch._C._swap_tensor_impl(tensor, other)

@@ -1,0 +1,100 @@
+"""Values of a model from `mpidl.deferred_init`: those that the same call would have given it in one process.
+
+model = mpidl.deferred_init(GPT2, config)      shapes, and a tape of how the values come about
+mpidl.parallelize(model, mesh)                 cuts the shapes
+mpidl.tensor.materialize(model)                plays the tape: a whole tensor at a time, of which a rank keeps its part
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError, ModelMismatch
+from ..job.objects import all_gather_object, broadcast_object
+from ..mesh import placement
+from ..meta import become
+from .state import ATTRIBUTE, TensorParallel
+
+Views = list[tuple[Any, dict[torch.Tensor, Any]]]
+
+
+def recorded_views(model: nn.Module) -> Views:
+    """Lists the recordings of a model, each with the places of tensors without values on its tape.
+
+    Raises ConfigurationError for a tensor that was written to after its recording.
+    """
+    found: Views = []
+    named = [*model.named_parameters(), *model.named_buffers()]
+    recordings = (module.__dict__.get("_mpidl_recording") for module in model.modules())
+    for recording in dict.fromkeys(r for r in recordings if r is not None):
+        views = {t: view for _, t in named if t.is_meta and (view := recording.view(t)) is not None}
+        for name, t in named:
+            if t in views and recording.versions.get(id(t), t._version) != t._version:
+                raise ConfigurationError(
+                    f"model: {name} was written to after deferred_init, without effect; do it in build"
+                )
+        found.append((recording, views))
+    return found
+
+
+def materialize(model: nn.Module) -> nn.Module:
+    """Gives a model from `mpidl.deferred_init` its values, in place, and returns it. Collective over tp.
+
+    model: cut by `parallelize`, or whole. Each rank keeps its parts of the values that one process would have had with
+    the random numbers of the first rank of tp at the call of deferred_init; the default generator goes where that
+    process would have left it, unless it was used since. Raises ConfigurationError for what no recording has.
+    """
+    state: TensorParallel | None = getattr(model, ATTRIBUTE, None)
+    recorded = recorded_views(model) if state is None else state.recorded
+    known = {t for _, views in recorded for t in views}
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if t.is_meta and t not in known:
+            raise ConfigurationError(f"materialize: {name} is on the meta device and not from mpidl.deferred_init")
+    if state is not None:
+        _agree(state, recorded)
+    for recording, views in recorded:
+        tape = recording.tape
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for t, view in views.items():
+            if t.is_meta:
+                by_storage.setdefault(view.storage, []).append(t)
+
+        def deliver(number: int, storage: torch.UntypedStorage, views: Any = views, of: Any = by_storage) -> None:
+            for t in of[number]:
+                give_memory(t, _part(t, views[t].over(storage)))
+
+        untouched = tape.first is not None and torch.equal(torch.get_rng_state(), tape.first)
+        tape.play(by_storage, deliver, by_storage)
+        if untouched and tape.after_end is not None:
+            torch.set_rng_state(tape.after_end)
+    return model
+
+
+def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes a tensor on the meta device an ordinary one with this value, in place."""
+    if isinstance(tensor, nn.Parameter):
+        become(tensor, nn.Parameter(value, tensor.requires_grad))
+    else:
+        become(tensor, value)
+
+
+def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    cut = placement(tensor).cut
+    return whole.clone(memory_format=torch.contiguous_format) if cut is None else cut.of(whole)
+
+
+def _agree(state: TensorParallel, recorded: Views) -> None:
+    """Takes the random numbers of the first rank of tp. Collective."""
+    tapes = [recording.tape for recording, _ in recorded]
+    digests = [tape.digest() for tape in tapes]
+    for rank, theirs in enumerate(all_gather_object(state.comm, digests)):
+        if theirs != digests:
+            raise ModelMismatch(f"materialize: rank {rank} of tp has built another model by deferred_init")
+    for tape in tapes:
+        drawing = [operation for operation in tape.operations if isinstance(operation.start, torch.Tensor)]
+        starts = broadcast_object(state.comm, [operation.start for operation in drawing])
+        for operation, start in zip(drawing, starts, strict=True):
+            operation.start = start
