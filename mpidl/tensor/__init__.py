@@ -9,6 +9,7 @@ source         what the source of a module's class tells
 styles         what a plan does with a module: single layers, sequences
 regions        the styles of an attention and of a feed-forward network
 linear         column- and row-parallel layers
+lora           adapters of low rank around a cut layer
 vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
 loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init

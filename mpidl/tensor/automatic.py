@@ -96,7 +96,8 @@ class _Modules:
             layers = ", ".join(features.inputs)
             self._add(name, features, "feed-forward", f"{width} features: {layers} -> {features.output}")
         for layer in taken:
-            self.what[dot + layer] = ("", "")
+            for inner, _ in module.get_submodule(layer).named_modules(prefix=dot + layer):  # of adapters too
+                self.what[inner] = ("", "")
         if isinstance(features, str):
             self.what.setdefault(name, ("whole", features))
         if _own(module):

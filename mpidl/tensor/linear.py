@@ -19,9 +19,10 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
-from .functions import column_product, row_product
+from .functions import column_product, copy_to_region, gather_to_region, row_product
+from .lora import adapters, base_of, is_adapted, variant_of
 from .sizes import Run, run_of
-from .state import TensorParallel
+from .state import Dropouts, TensorParallel
 
 # Modules that compute x @ weight + bias: whether their weight is [out, in], and their attributes of sizes, out and in.
 _KINDS: dict[str, tuple[bool, str, str]] = {
@@ -34,8 +35,9 @@ _KINDS: dict[str, tuple[bool, str, str]] = {
 def kind_of(layer: Any) -> tuple[bool, str, str] | None:
     """Returns the entry of a linear layer in _KINDS, also of a derived class; None for any other object.
 
-    A class with a forward pass of its own, as of quantized layers, is another object.
+    A class with a forward pass of its own, as of quantized layers, is another object. Adapters are looked through.
     """
+    layer = base_of(layer)
     for cls in type(layer).__mro__:
         found = _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
@@ -51,6 +53,10 @@ def sizes_of(name: str, layer: Any) -> tuple[int, int]:
         raise ConfigurationError(
             f"{name}: is a {type(layer).__name__}; needs a linear layer (torch.nn.Linear, Conv1D of transformers)"
         )
+    variant = variant_of(layer)
+    if variant is not None:
+        raise ConfigurationError(f"{name}: has adapters with {variant}; needs plain LoRA: A, B and a number")
+    layer = base_of(layer)
     cut = placement(layer.weight).cut  # of a layer tied to one that was cut before
     rows, columns = layer.weight.shape if cut is None else cut.shape
     return (columns, rows) if kind[0] else (rows, columns)
@@ -85,8 +91,11 @@ def make_column(
     copies_input: the layer is the first of a region by itself: its input is whole, or a piece of the sequences; else
     the input is that of a region which has begun.
     """
-    out_in, out_name, _ = _kind(layer)
     runs = tuple(runs)
+    if is_adapted(layer):
+        _make_adapted_column(layer, state, runs, copies_input=copies_input, counted=counted)
+        return
+    out_in, out_name, _ = _kind(layer)
     cut_parameter(layer.weight, 0 if out_in else 1, runs, counted=counted)
     if layer.bias is not None:
         cut_parameter(layer.bias, 0, runs, counted=counted)
@@ -96,14 +105,61 @@ def make_column(
         _become(layer, _ColumnParallel, state)
 
 
-def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run]) -> None:
-    """Keeps this rank's features of `in`, and lets the layer sum its products over the ranks."""
-    out_in, _, in_name = _kind(layer)
+def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run], *, ends_region: bool = True) -> None:
+    """Keeps this rank's features of `in`, and lets the layer sum its products over the ranks.
+
+    ends_region: the layer is the last of a region.
+    """
     runs = tuple(runs)
+    if is_adapted(layer):
+        _make_adapted_row(layer, state, runs)
+        return
+    out_in, _, in_name = _kind(layer)
     cut_parameter(layer.weight, 1 if out_in else 0, runs)
     if in_name:
         state.set(layer, in_name, sum(stop - start for start, stop in runs))
+    layer._ends_region = ends_region
     _become(layer, _RowParallel, state)
+
+
+def _make_adapted_column(
+    layer: Any, state: TensorParallel, runs: tuple[Run, ...], *, copies_input: bool, counted: bool
+) -> None:
+    make_column(layer.base_layer, state, runs, copies_input=False, counted=counted)
+    for a, b in adapters(layer):
+        state.sum_gradients(a, if_in_pieces=False)
+        make_column(b, state, runs, copies_input=False, counted=counted)
+    _set_if_there(layer, "out_features", sum(stop - start for start, stop in runs), state)
+    if copies_input:
+
+        def begin(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, length = args[0], state.begin_region(args[0])
+            activations = state.activations
+            whole = copy_to_region(x, activations) if length is None else gather_to_region(x, activations, length)
+            return whole, *args[1:]
+
+        state.keep(layer.register_forward_pre_hook(begin))
+
+
+def _make_adapted_row(layer: Any, state: TensorParallel, runs: tuple[Run, ...]) -> None:
+    make_row(layer.base_layer, state, runs, ends_region=False)
+    for a, b in adapters(layer):
+        make_row(a, state, runs, ends_region=False)
+        state.sum_gradients(b, if_in_pieces=True)
+    _set_if_there(layer, "in_features", sum(stop - start for start, stop in runs), state)
+    dropouts = Dropouts(layer)
+
+    def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if layer.training and dropouts and state.length is None:
+            state.begin_stream(args[0].device)
+
+    state.keep(layer.register_forward_pre_hook(begin))
+    state.keep(layer.register_forward_hook(lambda *_: state.end_stream(), always_call=True))
+
+
+def _set_if_there(layer: Any, name: str, value: int, state: TensorParallel) -> None:
+    if name in vars(layer):
+        state.set(layer, name, value)
 
 
 def _kind(layer: Any) -> tuple[bool, str, str]:
@@ -128,12 +184,14 @@ class _RowParallel(nn.Module):
     """Mixed into the class of a linear layer that ends a region."""
 
     _tensor_parallel: TensorParallel
+    _ends_region: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., this rank's features of in] -> [..., out]; in pieces of sequences, if they are in pieces."""
         state = self._tensor_parallel
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        state.end_stream()
+        if self._ends_region:
+            state.end_stream()
         return row_product(x, weight, bias, state.activations, out_in=_kind(self)[0], length=state.region_length)
 
 

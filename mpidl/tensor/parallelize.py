@@ -19,6 +19,7 @@ from .automatic import automatic_plan
 from .deferred import recorded_views
 from .inputs import refuse_different_models
 from .linear import kind_of
+from .lora import base_of
 from .plans import Found, Plan, matches
 from .ready import PLANS, plan_for
 from .state import ATTRIBUTE, TensorParallel
@@ -92,7 +93,7 @@ def _refuse_ties(model: nn.Module, found: Found) -> None:
     known = {id(inner) for _, module, _ in found for inner in module.modules()}
     for name, module in model.named_modules():
         computes = isinstance(module, nn.Embedding) or kind_of(module) is not None
-        if computes and id(module) not in known and placement(module.weight).cut is not None:  # type: ignore[arg-type]
+        if computes and id(module) not in known and placement(base_of(module).weight).cut is not None:
             raise ConfigurationError(
                 f"plan: {name}: its weight is that of a layer which is cut over tp; needs a style of its own, such as "
                 "VocabParallel()"

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
+from .lora import adapters, base_of
 from .sizes import Heads, cut_heads, in_elements, run_of, segments
 from .state import TensorParallel
 from .styles import Region
@@ -108,7 +109,8 @@ class AttentionParallel:
             first = not shared or heads.sharers[0] == state.rank
             make_column(layer, state, [in_elements(run, width)], copies_input=self.each, counted=first)
             if shared:
-                state.sum_gradients(layer, heads.sharers, if_in_pieces=False)
+                for part in (base_of(layer), *(b for _, b in adapters(layer))):
+                    state.sum_gradients(part, heads.sharers, if_in_pieces=False)
 
     def _change_attributes(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
         for attributes, whole, here in (

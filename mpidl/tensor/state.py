@@ -133,6 +133,8 @@ class TensorParallel:
     @uncompiled
     def begin_stream(self, device: torch.device) -> None:
         """From now on random numbers of the device are of a stream of this rank."""
+        if self._generator is not None:
+            return
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
         seed = int(torch.randint(0, 1 << 62, (), device=device))
         self._generator = generator, generator.get_state()
