@@ -113,8 +113,8 @@ def _refuse_unsummed(model: nn.Module, found: Found, state: TensorParallel) -> N
             left = next((key for key, p in own.items() if p not in state.summed), None)
             if left is not None:
                 raise ConfigurationError(
-                    f"plan: {name}.{left} computes on pieces of sequences, and its gradients would not be summed; needs "
-                    "a style of its module, such as SequenceParallel()"
+                    f"plan: {name}.{left} computes on pieces of sequences, and its gradients would not be summed; "
+                    "needs a style of its module, such as SequenceParallel()"
                 )
 
 
