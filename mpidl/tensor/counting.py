@@ -32,7 +32,7 @@ class _Rank:
         return self
 
 
-def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | None = None) -> nn.Module:
+def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = None) -> nn.Module:
     """Copies a whole model to the meta device, cut as for a rank of tp. Not collective.
 
     ranks, rank: of tp. plan: as for `parallelize`. Raises ConfigurationError for a plan or a number of ranks that does
@@ -46,7 +46,8 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | None = None) -
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     made = copy.deepcopy(model, memo)
     state = TensorParallel(_Rank(rank, ranks))  # type: ignore[arg-type]
-    for name, module, styles in matches(_chosen(made, plan), made):
+    chosen, _ = _chosen(made, plan, ranks, sequence_parallel=False)
+    for name, module, styles in matches(chosen, made):
         for style in styles:
             if not style.sequential:
                 style.apply(name, module, state)
