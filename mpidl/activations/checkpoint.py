@@ -11,7 +11,7 @@ statistics are updated once, and the inputs can lie elsewhere than they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..errors import ConfigurationError
 from ..models.segments import buffers_left_alone
+from ..tensor.kept_sums import KeptSums
 from .store import CheckpointStore
 
 OF_TORCH = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
@@ -30,6 +31,7 @@ def checkpoint(
     *args: Any,
     store: CheckpointStore | None = None,
     use_reentrant: bool = False,
+    keep_sums: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Calls `function(*args, **kwargs)`, and calls it again in backward in place of keeping its activations.
@@ -38,6 +40,8 @@ def checkpoint(
         times, and what it reads of buffers must not be what it wrote there.
     store: where the inputs lie until backward; by default wherever they are. Inside another checkpoint it is not
         used, since the outer one computes those inputs again.
+    keep_sums: of a module that is cut over tp, keep the outputs of its row-parallel layers too, so that the second run
+        sums nothing over tp (`tensor.kept_sums`).
     context_fn, debug, determinism_check, early_stop, preserve_rng_state: torch.utils.checkpoint's.
 
     While gradients are off, nothing is kept. Raises ConfigurationError; and with a store that has a group, on all its
@@ -50,7 +54,10 @@ def checkpoint(
     if store is not None and not isinstance(store, CheckpointStore):
         raise ConfigurationError(f"store: got {store!r}; needs a CheckpointStore or None")
     options = {name: kwargs.pop(name) for name in OF_TORCH if name in kwargs}
-    return call(function, args, kwargs, store, options)
+    owner = getattr(function, "__self__", function) if keep_sums else None
+    if owner is not None and not isinstance(owner, torch.nn.Module):
+        raise ConfigurationError(f"keep_sums: got a function {function!r}; needs a module, or a method of one")
+    return call(function, args, kwargs, store, options, owner)
 
 
 def call(
@@ -59,11 +66,15 @@ def call(
     kwargs: dict[str, Any],
     store: CheckpointStore | None,
     options: dict[str, Any],
+    keep_sums_of: torch.nn.Module | None = None,
 ) -> Any:
-    """`checkpoint`, for arguments that are checked, of which none can be taken for its own."""
+    """`checkpoint`, for arguments that are checked, of which none can be taken for its own.
+
+    keep_sums_of: the module that runs; None: nothing is kept.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run = _Recomputed(function, args, kwargs)
+    run = _Recomputed(function, args, kwargs, keep_sums_of)
     keeping = contextlib.nullcontext() if store is None or _inside_checkpoint() else store.keeping(run.tensors)
     with keeping:
         return torch_checkpoint(run, *run.tensors, use_reentrant=False, **options)
@@ -75,8 +86,15 @@ class _Recomputed:
     tensors: those among the arguments. They are held until the first run only.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keep_sums_of: torch.nn.Module | None,
+    ) -> None:
         self._function = function
+        self._sums = None if keep_sums_of is None else (KeptSums(), keep_sums_of)
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
@@ -85,6 +103,13 @@ class _Recomputed:
             self._leaves[n] = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._sums is None:
+            return self._run(tensors)
+        sums, module = self._sums
+        with sums.run(module):
+            return self._run(tensors)
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self._given is not None:
             (args, kwargs), self._given = self._given, None
             self.tensors = []

@@ -52,6 +52,7 @@ def checkpoint_modules(
     every: int = 1,
     *,
     store: CheckpointStore | None = None,
+    keep_sums: bool = False,
     **options: Any,
 ) -> CheckpointedModules:
     """Checkpoints modules of a model in place, before or after an engine takes the model.
@@ -60,6 +61,8 @@ def checkpoint_modules(
         them. Of modules inside each other the outermost.
     every: of those, in the model's order, each so-manieth, beginning with the first; the others keep their insides.
     store: where the inputs lie until backward; by default wherever they are.
+    keep_sums: of modules that are cut over tp, keep the outputs of row-parallel layers too, so that the second run sums
+        nothing over tp (`tensor.kept_sums`).
     options: torch.utils.checkpoint's, as `checkpoint` takes them.
 
     While gradients are off, nothing is kept. Raises ConfigurationError.
@@ -82,22 +85,24 @@ def checkpoint_modules(
         if isinstance(module.__dict__.get("forward"), _Checkpointed):
             raise ConfigurationError(f"modules: {name} is checkpointed already; call remove() on what did it first")
     for module in wanted.values():
-        module.__dict__["forward"] = _Checkpointed(module, store, options)
+        module.__dict__["forward"] = _Checkpointed(module, store, keep_sums, options)
     return CheckpointedModules(wanted, store)
 
 
 class _Checkpointed:
     """The `forward` of a module while it is checkpointed; a copy of the module has a copy that is its own."""
 
-    def __init__(self, module: torch.nn.Module, store: CheckpointStore | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, store: CheckpointStore | None, keep_sums: bool, options: dict[str, Any]
+    ) -> None:
         self._module = weakref.ref(module)  # which has this object
-        self._store, self._options = store, options
+        self._store, self._keep_sums, self._options = store, keep_sums, options
         self._before = module.__dict__.get("forward")  # one that was set in place of the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         forward = self._before or type(module).forward.__get__(module)  # type: ignore[union-attr]
-        return call(forward, args, kwargs, self._store, self._options)
+        return call(forward, args, kwargs, self._store, self._options, module if self._keep_sums else None)
 
     def restore(self, module: torch.nn.Module) -> None:
         """Makes the module's `forward` what it was."""

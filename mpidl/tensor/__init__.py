@@ -17,6 +17,7 @@ functions      where autograd communicates
 communication  the collectives of activations, through symmetric memory
 steps          optimizers that would step wrongly on parts
 state          what the layers of a model share: ranks, pieces of sequences, random numbers
+kept_sums      what checkpoints of activations need not communicate again
 sizes          which heads, features and tokens each rank holds
 counting       what a rank holds, beforehand and now, and what it has sent
 

@@ -19,7 +19,7 @@ torch.compile leaves them out of its graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -102,13 +102,25 @@ def row_product(
     *,
     out_in: bool,
     length: int | None,
+    sums: Sums | None = None,
 ) -> torch.Tensor:
     """[..., in] -> [..., out]: x @ weight, summed over the ranks, plus the bias, which is added once.
 
     x, weight: this rank's features of `in`. out_in: whether the weight is [out, in], instead of [in, out]. length: of
     sequences of which the result is a piece: [batch, length, in] -> [batch, piece, out]; None for whole results.
+    sums: keeps the result, or gives one that it has kept, which is the result without communication.
     """
-    return _RowProduct.apply(x, weight, bias, activations, out_in, length)  # type: ignore[no-any-return, no-untyped-call]
+    return _RowProduct.apply(x, weight, bias, activations, out_in, length, sums)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Sums(Protocol):
+    """Keeps results of row products for a second run, as `kept_sums` does."""
+
+    def take(self) -> torch.Tensor | None:
+        """The next result; None where it is to be computed."""
+
+    def keep(self, y: torch.Tensor) -> None:
+        """Keeps a result that was computed."""
 
 
 class _Copy(torch.autograd.Function):
@@ -156,7 +168,7 @@ class _CutSequence(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, activations: Activations) -> torch.Tensor:
         ctx.activations, ctx.length = activations, x.shape[1]
         activations.check_inputs(x)
-        return _own_piece(x, activations)
+        return _own_piece(x, activations).clone()  # no view of the whole, into which the program may write
 
     @staticmethod
     @once_differentiable
@@ -173,7 +185,7 @@ class _JoinSequence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_piece(gradient, ctx.activations), None, None
+        return _own_piece(gradient, ctx.activations).contiguous(), None, None
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -224,9 +236,12 @@ class _ColumnProduct(torch.autograd.Function):
         else:
             x = activations.all_gather(x, length)
         matrix = weight.t() if out_in else weight
-        flat = rows_of(x)
-        y = flat.mm(matrix) if bias is None else torch.addmm(bias, flat, matrix)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        y = x.new_empty(*x.shape[:-1], matrix.shape[1])  # no view, so that what follows may write into it
+        if bias is None:
+            torch.mm(rows_of(x), matrix, out=rows_of(y))
+        else:
+            torch.addmm(bias, rows_of(x), matrix, out=rows_of(y))
+        return y
 
     @staticmethod
     @once_differentiable
@@ -263,19 +278,26 @@ class _RowProduct(torch.autograd.Function):
         activations: Activations,
         out_in: bool,
         length: int | None,
+        sums: Sums | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.activations, ctx.out_in, ctx.length = activations, out_in, length
+        y = None if sums is None else sums.take()
+        if y is not None:
+            return y
         matrix = weight.t() if out_in else weight
         width = matrix.shape[1]
         if length is None:
-            flat = rows_of(x)
-            partial = activations.partial((flat.shape[0], width), x)
-            torch.mm(flat, matrix, out=partial)
-            y = activations.all_reduce(partial).view(*x.shape[:-1], width)
+            partial = activations.partial((*x.shape[:-1], width), x)
+            torch.mm(rows_of(x), matrix, out=rows_of(partial))
+            y = activations.all_reduce(partial)
         else:
             y = _scattered_product(x, matrix, activations)
-        return y if bias is None else y.add_(bias)
+        if bias is not None:
+            y.add_(bias)
+        if sums is not None:
+            sums.keep(y)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -290,7 +312,7 @@ class _RowProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             inputs = rows_of(x)
             of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
-        return of_x, of_weight, of_bias, None, None, None
+        return of_x, of_weight, of_bias, None, None, None, None
 
 
 def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, activations: Activations) -> torch.Tensor:
@@ -309,7 +331,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def _own_piece(x: torch.Tensor, activations: Activations) -> torch.Tensor:
     start, stop = activations.bounds(x.shape[1])
-    return x[:, start:stop].contiguous()
+    return x[:, start:stop]
 
 
 def _by_piece(

@@ -190,9 +190,10 @@ class _RowParallel(nn.Module):
         """[..., this rank's features of in] -> [..., out]; in pieces of sequences, if they are in pieces."""
         state = self._tensor_parallel
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        if self._ends_region:
+        if self._ends_region and state.length is None:  # else the stream goes on behind the region
             state.end_stream()
-        return row_product(x, weight, bias, state.activations, out_in=_kind(self)[0], length=state.region_length)
+        out_in, length = _kind(self)[0], state.region_length
+        return row_product(x, weight, bias, state.activations, out_in=out_in, length=length, sums=state.kept_sums)
 
 
 def _autocast(x: torch.Tensor, *parameters: Any) -> tuple[Any, ...]:

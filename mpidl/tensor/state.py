@@ -21,7 +21,7 @@ from ..compiling import uncompiled
 from ..errors import TrainingError
 from ..mesh import Mesh
 from .communication import Activations
-from .functions import summed_gradients
+from .functions import Sums, summed_gradients
 from .steps import watch_steps
 
 ATTRIBUTE = "_mpidl_tensor_parallel"  # of a model that is cut
@@ -34,8 +34,8 @@ class TensorParallel:
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. changes: what undoes the cuts, in order.
     summed: parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the
-    recordings, and where the whole values of its tensors are on their tapes. model: the one that was
-    cut, not a copy.
+    recordings, and where the whole values of its tensors are on their tapes. model: the one that was cut, not a copy of
+    it. kept_sums: keeps outputs of row-parallel layers for a checkpoint.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
@@ -50,6 +50,7 @@ class TensorParallel:
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
+        self.kept_sums: Sums | None = None
         self._groups: dict[int, Activations] = {}
         self._generator: tuple[torch.Generator, torch.Tensor] | None = None
 

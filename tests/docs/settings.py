@@ -72,6 +72,7 @@ def train_one_step():
 SETTINGS = {
     "activations-1": BATCH
     + "model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2), 4, enable_nested_tensor=False)\n",
+    "activations-2": TINY_GPT2 + "from mpidl.activations import CheckpointStore, checkpoint_modules\n",
     "checkpoint-1": TRAINED + KEPT,
     "checkpoint-2": TRAINED + KEPT + TRAIN_ONE_STEP + 'import sys\nsys.argv = ["train.py", "--steps", "2"]\n',
     "checkpoint-3": BATCH

@@ -123,3 +123,26 @@ def test_one_sum_a_norm_and_none_a_bias(comm: Communicator) -> None:
     blocks, norms = 2, 5
     head = 1
     assert sums == [2 * blocks + head, norms + head]
+
+
+class InPlace(nn.Module):
+    """Writes into the outputs of its layers, as it may with plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.relu_(self.inner(x))).add_(x)
+
+
+def test_outputs_may_be_written_into(comm: Communicator) -> None:
+    plan = {"0": mpidl.tensor.FeedForwardParallel(inputs=("inner",), output="outer", input="x")}
+    torch.manual_seed(0)
+    whole = nn.Sequential(InPlace()).double()
+    model = copy.deepcopy(whole)
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, plan)
+        for each in (whole, model):
+            each(torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6)).square().sum().backward()
+        check_gradients(model, whole)
