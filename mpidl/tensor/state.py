@@ -164,6 +164,7 @@ class _SumsGradients:
         self._module, self._state, self._activations, self._if_in_pieces = module, state, activations, if_in_pieces
         self._before = vars(module).get("forward")  # one that was set in place of the class's
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         forward = self._before or type(module).forward.__get__(module)

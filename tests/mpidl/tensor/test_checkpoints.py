@@ -143,6 +143,26 @@ def test_sums_that_are_kept_are_not_made_again(comm: Communicator, sequence_para
         assert kept == plain
 
 
+@pytest.mark.parametrize("way", ["torch", "torch, re-entrant", "mpidl, sums kept"])
+def test_an_evaluation_between_forward_and_backward(comm: Communicator, tmp_path: Path, way: str) -> None:
+    """Its sequences are whole, and those of the blocks that run again are in pieces."""
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        found = []
+        for between in (False, True):
+            model = mpidl.parallelize(gpt2(), mesh, sequence_parallel=True)
+            WAYS[way][1](model, mesh, tmp_path)
+            torch.manual_seed(5)
+            loss = loss_of(model, tokens(0))
+            if between:
+                model.eval()
+                with torch.no_grad():
+                    loss_of(model, tokens(1)[:, :6])
+                model.train()
+            loss.backward()
+            found.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_an_output_that_was_written_into_is_computed_again(comm: Communicator) -> None:
     class Writing(nn.Module):
         """Writes into what the row-parallel layer gives."""

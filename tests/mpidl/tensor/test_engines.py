@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -15,17 +16,19 @@ from mpidl import Mesh
 from mpidl.mesh import placement
 from mpidl.tensor import FeedForwardParallel
 from tests.mpidl.tensor.engines import (
+    ADAM,
     ENGINES,
     MESHES,
     Recipe,
     Trained,
     assert_same,
+    batch,
     clip,
     engine_of,
     train_alone,
     train_cut,
 )
-from tests.mpidl.tensor.reference import all_in_float64, build
+from tests.mpidl.tensor.reference import all_in_float64, build, loss_of
 from tests.mpidl.zero.ways import WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh"), pytest.mark.filterwarnings("ignore:units")]
@@ -152,3 +155,61 @@ def test_what_ranks_of_tp_share_has_the_same_bits(comm: Communicator, engine: st
                         assert torch.equal(values, own[name][1]), name
                         shared += 1
             assert shared >= len(own) + 5 * (tp - 1)
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp, small buckets": ("ddp", {"bucket_cap_mb": 0.002}),
+    **{f"{way}, steps in backward": (way, {"step_in_backward": True}) for way in WAYS},
+    "stage 2, small buckets": ("stage 2", {"bucket_cap_mb": 0.002}),
+    "stage 3 gathered, small units": ("stage 3 gathered", {"units": nn.LayerNorm}),
+    "stage 3 gathered, kept": ("stage 3 gathered", {"reshard_after_forward": False}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_engines(comm: Communicator, setting: str) -> None:
+    """Under sequence parallelism, where gradients of norms are summed in between."""
+    engine, given = SETTINGS[setting]
+    recipe = Recipe(steps=5, engine=given)
+    with all_in_float64():
+        expected = trained_alone("gpt2", recipe)
+        for dp, tp in MESHES[comm.size]:
+            with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
+                model = mpidl.parallelize(build("gpt2"), mesh, sequence_parallel=True)
+                assert_same(train_cut(engine, model, mesh, recipe), expected)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.each("way")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mpidl.optim.LAMB, torch.optim.Adafactor])
+def test_hybrid_sharding(comm: Communicator, way: str, optimizer: Any) -> None:
+    """Every rank of dp has whole shards, and is one of the replicas."""
+    frozen = ("c_attn.bias",) if optimizer is torch.optim.Adafactor else ()  # see test_optimizers
+    clip_at = None if optimizer is torch.optim.Adafactor else 0.05
+    recipe = Recipe(steps=4, optimizer=optimizer, settings={"lr": 0.01}, clip=clip_at, frozen=frozen)
+    with all_in_float64():
+        expected = trained_alone("gpt2", recipe)
+        with Mesh(tp=1 if comm.size == 2 else 2, comm=comm) as mesh:
+            data = mesh["dp"]
+            shards = data.split(data.rank)
+            model = mpidl.parallelize(build("gpt2"), mesh, sequence_parallel=True)
+            assert_same(train_cut(way, model, mesh, replace(recipe, engine={"shard_group": shards})), expected, 1e-9)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ddp_steps_in_backward(comm: Communicator, sequence_parallel: bool) -> None:
+    recipe = Recipe(steps=5)
+    with all_in_float64():
+        expected = trained_alone("gpt2", recipe)
+        for dp, tp in MESHES[comm.size]:
+            with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
+                model = mpidl.parallelize(build("gpt2"), mesh, sequence_parallel=sequence_parallel)
+                ddp = mpidl.DistributedDataParallel(model, mesh=mesh, bucket_cap_mb=0.002)
+                optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+                ddp.step_in_backward(optimizer)
+                for step in range(recipe.steps):
+                    loss_of(ddp, batch(step, 0).chunk(dp)[mesh.rank("dp")]).backward()
+                    optimizer.step()
+                for name, value in mpidl.tensor.model_state_dict(model).items():
+                    torch.testing.assert_close(value, expected.weights[name], rtol=0, atol=1e-10)
