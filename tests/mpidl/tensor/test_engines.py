@@ -135,26 +135,25 @@ def test_a_rank_may_hold_an_empty_part(comm: Communicator, engine: str) -> None:
             torch.testing.assert_close(value, whole.state_dict()[name.removeprefix("0.")], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.limit(300)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES[1:])
 def test_what_ranks_of_tp_share_has_the_same_bits(comm: Communicator, engine: str, sequence_parallel: bool) -> None:
     """After 100 steps in single precision: replicated parameters, and the key heads that some of the ranks share."""
-    for dp, tp in MESHES[comm.size]:
-        if engine == "torch" and dp > 1:
-            continue
-        with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
-            model = build("llama, two key heads", torch.float32)
-            mpidl.parallelize(model, mesh, sequence_parallel=sequence_parallel)
-            train_cut(engine, model, mesh, Recipe(steps=100, clip=0.05))
-            own = {name: (placement(p).cut, p.detach()) for name, p in model.named_parameters()}
-            shared = 0
-            for theirs in mpidl.all_gather_object(mesh["tp"], own):
-                for name, (cut, values) in theirs.items():
-                    if cut == own[name][0]:
-                        assert torch.equal(values, own[name][1]), name
-                        shared += 1
-            assert shared >= len(own) + 5 * (tp - 1)
+    dp, tp = MESHES[comm.size][0]
+    with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
+        model = build("llama, two key heads", torch.float32)
+        mpidl.parallelize(model, mesh, sequence_parallel=sequence_parallel)
+        train_cut(engine, model, mesh, Recipe(steps=100, clip=0.05))
+        own = {name: (placement(p).cut, p.detach()) for name, p in model.named_parameters()}
+        shared = 0
+        for theirs in mpidl.all_gather_object(mesh["tp"], own):
+            for name, (cut, values) in theirs.items():
+                if cut == own[name][0]:
+                    assert torch.equal(values, own[name][1]), name
+                    shared += 1
+        assert shared >= len(own) + 5 * (tp - 1)
 
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
