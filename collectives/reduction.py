@@ -19,6 +19,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its argument
 _WIDE = DTYPES["float32"]
 _BLOCK_BYTES = 128 << 10  # of each array in a block: what is read and written of it stays in the cache
 _WIDE_BLOCK_BYTES = 256 << 10  # of a block in fp32; a call of torch's costs more than one of numpy's
+_DOT_ELEMENTS = 8192  # of which BLAS makes a dot product without threads of its own
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "sum": np.add,
@@ -83,8 +84,8 @@ class Reduction:
     def finish(self, accumulated: Array, ranks: int, out: Buffer) -> None:
         """out = the complete reduction: divided by the number of ranks for avg, rounded to the element type."""
         if self.name == "avg" and ranks > 1:
-            divide, by = _mean(accumulated.dtype, ranks)
-            divide(accumulated, by, out=accumulated)
+            divide, by = mean(accumulated.dtype, ranks)
+            divide(accumulated, by, accumulated)
         if out.dtype.widened:
             out.as_torch().copy_(Buffer(accumulated, _WIDE).as_torch())
         else:
@@ -119,7 +120,7 @@ class Reduction:
             return self._widened_calls(inputs, outputs, dtype, factors, blocks)
         kernel, size = _NUMPY_KERNELS[self.name], _BLOCK_BYTES // dtype.itemsize
         block, other = (blocks.take(name, _BLOCK_BYTES).view(dtype.storage) for name in ("combined", "multiplied"))
-        divide, by = _mean(dtype.storage, len(inputs))
+        divide, by = mean(dtype.storage, len(inputs))
         calls: list[Call] = []
         for start in range(0, inputs[0].size, size):
             parts = [array[start : start + size] for array in inputs]
@@ -158,7 +159,7 @@ class Reduction:
         block, other = (blocks.take(f"wide {name}", _WIDE_BLOCK_BYTES).view(np.float32) for name in range(2))
         kernel = _NUMPY_KERNELS[self.name]
         rounds_once = len(sources) == 2 and self.name in _TORCH_KERNELS and not self.partial
-        divide, by = _mean(_WIDE.storage, len(inputs))
+        divide, by = mean(_WIDE.storage, len(inputs))
         calls: list[Call] = []
         for start in range(0, inputs[0].size, size):
             stop = min(start + size, inputs[0].size)
@@ -181,7 +182,28 @@ class Reduction:
         return calls
 
 
-def _mean(dtype: np.dtype[Any], ranks: int) -> tuple[Callable[..., Any], Any]:
+def unify_nans(x: Array) -> None:
+    """Makes every NaN of x the same bits; for results that several ranks compute, each for itself.
+
+    Which of two NaNs a sum or product gives depends on the order in which compilers put the operands of an instruction.
+    No number's square is NaN, so that the dot product of x with itself shows in one quick pass whether x holds one.
+
+    x: one-dimensional and contiguous; where its elements are no floating-point numbers nothing is done.
+    """
+    if x.dtype.kind == "c":
+        x = x.view(x.real.dtype)
+    elif x.dtype.kind != "f":
+        return
+    if x.size <= _DOT_ELEMENTS:
+        found = x.dot(x)
+        if found != found:
+            x[np.isnan(x)] = np.nan
+        return
+    for start in range(0, x.size, _DOT_ELEMENTS):
+        unify_nans(x[start : start + _DOT_ELEMENTS])
+
+
+def mean(dtype: np.dtype[Any], ranks: int) -> tuple[Callable[..., Any], Any]:
     """The kernel that makes a sum a mean, and its second argument: to multiply is faster, and exact for powers of 2."""
     if dtype.kind == "f" and ranks & (ranks - 1) == 0:
         return np.multiply, dtype.type(1 / ranks)

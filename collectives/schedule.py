@@ -133,6 +133,7 @@ class Schedule:
     rounds_of: a rank's program; called once per rank and kept (`program`).
     pieces: chunks that each rank's part is cut into, where parts belong to ranks; chunks is then ranks * pieces.
     work: in movements, chunks of the work buffer, each with room for the largest chunk of in; 0: cut as in and out are.
+    all_finish: in reductions, several ranks finish the same chunk, from the same operands; else one does.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Schedule:
     root: int = 0
     pieces: int = 1
     work: int = 0
+    all_finish: bool = False
 
     def program(self, rank: int) -> Program:
         """The rounds of one rank."""

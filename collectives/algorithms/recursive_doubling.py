@@ -33,7 +33,7 @@ def all_reduce(ranks: int) -> Schedule:
         exchanges: list[Round] = [(send(partial, peer), reduce(0, 1, peer)) for peer in partners]
         return [*fold, *exchanges, (finish(0, 1),), *unfold]
 
-    return Schedule("recursive_doubling", "all_reduce", ranks, 1, rounds)
+    return Schedule("recursive_doubling", "all_reduce", ranks, 1, rounds, all_finish=True)
 
 
 def gather_rounds(rank: int, ranks: int) -> list[Round]:

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from ..buffers import Buffer, copy
 from ..idle_wait import wait_all
 from ..partition import even_counts
-from ..reduction import Reduction
+from ..reduction import Reduction, unify_nans
 from ..schedule import Chunks, Kind, Role, Round, Schedule, Step
 from ..scratch import Scratch
 
@@ -231,7 +231,10 @@ class Execution:
     def _finish(self, step: Step) -> None:
         assert self.op is not None
         assert step.source is not None
-        self.op.finish(self._local(step.source), self.schedule.ranks, self.regions[Role.OUT].part(step.target))
+        result = self._local(step.source)
+        if self.schedule.all_finish:
+            unify_nans(result)
+        self.op.finish(result, self.schedule.ranks, self.regions[Role.OUT].part(step.target))
 
 
 def _singles(chunks: Chunks) -> list[Chunks]:

@@ -8,7 +8,7 @@ bf16 have none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from mpi4py import MPI
 from ..buffers import Buffer, DType
 from ..idle_wait import collective
 from ..partition import Splits
-from ..reduction import KERNELS, Reduction
+from ..reduction import KERNELS, Reduction, mean, unify_nans
 from .backend import Backend, Call, Resources
 
 _COUNTS = 2**31 - 1  # elements; not every MPI counts further
@@ -52,7 +52,10 @@ class Library(Backend):
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Allreduce, in place."""
         call = collective(self._comm, "Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
-        return _finished(call, op, self._comm.size, x)
+        call = _finished(call, op, self._comm.size, x)
+        if self._comm.size == 1 or x.dtype.kind not in "fc" or _is_float_extremum(x.dtype, op):
+            return call
+        return partial(_run_and_unify, call, x.flat)  # in many of the libraries' algorithms each rank adds for itself
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
         """MPI_Reduce_scatter, or its block variant where the parts are equal."""
@@ -158,14 +161,20 @@ def _parts(data: Buffer, counts: Sequence[int]) -> list[Any]:
 
 def _finished(call: Callable[..., Any], op: Reduction, ranks: int, out: Buffer) -> Call:
     """The call, and for an average what turns the sum into it."""
-    if op.name != "avg":
+    if op.name != "avg" or ranks == 1:
         return call
+    flat, (divide, by) = out.flat, mean(out.dtype.storage, ranks)
 
     def run() -> None:
         call()
-        op.finish(out.flat, ranks, out)
+        divide(flat, by, flat)
 
     return run
+
+
+def _run_and_unify(call: Call, result: np.ndarray[Any, Any]) -> None:
+    call()
+    unify_nans(result)
 
 
 def _overlap(a: Buffer, b: Buffer) -> bool:

@@ -104,27 +104,35 @@ def test_overflow_and_invalid_values_are_results(comm: Communicator, algorithm: 
                 np.testing.assert_allclose(x[:5], np.array(expected, np.float32), rtol=1e-6)
 
 
+@pytest.mark.every_size
+@pytest.mark.each("algorithm")
 @pytest.mark.parametrize("algorithm", ["auto", *ALL_REDUCE, "mpi"])
-@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("op", OPERATORS)
 def test_signed_zeros_and_nans_are_the_same_bits_on_all_ranks(comm: Communicator, op: str, algorithm: str) -> None:
-    """Which zero or which NaN comes out is open, but it is one for all ranks, and NaN where any rank has one."""
-    for name in dtypes(algorithm):
-        if "float" not in name or not serves(op, name, algorithm):
+    """Which zero or which NaN comes out is open, but it is one for all ranks, and NaN where it has to be."""
+    for name in ("float64", "float32", "float16", "bfloat16", "complex64"):
+        if not serves(op, name, algorithm) or (op in ("min", "max") and name == "complex64"):
             continue
-        dtype = getattr(torch, name)
-        generator = torch.Generator().manual_seed(comm.rank)
-        special = torch.tensor([0.0, -0.0, float("nan"), -float("nan"), 1.0]).to(dtype)
-        x = special[torch.randint(len(special), (317,), generator=generator)]
-        bits = x.view(torch.uint8)
-        bits[:: dtype.itemsize] ^= torch.where(x.isnan(), comm.rank % 8, 0).to(torch.uint8)  # payloads of their own
-        everyone = torch.empty(comm.size * x.numel() * dtype.itemsize, dtype=torch.uint8)
-        comm.all_gather(everyone, bits)
-        expected = torch.stack(list(everyone.view(dtype).view(comm.size, -1))).double()
-        expected = expected.amin(0) if op == "min" else expected.amax(0)
-        comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm))
-        assert_equal(x.double().nan_to_num(7.0), expected.nan_to_num(7.0), f"{op} {algorithm} {dtype}")
-        comm.all_gather(everyone, x.view(torch.uint8))
-        assert (everyone.view(comm.size, -1) == everyone.view(comm.size, -1)[0]).all(), f"{op} {algorithm} {dtype}"
+        for size in (1, 2, 317, 20_011):
+            dtype = getattr(torch, name)
+            generator = torch.Generator().manual_seed(comm.rank + (size == 1))
+            special = [0.0, -0.0, float("nan"), -float("nan"), 1.0, float("inf"), -float("inf")]
+            x = torch.tensor(special)[torch.randint(len(special), (size,), generator=generator)].to(dtype)
+            if size == 1:
+                x = torch.full((1,), float("nan") * (-1) ** comm.rank).to(dtype)
+            real = torch.view_as_real(x).flatten() if dtype.is_complex else x
+            bits = real.view(torch.uint8)
+            bits[:: real.dtype.itemsize] ^= torch.where(real.isnan(), comm.rank % 8, 0).to(torch.uint8)  # own payloads
+            everyone = torch.empty(comm.size * len(bits), dtype=torch.uint8)
+            comm.all_gather(everyone, bits)
+            inputs = list(everyone.view(dtype).view(comm.size, -1))
+            comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm))
+            what = f"{op} {algorithm} {dtype} [{size}]"
+            if not dtype.is_complex:
+                expected = reduced(inputs, op).double()
+                assert_equal(x.double().nan_to_num(7.0, 8.0, -8.0), expected.nan_to_num(7.0, 8.0, -8.0), what)
+            comm.all_gather(everyone, bits)
+            assert (everyone.view(comm.size, -1) == everyone.view(comm.size, -1)[0]).all(), what
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
