@@ -80,6 +80,10 @@ class Channels:
         """The channel from a rank."""
         return self._channel(self._incoming, source, tag)
 
+    def has(self, work: Any) -> bool:
+        """Returns whether it is a message of the group."""
+        return isinstance(work, Message) and work.channel.comm is self.comm
+
     def close(self) -> None:
         """Ends every message of the group: what was sent is delivered, a receive that nothing was sent for cancelled.
 
@@ -191,7 +195,7 @@ class Message(Work):
             return
         self._data = None
         under_way.discard(self)
-        self._end(error)
+        self._end(error, expected=self._cancelled)
 
 
 class Sending(Message):

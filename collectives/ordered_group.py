@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from . import arguments
+from . import arguments, unheard
 from .backends.checks import CheckedDispatch, is_debugging
 from .backends.cuda.task import Task
 from .backends.dispatch import Dispatch
@@ -162,8 +162,10 @@ class OrderedGroup:
             self._progress.end_turn()
         return None
 
-    def _refuse_if_unusable(self, operation: str) -> None:
+    def _refuse_if_unusable(self, operation: str, queued: bool = False) -> None:
         if self._unusable:
+            if not queued:
+                unheard.heard(self._progress)  # the refusal says why
             raise self._refusal(f"{operation}: this communicator cannot be used any more: {self._unusable}")
 
     def _next_number(self) -> int:
@@ -173,7 +175,7 @@ class OrderedGroup:
 
     def _run(self, operation: str, number: int, task: Plain, detail: bytes, arrays: Any, queued: bool = False) -> None:
         if self._failed:  # since this operation was issued
-            self._refuse_if_unusable(operation)
+            self._refuse_if_unusable(operation, queued)
         self._positions.enter(number, operation, detail, queued)
         if self._exempt:
             self._positions.leave()  # for the watchdog it waits for no rank
@@ -246,7 +248,23 @@ class OrderedGroup:
 
         While an exception is handled, as in a `finally` block, it waits two seconds for the other ranks. If they do not
         come it frees nothing, so that the exception goes on and ends the job.
+
+        Raises, once all is freed, the error of an asynchronous operation or message that no `wait` has raised; while an
+        exception is handled that is left to the end of the program, which then fails.
         """
+        if self._closed:
+            return
+        self._close()
+        if sys.exc_info()[0] is None:
+            for work in unheard.find(self._has_made):
+                work.wait()
+
+    def _has_made(self, work: Any) -> bool:
+        """Returns whether an operation or message is of this group or a duplicate of it."""
+        own = work.source is self._progress or self._messages.channels.has(work)
+        return own or any(made._has_made(work) for made in self._duplicates)
+
+    def _close(self) -> None:
         if self._closed:
             return
         self._when_dropped.detach()
@@ -259,13 +277,15 @@ class OrderedGroup:
             self.register_drain_hook(None)
         self._closed, self._unusable = True, "it was closed"
         for made in self._duplicates:
-            made.close()
+            made._close()
         self._progress.close()
         if not self._failed:  # else the other ranks may never come here
             self._positions.enter(self._issued + 1, "close")
             everywhere.Wait()
             self._messages.channels.close()
             self._positions.leave()
+        elif self._guard is not None and not self._guard.closed:
+            self._positions.end()  # a rank that waits for this one, as in its own `close`, hears of it
         if self._guard is not None:
             self._guard.close()
         self._dispatch.close()

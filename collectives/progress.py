@@ -18,25 +18,33 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 
 from mpi4py import MPI
 
-from . import cores
+from . import cores, exit_status, unheard
 from .errors import MismatchError, OperationError, WorkTimeout
 from .forked import refuse_if_forked
 from .idle_wait import enter_background
 from .labels import label
-from .watchdog import mark_end
+from .watchdog import abort_job, mark_end, say
+
+_LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI ends the ranks
 
 
 class Work:
-    """The handle of an operation under way. Its arrays must not be touched until it is complete."""
+    """The handle of an operation under way. Its arrays must not be touched until it is complete.
 
-    def __init__(self, name: str, count_waiter: Callable[[int], None] | None = None) -> None:
-        self.name = name
+    source: as `unheard` has it; by default this object.
+    """
+
+    def __init__(
+        self, name: str, count_waiter: Callable[[int], None] | None = None, source: Progress | None = None
+    ) -> None:
+        self.name, self.source = name, source or self
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._count_waiter = count_waiter
@@ -68,13 +76,18 @@ class Work:
         """Raises unless the operation has ended well; timeout: seconds that were waited for it."""
         if not self._done.is_set():
             raise WorkTimeout(f"{self.name} is not complete after {timeout} s")
+        if self._error is not None:
+            unheard.heard(self.source)
         if isinstance(self._error, (OperationError, MismatchError)):
             raise self._error
         if self._error is not None:
             raise OperationError(f"{self.name} failed: {self._error}") from self._error
 
-    def _end(self, error: BaseException | None = None) -> None:
+    def _end(self, error: BaseException | None = None, *, expected: bool = False) -> None:
+        """Ends it. expected: the error is not told to a program that does not wait."""
         self._error = error
+        if error is not None and not expected:
+            unheard.note(self)
         self._done.set()
 
 
@@ -118,7 +131,7 @@ class Progress:
 
     def submit(self, name: str, task: Callable[[], None]) -> Work:
         """Queues a task; returns at once."""
-        work = Work(name, self.count_waiter)
+        work = Work(name, self.count_waiter, self)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the library cannot be called from a second thread
             with self._turn:
                 self._carry_out(work, task)
@@ -206,14 +219,34 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _finish_what_is_queued() -> None:
-    """Runs every operation that was issued before MPI is finalized, as the other ranks rely on it."""
+    """Runs every operation that was issued before MPI is finalized, as the other ranks rely on it.
+
+    Then it ends the job if one has failed and nothing has told the program.
+    """
     late = sorted((progress for progress in _alive if progress.drain_hook is not None), key=lambda found: found.number)
     for progress in set(_alive).difference(late):
         progress.close()
+    _end_with_unheard_errors()
     mark_end(late=False)
     for progress in late:
         if progress.drain_hook is not None and not MPI.Is_finalized():
             with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
                 progress.drain_hook()
         progress.close()
+    _end_with_unheard_errors()
     mark_end(late=True)
+
+
+def _end_with_unheard_errors() -> None:
+    """Ends the job with errors that no `wait` has raised. Python takes no other exit status any more."""
+    failed = unheard.find()
+    if not failed or MPI.Is_finalized():
+        return
+    world = MPI.COMM_WORLD
+    for work in failed:
+        try:
+            work.wait()
+        except (OperationError, MismatchError) as error:
+            say(f"mpidl: rank {world.rank} of {world.size} ends the job: {error}; no wait() has raised it\n")
+    time.sleep(_LAST_WORDS)
+    abort_job(exit_status.noted() or 1)

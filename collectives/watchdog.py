@@ -202,7 +202,7 @@ class Guard:
                 where = "".join(traceback.format_stack(frame)) if frame else ""
                 own = self.world[self.ranks[self.positions.rank]]
                 what = f"{there.operation} (operation {there.number})"
-                _say(f"mpidl: rank {own} is late for {what}; it is at\n{where}")
+                say(f"mpidl: rank {own} is late for {what}; it is at\n{where}")
 
     # ---- the report -------------------------------------------------------------------------------------------
 
@@ -227,9 +227,9 @@ class Guard:
             return
         named = {self.world[rank]: self._named(there) for rank, there in known.items()}
         quiet = {self.world[rank]: seconds for rank, seconds in silent.items()}
-        _say(report(self.world[own], self.world, MPI.COMM_WORLD.size, self._named(mine), waited, named, quiet))
+        say(report(self.world[own], self.world, MPI.COMM_WORLD.size, self._named(mine), waited, named, quiet))
         time.sleep(min(_LAST_WORDS, self.limit / 2))  # late ranks print where they are
-        _abort(next((there.status for there in known.values() if there.status), 1))
+        abort_job(next((there.status for there in known.values() if there.status), 1))
 
     def _named(self, there: Position) -> Position:
         """Returns the position with the peer's number in the world."""
@@ -320,13 +320,15 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Writes to the error output, after what the program has written."""
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
-def _abort(status: int) -> None:
+def abort_job(status: int) -> None:
+    """Ends all processes of the job at once. From any thread."""
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         MPI.COMM_WORLD.Abort(status)
     os._exit(status)  # mpirun then ends the other ranks

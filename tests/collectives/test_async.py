@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import Communicator, OperationError, Work, WorkTimeout
+from collectives import Communicator, OperationError, Work, WorkTimeout, unheard
 from collectives.positions import NO_WORDS
 from tests.collectives.reference import named
 
@@ -231,3 +232,74 @@ def test_what_is_queued_at_the_end_of_the_program_is_carried_out(mpirun: Callabl
     done = mpirun(2, path, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+
+
+UNHEARD = """
+import numpy as np
+from collectives import Communicator, MismatchError, OperationError
+comm = Communicator()
+def compound():
+    if comm.rank == 1:
+        raise ValueError("deliberate")
+def mismatch():
+    comm.all_reduce(np.ones(4 + comm.rank), async_op=True)
+def failure():
+    comm.compound("step", compound, async_op=True)
+def message():
+    if comm.rank == 0:
+        comm.send(np.ones(5), 1, async_op=True)
+    else:
+        received = comm.recv(np.ones(4), 0, async_op=True)
+        while not received.is_completed():
+            pass
+"""
+FAILURES = {
+    "mismatch": "the ranks are in different operations: rank 0: operation 1, all_reduce sum of 4 float64",
+    "failure": "step (operation 1 of this communicator, rank 1 of 2) failed: deliberate",
+    "message": "x has 4 elements of float64, and a message of 5 of float64 came",
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("end", ["", "comm.close()"], ids=["end", "close"])
+def test_a_failure_that_nothing_waits_for_fails_the_job(mpirun: Callable, tmp_path: Path, what: str, end: str) -> None:
+    """At the end of the program, or by an exception of `close`."""
+    path = tmp_path / "program.py"
+    path.write_text(f"{UNHEARD}\n{what}()\n{end}")
+    done = mpirun(2, path, timeout=60, MPIDL_DEBUG="1")
+    assert done.returncode == 1, done.stderr
+    assert FAILURES[what] in done.stderr
+    assert ("Traceback" if end else "rank 1 of 2 ends the job: ") in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["waited for", "refused", "closed", "closed in an exception"])
+def test_a_failure_is_told_until_the_program_has_been_told(comm: Communicator, how: str) -> None:
+    group = comm.duplicate()
+
+    def fail() -> None:
+        raise ValueError("deliberate")
+
+    work = group.compound("step", fail, async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        pass
+    if how == "waited for":
+        with pytest.raises(OperationError, match="deliberate"):
+            work.wait()
+    elif how == "refused":
+        with pytest.raises(OperationError, match="deliberate"):
+            group.barrier()
+    elif how == "closed in an exception":
+        with contextlib.suppress(KeyError):
+            try:
+                raise KeyError
+            finally:
+                group.close()
+        assert unheard.find() == [work]
+        unheard.heard(work.source)
+    else:
+        with pytest.raises(OperationError, match=r"step .* failed: deliberate"):
+            group.close()
+    assert not unheard.find()
+    group.close()
