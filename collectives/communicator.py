@@ -113,14 +113,15 @@ class Communicator(GroupMemory):
             found = self._dispatch.partitioned([part.unowned() for part in data], reduced)
             made.extend([found] if found is not None else [])
 
-        self._issue("partitioned_all_reduce", task, NO_WORDS, async_op=False)
+        self._issue("partitioned_all_reduce", task, details.of_parts(reduced, data), async_op=False)
+        told = [details.of_parts(reduced, data[: count + 1]) for count in range(len(data) if made else 0)]
         complete = [self._dispatch.silent("all_reduce", found) for found in made]
         return PartitionedAllReduce(
             parts,
             lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
             made[0] if made else None,
             self._next_number,
-            lambda: self._issue("all_reduce", complete[0], NO_WORDS, async_op=False, arrays=parts),
+            lambda count: self._issue("all_reduce", complete[0], told[count - 1], async_op=False, arrays=parts),
         )
 
     def reduce_scatter(

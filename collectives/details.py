@@ -33,6 +33,12 @@ def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
     return words(f"{operator}of {elements}{arrays[0].dtype.name}{root} by {algorithm}")
 
 
+def of_parts(operator: Reduction, parts: Sequence[Buffer]) -> bytes:
+    """The words for arrays that are handed in one by one."""
+    dtypes = ", ".join(dict.fromkeys(part.dtype.name for part in parts))
+    return words(f"{operator.name} of {len(parts)} parts of {sum(part.size for part in parts)} {dtypes}")
+
+
 def of_list(operator: Any, sizes: Sequence[int], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
     """The words for a list of arrays. sizes: of each. algorithms: of each batch."""
     name = f"{operator} " if isinstance(operator, str) else ""

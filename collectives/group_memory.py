@@ -15,7 +15,7 @@ from .errors import OperationError
 from .memory.pages import Pages
 from .memory.shared_memory import SharedMemory
 from .ordered_group import OrderedGroup
-from .positions import NO_WORDS, words
+from .positions import words
 
 
 class GroupMemory(OrderedGroup):
@@ -58,7 +58,7 @@ class GroupMemory(OrderedGroup):
             if memory is not None:
                 made.append(memory)
 
-        self._issue("pages", task, NO_WORDS, async_op=False)
+        self._issue("pages", task, words("shared" if shared else "private"), async_op=False)
         return Pages(made[0], made[0].file) if made else Pages.private(size)
 
     def is_shared(self, array: Any) -> bool:

@@ -15,6 +15,7 @@ from .buffers import Buffer, DeviceBuffer
 from .message_work import INLINE_BYTES, Channel, Channels, Message, Receiving, Sending, under_way
 from .positions import Positions
 from .progress import Work
+from .topology import names
 from .watchdog import TAGS
 
 _LARGEST_TAG = min(TAGS) - 1
@@ -33,6 +34,8 @@ class Messages:
         self._takes_addresses = takes_addresses
         self._positions = positions
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._names = names(comm)
+        self._own_name = f"rank {self._names[self.rank]} of {MPI.COMM_WORLD.size}"
         self._host_sides: dict[int, HostSide] = {}
         self.channels = Channels(comm)
 
@@ -70,7 +73,7 @@ class Messages:
 
     def _begin(self, kind: type[Message], data: Buffer, channel: Channel, done: Callable[[], None]) -> Message:
         word, way = ("send", "to") if kind is Sending else ("recv", "from")
-        name = f"{word} {way} rank {channel.peer} (rank {self.rank} of {self.size})"
+        name = f"{word} {way} rank {self._names[channel.peer]} ({self._own_name})"
         return kind(name, channel, data, partial(self._positions.waiting, word, channel.peer), done)
 
     def _goes_directly(self, data: DeviceBuffer, other: int) -> bool:

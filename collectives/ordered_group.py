@@ -36,8 +36,9 @@ from .labels import is_profiled, record_function
 from .leftovers import remove_names
 from .lifetime import keep_for_ever
 from .messages import Messages
+from .positions import group_name
 from .progress import Progress, Work
-from .topology import discover, world_ranks
+from .topology import discover, names, world_ranks
 from .watchdog import Guard, limit_of, watch
 
 _CLOSE_AFTER_ERROR = 2.0  # seconds
@@ -92,11 +93,11 @@ class OrderedGroup:
         self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
         self._choose = self._selection.choose
         self._barrier = self._dispatch.prepare("barrier", "mpi")
-        world = world_ranks(self.mpi)
+        world, named = world_ranks(self.mpi), names(self.mpi)
+        self._called = f"{group_name(named, MPI.COMM_WORLD.size)}, rank {named[self.rank]} of {MPI.COMM_WORLD.size}"
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
             seen = list(place.members) if self._positions.shared else [self.rank]
-            named = world if min(world) >= 0 else list(range(self.size))
             self._guard = Guard(self._for_messages, self._positions, seen, named, limit)
             watch(self._guard)
         guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
@@ -215,7 +216,7 @@ class OrderedGroup:
         self._when_dropped.detach()  # MPI may still be at work in it
 
     def _name(self, operation: str, number: int) -> str:
-        return f"{operation} (operation {number} of this communicator, rank {self.rank} of {self.size})"
+        return f"{operation} (operation {number} of {self._called})"
 
     # ---- end --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class PartitionedAllReduce:
     """An all_reduce of arrays that are handed in one by one; from `Communicator.partitioned_all_reduce`.
 
     begin: starts the all_reduce of one array. reduction: None: each array is an operation of its own, by `begin`.
-    next_number: of the communicator's next operation. complete: issues `reduction`.
+    next_number: of the communicator's next operation. complete: issues `reduction` of so many arrays.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class PartitionedAllReduce:
         begin: Callable[[Any], Work | None],
         reduction: PartitionedCall | None,
         next_number: Callable[[], int],
-        complete: Callable[[], Any],
+        complete: Callable[[int], Any],
     ) -> None:
         self._parts, self._begin = list(parts), begin
         self._reduction, self._next_number, self._complete = reduction, next_number, complete
@@ -63,7 +63,7 @@ class PartitionedAllReduce:
         """
         works, self._works = self._works, []
         if self._reduction is not None and works:
-            self._complete()
+            self._complete(len(works))
         for work in works:
             if work is not None:
                 work.wait()

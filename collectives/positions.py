@@ -231,6 +231,11 @@ def words(text: str) -> bytes:
     return text.encode()[:_WORDS].ljust(_WORDS, b"\0")
 
 
+def group_name(ranks: Sequence[int], world: int) -> str:
+    """Names a communicator of these ranks of the world, which has so many."""
+    return "this communicator" if list(ranks) == list(range(world)) else f"the communicator of {listing(sorted(ranks))}"
+
+
 def listing(ranks: Sequence[int]) -> str:
     """Ranks in words: "rank 3", "ranks 0, 1, 5"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -48,6 +48,12 @@ def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
     return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0)
 
 
+def names(comm: MPI.Intracomm) -> list[int]:
+    """The numbers by which errors and reports name a group's ranks: those in the world, or the group's own outside."""
+    found = world_ranks(comm)
+    return found if min(found) >= 0 else list(range(len(found)))
+
+
 def world_ranks(comm: MPI.Intracomm) -> list[int]:
     """The number in MPI.COMM_WORLD of each of a group's ranks."""
     ours, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()

@@ -33,7 +33,7 @@ from mpi4py import MPI
 
 from . import exit_status
 from .errors import ArgumentError
-from .positions import END, Position, Positions, listing
+from .positions import END, Position, Positions, group_name, listing
 
 TIMEOUT = "MPIDL_TIMEOUT"
 TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
@@ -283,9 +283,7 @@ def report(
     whose beat has ceased, and for how many seconds.
     """
     if mine.inside:
-        whole = list(ranks) == list(range(world))
-        group = "this communicator" if whole else f"the communicator of {listing(sorted(ranks))}"
-        operation = f"{mine.operation} (operation {mine.number} of {group})"
+        operation = f"{mine.operation} (operation {mine.number} of {group_name(ranks, world)})"
         arrived = [r for r, there in known.items() if (there.number, there.inside) >= (mine.number, True)]
     else:
         way = "to" if mine.message == "send" else "from"

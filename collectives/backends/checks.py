@@ -17,7 +17,7 @@ from ..buffers import Buffer, DeviceBuffer
 from ..errors import MismatchError
 from ..partition import Splits
 from ..reduction import Reduction
-from ..topology import Topology
+from ..topology import Topology, names
 from .backend import Call
 from .cuda.task import Task
 from .dispatch import Dispatch
@@ -79,7 +79,7 @@ class CheckedDispatch(Dispatch):
         self._number += 1
         signatures: list[Any] = self.comm.allgather(Signature(self._number, operation, what))
         if any(signature != signatures[0] for signature in signatures):
-            raise MismatchError(differences(signatures))
+            raise MismatchError(differences(signatures, names(self.comm)))
 
     def _compare_splits(self, operation: str, own: Splits) -> None:
         """Raises MismatchError on all ranks unless each takes as much from each as that one gives it."""
@@ -88,8 +88,10 @@ class CheckedDispatch(Dispatch):
             for taker in range(self.size):
                 given, taken = cuts[giver].leaving[taker], cuts[taker].coming[giver]
                 if given != taken:
+                    called = names(self.comm)
                     raise MismatchError(
-                        f"{operation}: rank {giver} gives {given} elements to rank {taker}, which takes {taken}"
+                        f"{operation}: rank {called[giver]} gives {given} elements to rank {called[taker]}, "
+                        f"which takes {taken}"
                     )
 
 

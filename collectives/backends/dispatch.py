@@ -25,7 +25,7 @@ from ..positions import Positions
 from ..reduction import OPERATIONS as REDUCTIONS
 from ..reduction import Reduction
 from ..scratch import Scratch
-from ..topology import Topology, discover
+from ..topology import Topology, discover, names
 from ..witness import show, witnessed
 from .backend import Call, PartitionedCall, Resources, in_shared_memory
 from .cuda.backend import GpuBackend
@@ -85,7 +85,7 @@ class Dispatch:
         barrier = node.Barrier  # of several nodes: while a rank waits, what it has begun to send to others must go on
         if self.topology.nodes == 1:
             barrier = Barrier(memory, first, rank, ranks, crowded=crowded, fence=node.Barrier)
-        return Meetings(memory, second, rank, ranks, barrier)
+        return Meetings(memory, second, rank, names(node), barrier)
 
     # ---- operations -------------------------------------------------------------------------------------------
 

@@ -60,11 +60,14 @@ class Meetings:
     """One group's rows, as seen by one of its ranks.
 
     memory: shared by the group's ranks, theirs from byte `start` on for `Meetings.nbytes(ranks)` bytes. barrier: of the
-    group's ranks.
+    group's ranks. names: by which errors name the group's ranks, from `topology.names`.
     """
 
-    def __init__(self, memory: SharedMemory, start: int, rank: int, ranks: int, barrier: Callable[[], Any]) -> None:
-        self.rank, self.ranks, self.barrier = rank, ranks, barrier
+    def __init__(
+        self, memory: SharedMemory, start: int, rank: int, names: Sequence[int], barrier: Callable[[], Any]
+    ) -> None:
+        ranks = len(names)
+        self.rank, self.ranks, self.names, self.barrier = rank, ranks, names, barrier
         self._memory = memory
         heads, ranges = ranks * _ROW.size, ranks * ranks * _RANGES
         turns = [start, start + heads + ranges]
@@ -127,24 +130,31 @@ class Meetings:
 
     def meet(self, entry: Entry, x: tuple[SharedMemory, int] | None) -> Meeting:
         """Waits for all ranks and returns what they are about to do. Raises MismatchError on all if that differs."""
-        return Meeting(self.publish(self.pack(entry, x)), self.ranks, x[0] if x else None, None)
+        return Meeting(self.publish(self.pack(entry, x)), self.names, x[0] if x else None, None)
 
 
 class Meeting:
     """All ranks' rows of one operation; equal on all of them. Raises MismatchError if they do not fit each other.
 
-    rows: from `publish`, with ranges if `moves`. inputs, outputs: the allocations of this rank's arrays.
+    rows: from `publish`, with ranges if `moves`. names: as of Meetings. inputs, outputs: the allocations of this
+    rank's arrays.
 
     pull, push: whether all inputs, all outputs lie in one allocation, which all ranks map. filled: whether the first
     chunks of all ranks are in the scratch.
     """
 
     def __init__(
-        self, rows: bytes, ranks: int, inputs: SharedMemory | None, outputs: SharedMemory | None, moves: bool = False
+        self,
+        rows: bytes,
+        names: Sequence[int],
+        inputs: SharedMemory | None,
+        outputs: SharedMemory | None,
+        moves: bool = False,
     ) -> None:
+        ranks = len(names)
         self._table = [_ROW.unpack_from(rows, rank * _ROW.size) for rank in range(ranks)]
         self._ranges = np.frombuffer(rows, np.int64, -1, ranks * _ROW.size).reshape(ranks, -1) if moves else None
-        self._ranks = ranks
+        self._ranks, self._names = ranks, names
         self._inputs, self._outputs = inputs, outputs
         self._check()
         self.pull = self._one_allocation(_X)
@@ -215,13 +225,13 @@ class Meeting:
     def _check(self) -> None:
         first = self._table[0][:_X]
         if any(row[:_X] != first for row in self._table):
-            raise MismatchError(differences([self._entry(rank) for rank in range(self._ranks)]))
+            raise MismatchError(differences([self._entry(rank) for rank in range(self._ranks)], self._names))
         if self._ranges is not None and not np.array_equal(self._sizes(1), self._sizes(3).T):
             giver, taker = (int(i) for i in np.argwhere(self._sizes(1) != self._sizes(3).T)[0])
             given, taken = int(self._sizes(1)[giver, taker]), int(self._sizes(3)[taker, giver])
             raise MismatchError(
-                f"{OPERATIONS[self._table[0][0]]}: rank {giver} gives {given} elements to rank {taker}, "
-                f"which takes {taken}"
+                f"{OPERATIONS[self._table[0][0]]}: rank {self._names[giver]} gives {given} elements to rank "
+                f"{self._names[taker]}, which takes {taken}"
             )
 
     def _entry(self, rank: int) -> Entry:
@@ -229,10 +239,10 @@ class Meeting:
         return Entry(OPERATIONS[code], _DTYPES[dtype], _OPS[op], root, elements)
 
 
-def differences(entries: Sequence[Any]) -> str:
-    """One line that says which ranks are about to do what."""
+def differences(entries: Sequence[Any], names: Sequence[int]) -> str:
+    """One line that says which ranks are about to do what. names: of the ranks."""
     groups: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
+    for rank, entry in sorted(zip(names, entries, strict=True), key=lambda pair: pair[0]):
         groups.setdefault(str(entry), []).append(rank)
     texts = [f"{listing(ranks)}: {what}" for what, ranks in groups.items()]
     return f"the ranks are in different operations: {'; '.join(texts)}"

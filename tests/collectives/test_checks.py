@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import Communicator, MismatchError
+from collectives import Communicator, MismatchError, OperationError
 
 pytestmark = pytest.mark.mpi
 
@@ -79,6 +79,32 @@ def test_ranks_that_differ_all_get_the_same_error_and_can_go_on(checked: Communi
     x = ones(3)
     checked.all_reduce(x)
     assert (x == checked.size).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_ranks_of_a_group_are_named_as_in_the_world(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, debug: str
+) -> None:
+    monkeypatch.setenv("MPIDL_DEBUG", debug)
+    last = comm.size - 1
+    group = comm.split(0, -comm.rank)
+    assert group is not None
+    if debug == "1" or group.nodes == 1:
+        x, algorithm = ones(5 if comm.rank == last else 4), "mpi" if debug == "1" else "symmetric"
+        words = rf"rank {last}: .*all_reduce sum of 5 float32( by mpi)?$"
+        with pytest.raises(MismatchError, match=words):
+            group.all_reduce(x, algorithm=algorithm)
+    called = rf"step \(operation \d of the communicator of ranks 0, .*{last}, rank {comm.rank} of {comm.size}\)"
+    with pytest.raises(ValueError, match="deliberate"):
+        group.compound("step", fail)
+    with pytest.raises(OperationError, match=called.replace("step", "compound")):
+        group.barrier()
+    group.close()
+
+
+def fail() -> None:
+    raise ValueError("deliberate")
 
 
 def test_an_asynchronous_operation_is_checked_too(checked: Communicator) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives import ArgumentError
+from collectives import ArgumentError, cores
 from collectives.positions import Position
 from collectives.watchdog import limit_of, report
 
@@ -84,6 +84,36 @@ def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_told_apart(job: Cal
         "different operations: all_reduce max of 2 int64 by mpi on rank 0, all_reduce avg of 15912 float32 by "
         "symmetric on rank 1;" in text
     ), text
+
+
+def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> None:
+    status, text, _ = job("comm.all_reduce(np.ones(32_768 + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
+    assert status != 0
+    assert (
+        "different operations: all_reduce sum of 32768 float32 by mpi on rank 0, all_reduce sum of 32769 float32 by "
+        "symmetric on rank 1;" in text
+    ), text
+
+
+def test_reductions_of_parts_are_told_apart(job: Callable) -> None:
+    """As those of DDP where the ranks fill the cores."""
+    status, text, _ = job(
+        """
+        parts = [comm.empty(100, np.float32) for _ in range(3)]
+        mean = comm.partitioned_all_reduce(parts, "avg")
+        if rank == 0:
+            for part in parts[:2]:
+                mean.hand_in(part)
+            mean.wait()
+        comm.all_reduce(np.ones(3), algorithm="mpi")
+        """,
+        2,
+        MPIDL_TIMEOUT="1.5",
+    )
+    assert status != 0
+    if len(cores.usable()) > 2:
+        return  # each part is an operation of its own
+    assert "all_reduce avg of 2 parts of 200 float32 on rank 0, all_reduce sum of 3 float64 by mpi on rank 1;" in text
 
 
 def test_a_rank_that_has_left_an_operation_by_an_exception_is_told_at_its_end(job: Callable) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...buffers import DType, address
 from ...reduction import Call, Reduction
+from ...topology import names
 from ..meeting import Meetings
 from ..symmetric.backend import Symmetric
 from ..symmetric.processor import Processor
@@ -69,7 +70,7 @@ class Ipc:
         if rows is None:
             raise MemoryError("the node has no room for a page of shared memory")
         self._barrier = StreamBarrier(device, self._stream, place.node, allocator)
-        meetings = Meetings(rows, 0, place.local_rank, place.local_size, self._barrier)
+        meetings = Meetings(rows, 0, place.local_rank, names(place.node), self._barrier)
         self._symmetric = Symmetric(meetings, allocator, processor=GpuProcessor(device, self._stream))
 
     def serves(self, operation: str, algorithm: str) -> bool:

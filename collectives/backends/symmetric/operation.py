@@ -80,7 +80,7 @@ class Operation(MeetsInMemory):
 
     def _work_out(self, seen: bytes) -> Program:
         x, out = (None if memory is None else memory() for memory in self._memories)
-        meeting = Meeting(seen, self._group.ranks, x, out, moves=bool(self._ranges))
+        meeting = Meeting(seen, self._group.meetings.names, x, out, moves=bool(self._ranges))
         program = self._make_program(meeting)
         if program is None:
             return [(self._group.staging.run, (self._stages, self._dtype, meeting.filled))]

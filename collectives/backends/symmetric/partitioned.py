@@ -142,9 +142,10 @@ class PartitionedReduction(MeetsInMemory):
         elements = sum(data.size for data in self._parts[:count])
         entry = entry_of("all_reduce", self._parts[0], self._op, elements=elements)
         row = Meetings.pack(entry, None, addresses=(self._generation, 0))
-        generations = Meeting(group.meetings.publish(row), group.ranks, None, None).addresses(outputs=False)
+        generations = Meeting(group.meetings.publish(row), group.meetings.names, None, None).addresses(outputs=False)
         if any(other != generations[0] for other in generations):
-            behind = [rank for rank, other in enumerate(generations) if other < max(generations)]
+            named = zip(group.meetings.names, generations, strict=True)
+            behind = sorted(name for name, other in named if other < max(generations))
             raise MismatchError(f"all_reduce: {listing(behind)} began to hand in arrays before the others")
 
     def _calls_of(self, number: int) -> list[Call]:
