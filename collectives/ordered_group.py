@@ -58,6 +58,8 @@ class OrderedGroup:
         refuse_if_forked("Communicator")
         if mpi is not None and not isinstance(mpi, MPI.Intracomm):
             raise arguments.wrong_type("mpi", mpi, "an mpi4py intracommunicator")
+        if mpi == MPI.COMM_NULL:
+            raise ArgumentError("mpi: got MPI.COMM_NULL, as of a group that was closed; needs a communicator of ranks")
         self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
         limit = self._agreed(lambda: limit_of(timeout))
         free_dropped(self.mpi)

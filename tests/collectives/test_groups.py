@@ -164,9 +164,36 @@ def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator)
     assert group is not None
     group.close()
     group.close()
-    for async_op in (False, True):
-        with pytest.raises(OperationError, match=r"all_reduce: this communicator cannot .* it was closed"):
-            group.all_reduce(np.ones(2), async_op=async_op)
+    x, parts, none = np.ones(1), np.ones(comm.size), None
+    root = parts if comm.rank == 0 else none
+    calls = {
+        "all_reduce": lambda **how: group.all_reduce(x, **how),
+        "reduce_scatter": lambda **how: group.reduce_scatter(x, parts, **how),
+        "reduce": lambda **how: group.reduce(x, **how),
+        "all_gather": lambda **how: group.all_gather(parts, x, **how),
+        "all_to_all": lambda **how: group.all_to_all(parts.copy(), parts, **how),
+        "broadcast": lambda **how: group.broadcast(x, **how),
+        "gather": lambda **how: group.gather(root, x, **how),
+        "scatter": lambda **how: group.scatter(x, root, **how),
+        "barrier": lambda **how: group.barrier(**how),
+        "compound": lambda **how: group.compound("step", group.barrier, **how),
+    }
+    for name, call in calls.items():
+        for async_op in (False, True):
+            with pytest.raises(OperationError, match=f"{name}: this communicator cannot .* it was closed"):
+                call(async_op=async_op)
+    memory = {
+        "partitioned_all_reduce": lambda: group.partitioned_all_reduce([x]),
+        "split": lambda: group.split(0),
+        "empty": lambda: group.empty(3, np.float32),
+        "shared": lambda: group.shared(3, np.float32),
+        "pages": lambda: group.pages(4096),
+    }
+    for name, make in memory.items():
+        with pytest.raises(OperationError, match=f"{name}: this communicator cannot .* it was closed"):
+            make()
+    with pytest.raises(ArgumentError, match=r"mpi: got MPI\.COMM_NULL, as of a group that was closed; needs"):
+        Communicator(group.mpi)
 
 
 def test_closing_finishes_what_is_queued(comm: Communicator) -> None:
