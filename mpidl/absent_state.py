@@ -17,11 +17,11 @@ def absent_state(rank: int) -> dict[str, Any]:
     return {_KEY: rank}
 
 
-def refusal(given: Any) -> str | None:
-    """The reason why a state that is such a mark cannot be loaded; None for any other state."""
+def refusal(given: Any, giver: str = "state_dict()") -> str | None:
+    """The reason why a state that is such a mark cannot be loaded; None for any other state. giver: what gave it."""
     if not (isinstance(given, Mapping) and _KEY in given):
         return None
     return (
-        f"got on rank 0 what state_dict() gave on rank {given[_KEY]}, which holds no state; needs what it gave on rank "
+        f"got on rank 0 what {giver} gave on rank {given[_KEY]}, which holds no state; needs what it gave on rank "
         "0: save that, or each rank's in a file of its own"
     )

@@ -180,14 +180,15 @@ class EMA:
             finally:
                 self._inside = False
 
-    def model_state_dict(self) -> Tensors:
-        """Returns the plain model's state_dict with averaged weights: on rank 0, {} on others. Collective.
+    def model_state_dict(self) -> dict[str, Any]:
+        """Returns the plain model's state_dict with averaged weights, on rank 0. Collective.
 
-        For a plain model and for DDP on every rank. Averages of 16-bit parameters are in fp32.
+        For a plain model and for DDP on every rank; under ZeRO a mark on the other ranks, as ZeroOptimizer returns it.
+        Averages of 16-bit parameters are in fp32.
         """
         if self._optimizer is not None:
             with self.averaged():
-                whole: Tensors = self._optimizer.model_state_dict()
+                whole: dict[str, Any] = self._optimizer.model_state_dict()
             return whole
         kept = {**self.averages, **self.buffers}
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())

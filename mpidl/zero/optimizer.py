@@ -290,8 +290,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
-    def model_state_dict(self, masters: bool = True) -> dict[str, torch.Tensor]:
-        """The plain model's state_dict, on rank 0; an empty one on the others. Collective.
+    def model_state_dict(self, masters: bool = True) -> dict[str, Any]:
+        """The plain model's state_dict, on rank 0; a mark that it is there on the others. Collective.
+
+        The mark is a dictionary with one entry, which `load_model_state_dict` refuses.
 
         masters: parameters that have fp32 masters are given in fp32, so that training can go on from them to the bit;
             frozen ones in the dtype that they have. False: all as the forward pass sees them.
@@ -330,8 +332,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Loads what `state_dict` or the plain torch optimizer gave, whatever the ranks, from rank 0. Collective."""
         states.load_optimizer_state(self._parts, self, state_dict)
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The reduced gradients by the parameters' names, whole, on rank 0; {} on the others. Collective.
+    def gradients(self) -> dict[str, Any]:
+        """The reduced gradients by the parameters' names, whole, on rank 0; a mark on the others. Collective.
 
         What a plain model's `.grad` would be: the mean over the ranks, scaled and clipped as they are now. Those that
         no rank's passes reached since zero_grad are left out.

@@ -65,9 +65,8 @@ def trained(comm, pairs: Iterable[tuple[int, int]], way: dict[str, Any] | None, 
         optimizer.step()
         optimizer.zero_grad()
         found[f"losses of step {step}"] = losses.detach()
-    if isinstance(optimizer, mpidl.ZeroOptimizer):
-        return {**found, **optimizer.model_state_dict()}
-    return {**found, **(model.state_dict() if comm.rank == 0 else {})}
+    whole = optimizer.model_state_dict() if isinstance(optimizer, mpidl.ZeroOptimizer) else model.state_dict()
+    return {**found, **(whole if comm.rank == 0 else {})}
 
 
 def differences(comm, pairs: Sequence[tuple[int, int]], **settings: Any) -> dict[str, list[str]]:

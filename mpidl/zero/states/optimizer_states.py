@@ -39,8 +39,11 @@ def gathered(parts: Parts, module: torch.nn.Module | None, writable: bool, from_
         yield
 
 
-def model_state(parts: Parts, masters: bool) -> dict[str, torch.Tensor]:
-    """The plain model's state_dict on rank 0, {} on the others. masters: in fp32 where there are any. Collective."""
+def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
+    """The plain model's state_dict on rank 0, `absent_state` on the others. Collective.
+
+    masters: in fp32 where there are any.
+    """
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.damage())
     slices = parts.slices if masters else {}
@@ -69,8 +72,8 @@ def load_optimizer_state(parts: Parts, outer: torch.optim.Optimizer, state_dict:
     state.scatter_optimizer(parts.group, outer, parts.inner, parts.slices, state_dict)
 
 
-def gradients(parts: Parts) -> dict[str, torch.Tensor]:
-    """The reduced gradients by name, whole, on rank 0; {} on the others. Collective."""
+def gradients(parts: Parts) -> dict[str, Any]:
+    """The reduced gradients by name, whole, on rank 0; `absent_state` on the others. Collective."""
     refuse_used(parts, "gradients")
     parts.parameters.release()
     return state.gather_gradients(parts.group, parts.names, _owned(parts).gradients(), parts.slices)

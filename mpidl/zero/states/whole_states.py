@@ -52,8 +52,10 @@ def gather_model(
     names: StateNames,
     parameters: ParameterStrategy,
     slices: Slices,
-) -> dict[str, torch.Tensor]:
-    """The plain state_dict on rank 0, on the CPU; tied parameters are one tensor under two names, as torch has it.
+) -> dict[str, Any]:
+    """The plain state_dict on rank 0, on the CPU, and a mark that it is there on others.
+
+    Tied parameters are one tensor under two names, as torch has it.
 
     slices: those whose masters are given in place of the parameters.
     """
@@ -69,7 +71,7 @@ def gather_model(
             if over.is_root:
                 copies.update({p: p.detach().cpu().clone() for p in shard.parameters})
     if not over.is_root:
-        return {}
+        return absent_state(over.world.rank)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     whole = {}
     for name in names.names:
@@ -116,6 +118,8 @@ def scatter_model(
 def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
     if not isinstance(given, Mapping):
         return f"got {type(given).__name__}; needs a dictionary of tensors by name"
+    if (absent := refusal(given, "model_state_dict()")) is not None:
+        return absent
     missing, unexpected = sorted(places.keys() - given.keys()), sorted(map(str, given.keys() - places.keys()))
     if missing or unexpected:
         return f"missing names {missing[:5]}, unexpected names {unexpected[:5]}"
@@ -129,12 +133,17 @@ def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
 
 def gather_gradients(
     over: ShardGroup, names: StateNames, gradients: Mapping[torch.nn.Parameter, torch.Tensor], slices: Slices
-) -> dict[str, torch.Tensor]:
-    """Whole gradients on rank 0, of each rank's slices of them; a tied parameter's under its first name."""
+) -> dict[str, Any]:
+    """Whole gradients on rank 0, of each rank's slices of them; a mark that they are there on others.
+
+    A tied parameter's is under its first name.
+    """
     found: dict[torch.nn.Parameter, torch.Tensor | None] = {}
     for p in names.parameters.values():
         if p in gradients and p not in found:
             found[p] = _gather_entry(over, p, slices[p], gradients[p])
+    if not over.is_root:
+        return absent_state(over.world.rank)
     first = {p: name for name, p in reversed(names.parameters.items())}
     return {first[p]: whole for p, whole in found.items() if whole is not None}
 

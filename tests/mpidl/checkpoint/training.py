@@ -83,5 +83,6 @@ class Run:
     def weights(self) -> dict[str, torch.Tensor]:
         """The plain state_dict, on rank 0; copies."""
         if self.engine.startswith("zero"):
-            return self.optimizer.model_state_dict()
+            whole = self.optimizer.model_state_dict()
+            return whole if self.comm.rank == 0 else {}
         return {name: value.clone() for name, value in self.model.state_dict().items() if torch.is_tensor(value)}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpidl
+from mpidl.absent_state import absent_state
 from mpidl.optim import EMA
 from tests.mpidl.zero import reference as zero
 
@@ -109,7 +110,7 @@ def test_the_average_is_that_of_torch(comm, way: str, every: int) -> None:
         assert state.keys() == expected.state_dict().keys()
         check(state, expected)
     else:
-        assert state == {}
+        assert state == absent_state(comm.rank)
     with ema.averaged():
         check(training.weights(), expected)
         torch.testing.assert_close(training.output(), expected.eval()(zero.data(7)), rtol=1e-5, atol=1e-6)
@@ -219,7 +220,7 @@ def test_16_bit_parameters_have_an_average_in_fp32(comm, way: str) -> None:
     assert all(average.dtype == torch.float32 for average in ema.averages.values())
     before = training.weights()
     whole = ema.model_state_dict()
-    if whole:
+    if comm.rank == 0:
         assert all(t.dtype == torch.float32 for t in whole.values())
     with ema.averaged():
         inside = training.weights()
@@ -243,7 +244,7 @@ def test_buffers_frozen_and_tied_parameters(comm, way: str, use_buffers: bool) -
         assert int(training.model.norm.num_batches_tracked) == 3
     assert torch.equal(training.model.norm.running_mean, now)
     state = ema.model_state_dict()
-    if state:
+    if comm.rank == 0 or way == "ddp":
         assert torch.equal(state["frozen"], torch.ones(2))
         assert torch.equal(state["again.weight"], state["back.weight"])
         torch.testing.assert_close(state["norm.running_mean"], expected)
@@ -352,4 +353,4 @@ def test_masters_on_the_disk(comm) -> None:
         one, two = training.weights(), other.weights()
     assert all(torch.equal(one[name], two[name]) for name in one)
     after = training.optimizer.model_state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert comm.rank or all(torch.equal(after[name], before[name]) for name in before)

@@ -39,8 +39,7 @@ def test_losses_weights_and_state_equal_single_process_training(comm, engine: st
     )
     np.testing.assert_allclose(trained.losses, expected.losses, rtol=2e-3 if half else 1e-5)
     if comm.rank:
-        assert trained.weights == {}
-        assert trained.state == absent_state(comm.rank)
+        assert trained.weights == trained.state == absent_state(comm.rank)
         return
     assert largest_difference(expected.weights, trained.weights) < (5e-3 if half else 1e-5)
     if not half:
@@ -76,7 +75,7 @@ def test_states_go_to_every_group(comm, stage: int) -> None:
     for m, o in ((model, optimizer), (other, resumed)):
         step(m, o, 2)
     expected, found = optimizer.model_state_dict(), resumed.model_state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert comm.rank or all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     # All ranks have the same, whichever group they are in.
     with optimizer.gathered(writable=False):
         own = torch.stack([p.double().sum() for p in model.parameters()])

@@ -66,8 +66,7 @@ def test_whole_states_load_into_the_plain_model_and_optimizer(comm, stage: int) 
     plain = fresh(MODELS["mixture"])
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, eps=1e-6)
     if comm.rank:
-        assert trained.weights == {}
-        assert trained.state == absent_state(comm.rank)
+        assert trained.weights == trained.state == absent_state(comm.rank)
         return
     plain.load_state_dict(trained.weights)
     assert trained.weights["head.weight"] is trained.weights["embed.weight"]
@@ -91,11 +90,13 @@ def test_training_goes_on_from_loaded_states_as_if_it_had_not_stopped(comm, stag
             one_step(m, o, step)
             o.zero_grad()
     expected, found = optimizer.model_state_dict(), resumed.model_state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert comm.rank or all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_loading_a_state_that_does_not_fit_is_refused_on_every_rank(comm) -> None:
     optimizer = zero(fresh(MODELS["gpt2"]), comm, 3)
+    with pytest.raises(mpidl.ConfigurationError, match=r"model_state_dict\(\) gave on rank 1, which holds no state"):
+        optimizer.load_model_state_dict(absent_state(1))
     with pytest.raises(mpidl.ConfigurationError, match="missing names"):
         optimizer.load_model_state_dict({"nonsense": torch.ones(1)})
     with pytest.raises(mpidl.ConfigurationError, match=r"groups of \[\] parameters"):
@@ -181,7 +182,7 @@ def test_both_ways_of_stage_3_train_the_same_bits(comm) -> None:
     for share in (True, False):
         recipe = Recipe(steps=5, clip=0.5, engine={"share_in_node": share})
         weights.append(train(fresh(MODELS["mixture"], comm.rank), recipe, "zero3", comm).weights)
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert comm.rank or all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -201,7 +202,7 @@ def test_evaluation_and_sampling_leave_training_as_it_was(comm, share: bool) -> 
             one_step(model, optimizer, step)
             optimizer.zero_grad()
         runs.append(optimizer.model_state_dict())
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert comm.rank or all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
 def test_an_exception_in_the_middle_of_a_step_can_be_survived(comm) -> None:

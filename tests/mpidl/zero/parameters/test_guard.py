@@ -153,7 +153,7 @@ def test_a_plain_load_state_dict_is_refused_outside_gathered(comm, way: str, pre
     with optimizer.gathered():
         model.load_state_dict(state)
     loaded = optimizer.model_state_dict()
-    for name in loaded:
+    for name in loaded if comm.rank == 0 else ():
         torch.testing.assert_close(loaded[name].float(), state[name], rtol=0, atol=0 if precision is None else 0.02)
     train(model, optimizer, comm.rank, 0)
 
