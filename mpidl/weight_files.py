@@ -1,28 +1,57 @@
 """The safetensors files of a path: one file, or a directory as Hugging Face saves it.
 
-model.safetensors, or several files and model.safetensors.index.json, which tells what is in which.
+model.safetensors, or several files and model.safetensors.index.json, which tells what is in which. An index comes from
+anywhere: what it names is a file of its own directory, or it is refused.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigurationError
+from .regular import read_regular
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LONGEST_INDEX = 256 << 20  # bytes
+FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
+
+
+def names_in(index: Path) -> list[str]:
+    """Lists the files that an index names. Raises OSError, and ValueError for an index that is none."""
+    try:
+        content = json.loads(read_regular(index, _LONGEST_INDEX))
+    except RecursionError as error:
+        raise ValueError(f"is nested too deeply: {error}") from None
+    files = content.get("weight_map") if type(content) is dict else None
+    if type(files) is not dict:
+        raise ValueError("has no weight_map, an object of a file's name for each tensor's")
+    for name, file in files.items():
+        if type(file) is not str or not FILE_NAME.fullmatch(file):
+            raise ValueError(
+                f"weight_map: {reprlib.repr(name)} is in {reprlib.repr(file)}; needs the name of a file in the same "
+                "directory, such as model-00001-of-00002.safetensors"
+            )
+    return sorted({*files.values()})
 
 
 def files_of(path: Path) -> list[Path]:
-    """Lists the files of a path. Raises ConfigurationError for one that is not there."""
+    """Lists the files of a path. Raises ConfigurationError for one that is not there, and for an index that is none."""
     if path.is_file():
         return [path]
-    index = path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
+    index = path / INDEX
+    names = [SINGLE]
+    if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigurationError(f"weights: {index}: has no weight_map: {error}") from None
+            names = names_in(index)
+        except OSError as error:
+            raise ConfigurationError(f"weights: {index}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigurationError(f"weights: {index}: {error}") from None
     for name in names:
         if not (path / name).is_file():
             raise ConfigurationError(f"weights: {path / name}: no such file")

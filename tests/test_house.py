@@ -104,7 +104,7 @@ LAYERS = {
         "over it": "__init__ devices deadlock diagnostics timing tune",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest engine_arguments meta scratch_file standalone trained_by "
+        "base": "version errors absent_state compiling digest engine_arguments meta regular scratch_file standalone trained_by "
         "partial_steps optimizer_trial weight_files",
         "the job": "job",
         "groups of ranks": "mesh job.join",

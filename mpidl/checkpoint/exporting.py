@@ -29,6 +29,8 @@ from ..job.agreement import on_rank_0, together
 from ..job.ending import TEMP_PATHS
 from ..mesh import Mesh
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
+from ..regular import read_regular
+from ..weight_files import INDEX, SINGLE
 from . import cuts, folder, index
 from .checks import mapping
 from .engine import engine_of
@@ -36,13 +38,10 @@ from .held import Share
 from .index import Entry
 from .parts import refuse_parts
 from .reading import Reader
-from .regular import read_regular
 from .saving import wait
 from .schema import BLOCK, LONGEST_INDEX
 from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, naming, write_all
 
-SINGLE = "model.safetensors"
-HF_INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -262,7 +261,7 @@ def _is_ours(file: Path, shapes: Mapping[str, tuple[int, ...]], published: Mappi
             ordered = [(name, opened.spans[name].dtype, shapes[name]) for name in shapes if name in opened.spans]
             first, _ = header_of(ordered, {"format": "pt"})
             return checksum(first) == opened.header
-    if file.name == HF_INDEX:
+    if file.name == INDEX:
         return bool(json.loads(read_regular(file, LONGEST_INDEX))["weight_map"].keys() <= shapes.keys())
     if file.name == CONFIG and CONFIG in published:
         return same_model(read_regular(file, LONGEST_INDEX).decode(), published[CONFIG])
@@ -338,7 +337,7 @@ def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], for
     """Gives the files their names, writes the index and the settings, and removes what is left of the former export."""
     if len(files) > 1 and {file.name for file in files} & {*former}:
         # A kill from here on leaves files of both exports; without an index no reader takes them for one.
-        (path / HF_INDEX).unlink(missing_ok=True)
+        (path / INDEX).unlink(missing_ok=True)
         folder.sync(path)
     for file in files:
         _temporary(path, file).replace(path / file.name)
@@ -346,12 +345,12 @@ def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], for
         total = sum(span.end - span.begin for file in files for span in file.spans.values())
         weight_map = {name: file.name for file in files for name in file.spans}
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        folder.write_text(path / HF_INDEX, json.dumps(content, indent=2) + "\n")
+        folder.write_text(path / INDEX, json.dumps(content, indent=2) + "\n")
     for name, text in settings.items():
         folder.write_text(path / name, text)
     folder.sync(path)
-    kept = {file.name for file in files} | ({HF_INDEX} if len(files) > 1 else set())
-    for name in {HF_INDEX, *former} - kept:
+    kept = {file.name for file in files} | ({INDEX} if len(files) > 1 else set())
+    for name in {INDEX, *former} - kept:
         (path / name).unlink(missing_ok=True)
     folder.sync(path)
 

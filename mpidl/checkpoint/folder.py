@@ -28,9 +28,9 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigurationError
 from ..job.ending import TEMP_PATHS
+from ..regular import read_regular, size_of
 from . import holding, index, parts
 from .index import Index
-from .regular import read_regular, size_of
 from .tensorfile import naming
 
 LATEST = "latest"

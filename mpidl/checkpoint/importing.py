@@ -7,7 +7,6 @@ rank 1     reads          #####         #
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,16 +18,13 @@ from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import together
 from ..mesh import Mesh
 from ..models.pretrained import published_names
+from ..weight_files import INDEX, SINGLE, names_in
 from . import folder, index
-from .checks import mapping, record
 from .engine import Engine, engine_of
-from .exporting import HF_INDEX, SINGLE
 from .index import Entry, Index
 from .matching import plan
 from .reading import Reader
-from .regular import read_regular
 from .saving import wait
-from .schema import LONGEST_INDEX, file_name
 from .tensorfile import TensorFile
 
 
@@ -64,20 +60,18 @@ def import_safetensors(
 def _files_of(file: Path) -> list[str]:
     """Lists the files that an index in Hugging Face's format names."""
     try:
-        content = json.loads(read_regular(file, LONGEST_INDEX))
-        record({"weight_map": mapping(file_name)})(content)
+        return names_in(file)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    return sorted({*content["weight_map"].values()})
 
 
 def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -> Index:
     """Describes a directory of weights as the index of a checkpoint that holds the model alone."""
     files = [SINGLE]
-    if not (path / SINGLE).exists() and (path / HF_INDEX).exists():
-        files = _files_of(path / HF_INDEX)
+    if not (path / SINGLE).exists() and (path / INDEX).exists():
+        files = _files_of(path / INDEX)
     content = Index(path, {}, {}, {})
     for name in files:
         with TensorFile(path / name) as file:

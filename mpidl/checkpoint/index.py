@@ -24,9 +24,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..mesh.placement import Cut
+from ..regular import open_regular, read_regular
 from . import cuts
 from .checks import CODES, DTYPES
-from .regular import open_regular, read_regular
 from .schema import BLOCK, LONGEST_INDEX, check_index
 from .tensorfile import checksum
 from .tree import Malformed, shown

@@ -16,6 +16,7 @@ from typing import Any
 from ..mesh.layout import MODEL_AXES
 from ..mesh.placement import Cut
 from ..models.published import FILES
+from ..weight_files import FILE_NAME
 from . import cuts, tree
 from .checks import (
     SIZES,
@@ -41,7 +42,7 @@ _STATE = re.compile(r"(?:rank\d{5,}/)?optimizer/([^/]*)/(.*)", re.DOTALL)
 _WITHOUT_NUMPY = ("BF16", "F8_E4M3", "F8_E5M2")
 SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
 
-file_name = named(re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII), "a file, such as rank00000-000.safetensors")
+file_name = named(FILE_NAME, "a file, such as rank00000-000.safetensors")
 _part_name = named(re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII), "a part, such as part-pp0-tp1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,25 @@ def test_files_that_are_not_there_or_no_safetensors_are_named(comm, save) -> Non
         optimizer.load_safetensors(folder / "bad.safetensors")
     with pytest.raises(ConfigurationError, match="weight_map"):
         optimizer.load_safetensors(folder)
+    for text, message in (
+        ("[" * 100_000, "nested too deeply"),
+        ('{"weight_map": {"a": 3}}', r"'a' is in 3; needs the name of a file"),
+        ('{"weight_map": {"a": ["b"]}}', "needs the name of a file"),
+        ('{"weight_map": {"a": "../bad.safetensors"}}', "in the same directory"),
+        (f'{{"weight_map": {{"a": "{folder}/bad.safetensors"}}}}', "in the same directory"),
+    ):
+        if comm.rank == 0:
+            (folder / "model.safetensors.index.json").write_text(text)
+        comm.barrier()
+        with pytest.raises(ConfigurationError, match=rf"index\.json: .*{message}"):
+            optimizer.load_safetensors(folder)
+        comm.barrier()
+    if comm.rank == 0:
+        (folder / "model.safetensors.index.json").unlink()
+        os.mkfifo(folder / "model.safetensors.index.json")
+    comm.barrier()
+    with pytest.raises(ConfigurationError, match="is a pipe, no regular file"):
+        zero(seeded(5, small_gpt2), comm, "stage 3", weights=folder)
     # A file that only one rank finds.
     path = folder / "model.safetensors" if comm.rank == 0 else folder / "nowhere.safetensors"
     if comm.size > 1:
@@ -145,7 +165,7 @@ def test_files_that_are_not_there_or_no_safetensors_are_named(comm, save) -> Non
 
 def test_a_rank_reads_no_more_rows_than_hold_its_slices(comm, save, monkeypatch) -> None:
     folder = save({"weight": torch.arange(600.0).view(60, 10), "bias": torch.zeros(60)})
-    safe_open, error = weights._library()
+    safe_open, error = weights.library()
     read = []
 
     class Opened:
@@ -173,7 +193,7 @@ def test_a_rank_reads_no_more_rows_than_hold_its_slices(comm, save, monkeypatch)
 
             return Counted()
 
-    monkeypatch.setattr(weights, "_library", lambda: (Opened, error))
+    monkeypatch.setattr(weights, "library", lambda: (Opened, error))
     optimizer = zero(on_meta(lambda: nn.Linear(10, 60)), comm, "stage 3", weights=folder)
     line = 16  # elements, with which parameters and shards begin; and at both ends a row of which it has a part
     assert 660 / comm.size - 2 * line <= sum(read) <= 660 / comm.size + 2 * line + 20
