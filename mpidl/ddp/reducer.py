@@ -133,7 +133,7 @@ class Reducer:
             ),
             reached=(self.queue.arrive,),
             reduced=(self.queue.launch_rest, self.queue.finish),
-            finished=(self.queue.end,),
+            finished=(self._end_quietly, self.queue.end),
             abandoned=(self.queue.reset, self._abandon),
             communicates=lambda: self.queue.synchronise,
         )
@@ -345,8 +345,11 @@ class Reducer:
             self.steps.begin(self.queue.synchronise)
 
     def _note_versions(self) -> None:
-        if self.queue.synchronise:
-            self._foreign.begin(self._trained)
+        self._foreign.begin(self._trained)
+
+    def _end_quietly(self) -> None:
+        if not self.queue.synchronise:
+            self._foreign.end_quietly()
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         """Moves a complete gradient into its place in the bucket, unless it lies there already."""

@@ -4,6 +4,7 @@
     hook of p       optimizer_of[p].step(); p.grad = None              with the gradient of this rank alone
     pass ends       p was written to, or has lost its gradient: an error on every rank, as the ranks agree on it
 
+A pass under no_sync agrees on nothing: that p was written to there is an error of the next pass that communicates.
 Fused optimizers write what torch does not count, so that their steps are listened to. What is written through `p.data`
 is noticed by the gradient that is gone, if it is.
 """
@@ -23,6 +24,13 @@ from collectives import Communicator
 
 from ..errors import TrainingError
 from .backward import inside_backward
+
+_KINDS = (
+    "its gradient was taken away during the backward pass",
+    "changed during the backward pass",
+    "changed during a backward pass under no_sync",
+)
+_LOST, _CHANGED, _BEFORE = range(len(_KINDS))
 
 _passes: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()  # those between `begin` and `end`
 
@@ -50,6 +58,7 @@ class ForeignSteps:
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._versions: dict[torch.nn.Parameter, int] = {}
         self._stepped: set[torch.Tensor] = set()
+        self._changed_before: set[torch.Tensor] = set()  # in passes that did not communicate
         _listen()
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -78,6 +87,13 @@ class ForeignSteps:
         self._stepped = stepped
         self._versions.update(zip(parameters, _versions(parameters), strict=True))
 
+    def end_quietly(self) -> None:
+        """Ends a pass that does not communicate; the `found` of the next one that does tells what was changed."""
+        now = _versions(self._parameters)
+        written = {p for p, version in zip(self._parameters, now, strict=True) if version != self._versions[p]}
+        self._changed_before |= written | self._stepped.intersection(self._parameters)
+        self.end()
+
     def found(self, comm: Communicator, lost: Collection[torch.nn.Parameter] = ()) -> int:
         """Ends the pass. A number, -1 where nothing was noticed, of which the maximum over the ranks is for `refuse`.
 
@@ -85,10 +101,13 @@ class ForeignSteps:
         """
         found = -1
         for number, (p, now) in enumerate(zip(self._parameters, _versions(self._parameters), strict=True)):
+            before = p in self._changed_before
             changed = now != self._versions[p] or p in self._stepped
-            if changed or p in lost:
-                found = 2 * (number * comm.size + comm.rank) + changed
+            if before or changed or p in lost:
+                kind = _BEFORE if before else _CHANGED if changed else _LOST
+                found = len(_KINDS) * (number * comm.size + comm.rank) + kind
                 break
+        self._changed_before.clear()
         self.end()
         return found
 
@@ -96,11 +115,10 @@ class ForeignSteps:
         """Raises TrainingError if any rank has noticed something. parameters: as given to `begin`."""
         if found < 0:
             return
-        number, rank = divmod(found // 2, comm.size)
-        what = "changed" if found % 2 else "its gradient was taken away"
+        number, rank = divmod(found // len(_KINDS), comm.size)
         raise TrainingError(
-            f"{self._names[parameters[number]]}: {what} during the backward pass on rank {rank}, as by an optimizer "
-            "that a hook steps there, with the gradient of that rank alone; the ranks' weights differ from here on: "
+            f"{self._names[parameters[number]]}: {_KINDS[found % len(_KINDS)]} on rank {rank}, as by an optimizer that "
+            "a hook steps there, with the gradient of that rank alone; the ranks' weights differ from here on: "
             "make the step after the pass, or by step_in_backward of DistributedDataParallel or ZeroOptimizer, and "
             "load the weights anew"
         )

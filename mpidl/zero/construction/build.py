@@ -323,7 +323,7 @@ def _phases(
         reached=(*parameters.on_gradient, queue.arrive),
         filled=(parameters.end_backward,),
         reduced=(queue.launch_rest, queue.finish, parameters.drain),
-        finished=(queue.end, grad_attributes.show_gradients),
+        finished=(shard_reducer.end_pass, queue.end, grad_attributes.show_gradients),
         abandoned=(parameters.end_backward, queue.reset, shard_reducer.abandon_pass),
         communicates=lambda: queue.synchronise,
     )

@@ -240,10 +240,14 @@ class GradientShards:
         _refuse_double_backward()
         if self.stepper is not None:
             self._forget_used()
-        if self.queue.synchronise:
-            if self.stepper is not None:
-                self.stepper.begin()
-            self._foreign.begin(self._parameters)
+        if self.queue.synchronise and self.stepper is not None:
+            self.stepper.begin()
+        self._foreign.begin(self._parameters)
+
+    def end_pass(self) -> None:
+        """A pass ends, also one that has communicated nothing."""
+        if not self.queue.synchronise:
+            self._foreign.end_quietly()
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         parameter, gradients = bucket.parameters[index], self._of[bucket]

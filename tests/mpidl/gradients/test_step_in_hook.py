@@ -121,6 +121,46 @@ def test_the_stages(comm, way: str, fused: bool) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
+@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", ""])
+def test_under_no_sync_alone(comm, way: str, fused: bool) -> None:
+    """On one rank, in the first pass of an accumulation: the pass that communicates refuses it, on every rank."""
+    quiet = True
+
+    def hooks(model: nn.Module) -> None:
+        optimizer = torch.optim.AdamW([model.head.weight], lr=0.1, fused=fused)
+
+        def hook(_: torch.Tensor) -> None:
+            if quiet:
+                optimizer.step()
+
+        if comm.rank == comm.size - 1:
+            model.head.weight.register_post_accumulate_grad_hook(hook)
+
+    called, optimizer = engine(comm, way, hooks, nothing)
+    with called.no_sync() if optimizer is None else optimizer.no_sync():
+        called(zero.data(comm.rank)).sum().backward()
+    quiet = False
+    where = rf"head\.weight: changed during a backward pass under no_sync on rank {comm.size - 1}"
+    with pytest.raises(mpidl.TrainingError, match=where):
+        called(zero.data(comm.rank)).sum().backward()
+    if way == "ddp":  # the stages' weights are damaged
+        called(zero.data(comm.rank)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+def test_passes_and_steps_under_no_sync_are_fine(comm, way: str) -> None:
+    """As in local SGD; ZeRO only accumulates."""
+    called, optimizer = engine(comm, way, nothing, nothing)
+    local = torch.optim.SGD(called.parameters(), lr=0.1) if way == "ddp" else None
+    for _ in range(2):
+        with called.no_sync() if optimizer is None else optimizer.no_sync():
+            called(zero.data(comm.rank)).sum().backward()
+        if local is not None:
+            local.step()
+    called(zero.data(comm.rank)).sum().backward()
+
+
 @zero.every_way
 def test_a_hook_that_comes_after_the_engine_s_finds_no_gradient(comm, way: str) -> None:
     called, optimizer = engine(comm, way, nothing, steps_in_backward)
