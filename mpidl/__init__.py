@@ -10,7 +10,9 @@ optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, mesh=mesh, lr
 from . import standalone as standalone  # before anything imports mpi4py
 
 # isort: split
-from . import activations, checkpoint, comm_hooks, data, memory, mesh, optim, tensor
+from typing import TYPE_CHECKING
+
+from . import comm_hooks, mesh
 from .ddp import DistributedDataParallel
 from .errors import (
     CheckpointError,
@@ -33,12 +35,21 @@ from .job.join import Join, Joinable, JoinHook
 from .job.objects import all_gather_object, broadcast_object
 from .job.runtime import init, pick_device
 from .job.signals import STOPPED, StopSignal
+from .lazy import lazily
 from .mesh import Mesh
 from .nn.sync_batch_norm import SyncBatchNorm
 from .replicas.check import check_replicas
-from .tensor import parallelize, unparallelize
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
+
+if TYPE_CHECKING:
+    from . import activations, checkpoint, data, memory, optim, tensor
+    from .tensor.parallelize import parallelize, unparallelize
+else:  # a program pays for what it uses
+    _MODULES = ("activations", "checkpoint", "data", "memory", "optim", "tensor")
+    __getattr__, __dir__ = lazily(
+        __name__, {**dict(zip(_MODULES, _MODULES, strict=True)), "parallelize": "tensor", "unparallelize": "tensor"}
+    )
 
 __all__ = [
     "STOPPED",

@@ -104,8 +104,8 @@ LAYERS = {
         "over it": "__init__ devices deadlock diagnostics timing tune",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest engine_arguments meta regular scratch_file standalone "
-        "trained_by partial_steps optimizer_trial weight_files",
+        "base": "version errors absent_state compiling digest engine_arguments lazy meta regular scratch_file "
+        "standalone trained_by partial_steps optimizer_trial weight_files",
         "the job": "job",
         "groups of ranks": "mesh job.join",
         "parts of training": "data models nn tensor",

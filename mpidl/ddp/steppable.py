@@ -18,7 +18,6 @@ import torch
 from ..digest import digest
 from ..errors import ConfigurationError, ConfigurationTypeError
 from ..optimizer_trial import NOT_SEQUENTIAL, declared_needs, like, notes_in_groups, try_steps
-from ..tensor.steps import refuse_steps_on_parts
 from ..trained_by import trainer_of
 
 _REFUSED = {
@@ -34,6 +33,8 @@ def check(
 
     names: of the parameters whose gradients the module's passes average. ignored: its other ones.
     """
+    from ..tensor.steps import refuse_steps_on_parts  # with all of tensor parallelism, which few programs use
+
     seen: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
