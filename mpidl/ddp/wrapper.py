@@ -29,7 +29,7 @@ from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
-from ..job.join import Join
+from ..job.join import Join, Joinable
 from ..job.place import place_of_model
 from ..mesh import Mesh
 from ..mesh.experts import divide_contributions, gradient_group, refuse_experts
@@ -45,7 +45,7 @@ from .reducer import Reducer
 from .shown_forward import ShownForward
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Wraps a module so that backward leaves every rank with the mean of all ranks' gradients.
 
     The arguments have the names, order and meaning of `torch.nn.parallel.DistributedDataParallel`:

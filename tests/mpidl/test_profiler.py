@@ -37,9 +37,12 @@ def test_a_step_of_ddp(comm) -> None:
 def test_a_step_of_zero(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(2, 99))
         zero.plainly(model, comm.rank, 0).backward()
         optimizer.step()
     seen = Counter(event.name for event in profiled.events())
+    assert seen["ZeroOptimizer.forward"] == 2  # one of them failed
     assert seen["mpidl::bucket"] > 1
     assert seen["mpidl::finish_backward"] == seen["Optimizer.step#ZeroOptimizer.step"] == 1
     gathers = (way == "stage 3 gathered" and comm.size > 1) or (way == "stage 3" and comm.nodes > 1)

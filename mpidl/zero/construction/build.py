@@ -35,6 +35,7 @@ from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import StepNeeds, comparable
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_models_agree, check_settings_agree
+from ..forward_label import label_forward
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.shards import GradientShards
 from ..hooks import Hook, refuse_copies
@@ -124,6 +125,7 @@ def build(
     refuse_copies(model)
     guard = WeightGuard(owner, model, names, parameters)
     guard.watch(slices)
+    hooks += label_forward(model)
     whole = WholeParameters(world, model, parameters, slices)
     backward_steps = None
     if options.step_in_backward:

@@ -186,6 +186,10 @@ def test_two_wrappers(comm, initial: bool) -> None:
         pass
 
 
+def test_a_wrapper_is_a_joinable(comm) -> None:
+    assert isinstance(mpidl.DistributedDataParallel(nn.Linear(2, 2), process_group=comm), mpidl.Joinable)
+
+
 class Counter(mpidl.Joinable):
     """Counts the batches of all ranks, by a collective after each batch."""
 
