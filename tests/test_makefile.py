@@ -1,0 +1,82 @@
+"""`make test` goes on where a phase has no test, and fails where one has a failure or none has any test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# In place of the environment's python, and of mpirun: notes its phase, and ends as the test wants it to.
+PYTHON = """#!/bin/sh
+case "$*" in
+    *--only-mpi*) phase=mpi ;;
+    *"--jobs none"*) phase=alone ;;
+    *"--jobs only"*) phase=jobs ;;
+esac
+echo "$phase" >>"$PHASES"
+eval "exit \\$STATUS_$phase"
+"""
+MPIRUN = """#!/bin/sh
+shift 2
+exec "$@"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the Makefile, and an environment that it takes for finished."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("setup.cfg", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("python", PYTHON), ("mpirun", MPIRUN)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(stat.S_IRWXU)
+    for name in (".made", ".run", ".test"):
+        (tmp_path / ".venv" / name).touch()
+    return tmp_path
+
+
+def make_test(folder: Path, mpi: int, alone: int, jobs: int) -> tuple[int, list[str], str]:
+    """Runs `make test` with these statuses of pytest. Returns make's, the phases that ran, and what it wrote."""
+    given = {"STATUS_mpi": mpi, "STATUS_alone": alone, "STATUS_jobs": jobs}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PMI", "ARGS"))}
+    env |= {name: str(status) for name, status in given.items()} | {"PHASES": str(folder / "phases")}
+    command = ["make", "test", "MPI=mpich", "NPROCS=1 2", "ARGS=-m mpi", "FULL="]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, (folder / "phases").read_text().split(), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "statuses", [(0, 0, 0), (0, 5, 5), (5, 0, 5), (5, 5, 0)], ids=lambda each: "-".join(map(str, each))
+)
+def test_a_phase_without_tests_is_no_error(folder: Path, statuses: tuple[int, int, int]) -> None:
+    status, phases, written = make_test(folder, *statuses)
+    assert status == 0, written
+    assert sorted(phases) == ["alone", "jobs", "mpi", "mpi"]
+
+
+def test_no_tests_in_any_phase_is_an_error(folder: Path) -> None:
+    status, phases, written = make_test(folder, 5, 5, 5)
+    assert status != 0
+    assert sorted(phases) == ["alone", "jobs", "mpi", "mpi"]
+    assert "no test fits -m mpi" in written
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [(1, 0, 0), (0, 1, 0), (0, 0, 1), (5, 1, 5), (5, 5, 1), (0, 2, 5), (139, 0, 0)],
+    ids=lambda each: "-".join(map(str, each)),
+)
+def test_a_phase_that_fails_is_an_error(folder: Path, statuses: tuple[int, int, int]) -> None:
+    status, phases, written = make_test(folder, *statuses)
+    assert status != 0, written
+    if statuses[0] not in (0, 5):
+        assert phases == ["mpi"]  # and the others are not begun
