@@ -121,7 +121,7 @@ def estimate(
     step_in_backward: bool = False,
     tp: int = 1,
     tp_rank: int | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     slots: int = 0,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.

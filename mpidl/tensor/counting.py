@@ -12,9 +12,9 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..mesh import placement
 from .communication import Traffic
-from .parallelize import _STATE, _chosen
+from .parallelize import apply_styles, chosen_plan
 from .plans import Plan, matches
-from .state import TensorParallel
+from .state import ATTRIBUTE, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,8 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = N
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     made = copy.deepcopy(model, memo)
     state = TensorParallel(_Rank(rank, ranks))  # type: ignore[arg-type]
-    chosen, _ = _chosen(made, plan, ranks, sequence_parallel=False)
-    for name, module, styles in matches(chosen, made):
-        for style in styles:
-            if not style.sequential:
-                style.apply(name, module, state)
+    chosen, _ = chosen_plan(made, plan, ranks, sequence_parallel=False)
+    apply_styles(made, matches(chosen, made), state)
     return made
 
 
@@ -72,7 +69,7 @@ def _states(model: nn.Module) -> list[TensorParallel]:
     found = {
         id(state): state
         for module in model.modules()
-        for name in (_STATE, "_tensor_parallel")
+        for name in (ATTRIBUTE, "_tensor_parallel")
         if isinstance(state := getattr(module, name, None), TensorParallel)
     }
     return list(found.values())

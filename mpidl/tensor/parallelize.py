@@ -48,7 +48,9 @@ def parallelize(
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
     if getattr(model, _STATE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
-    chosen, report = check_everywhere(mesh["tp"], lambda: _chosen(model, plan, mesh.size("tp"), sequence_parallel))
+    chosen, report = check_everywhere(
+        mesh["tp"], lambda: chosen_plan(model, plan, mesh.size("tp"), sequence_parallel=sequence_parallel)
+    )
     found = check_everywhere(mesh["tp"], lambda: matches(chosen, model))
     refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
     if mesh.size("tp") == 1:
@@ -57,20 +59,17 @@ def parallelize(
         print("\n".join(report), flush=True)
     state = TensorParallel(mesh, sequence_parallel=sequence_parallel)
     state.recorded = recorded_views(model)
-    for name, module, styles in found:
-        for style in styles:
-            if state.sequence_parallel or not style.sequential:
-                style.apply(name, module, state)
-    _refuse_ties(model, found)
-    _refuse_unsummed(model, found, state)
+    apply_styles(model, found, state)
     state.keep(model.register_forward_pre_hook(lambda *_: state.forget_stream()))
     state.model = weakref.ref(model)
     setattr(model, _STATE, state)
     return model
 
 
-def _chosen(model: nn.Module, plan: Plan | str | None, ranks: int, sequence_parallel: bool) -> tuple[Plan, list[str]]:
-    """Returns the plan, and the lines of a report to print."""
+def chosen_plan(
+    model: nn.Module, plan: Plan | str | None, ranks: int, *, sequence_parallel: bool
+) -> tuple[Plan, list[str]]:
+    """Returns the plan that an argument of `parallelize` stands for, and the lines of a report to print."""
     if plan is None:
         ready = plan_for(model)
         if ready is None:
@@ -86,6 +85,16 @@ def _chosen(model: nn.Module, plan: Plan | str | None, ranks: int, sequence_para
         got = repr(plan) if isinstance(plan, str) else type(plan).__name__
         raise ConfigurationError(f"parallelize: plan: got {got}; needs a dict of names and styles, or 'auto'")
     return plan, []
+
+
+def apply_styles(model: nn.Module, found: Found, state: TensorParallel) -> None:
+    """Cuts the modules that a plan names. Raises ConfigurationError for what would compute wrongly beside them."""
+    for name, module, styles in found:
+        for style in styles:
+            if state.sequence_parallel or not style.sequential:
+                style.apply(name, module, state)
+    _refuse_ties(model, found)
+    _refuse_unsummed(model, found, state)
 
 
 def _refuse_ties(model: nn.Module, found: Found) -> None:

@@ -85,6 +85,13 @@ def test_the_model_that_is_counted_stays_whole_and_takes_a_plan() -> None:
     assert found.parameters == 4 * (count - len(names) * 64 * (32 + 1))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert estimate(model, 2, stage=0).parameters == 4 * count
+    ready, auto = (estimate(model, 2, stage=0, tp=2, plan=plan).parameters for plan in (None, "auto"))
+    assert ready == auto < found.parameters
+
+
+def test_a_model_whose_values_are_deferred_is_counted_as_another() -> None:
+    deferred = mpidl.deferred_init(GPT2, UNEVEN)
+    assert estimate(deferred, 4, tp=2) == estimate(meta(UNEVEN), 4, tp=2)
 
 
 @pytest.mark.parametrize(
