@@ -176,6 +176,14 @@ def parallelise(
     With --dtype bf16 or fp16 ZeRO keeps the parameters in 16 bits and masters in fp32; DDP computes by autocast.
     """
     mpidl.parallelize(model, mesh, sequence_parallel=options.sequence_parallel)  # >>> tp: each rank keeps some heads
+    weights = Safetensors(options.init_from, our_name) if options.init_from and options.zero == 3 else None
+    if options.tp > 1 and options.zero == 3:  # >>> and reads or computes the values of its parts alone
+        if weights:
+            mpidl.tensor.load_safetensors(model, weights.path, rename=weights.rename)
+        else:
+            mpidl.tensor.materialize(model)
+        model.to(device)
+        weights = None
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -199,18 +207,13 @@ def parallelise(
         stage=options.zero,
         params=groups,
         precision=precision,
-        weights=Safetensors(options.init_from, our_name) if is_deferred(options) and options.init_from else None,
+        weights=weights,
         device=device,
         mesh=mesh,
         **settings,
     )
     # Stages 2 and 3 would have to keep whole gradients to save the communication of the micro-steps.
     return model, optimizer, optimizer.no_sync if options.zero == 1 else contextlib.nullcontext
-
-
-def is_deferred(options: argparse.Namespace) -> bool:
-    """Whether no rank ever holds the whole model; what is cut over tp is whole until then."""
-    return options.zero == 3 and options.tp == 1
 
 
 def learning_rate(options: argparse.Namespace, step: int) -> float:
@@ -299,7 +302,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
             tokenizer.encode(text), mesh["dp"], options.block_size, options.batch, options.grad_accum, options.seed
         )
         config = configure(options, tokenizer.vocab_size)
-        if is_deferred(options):
+        if options.zero == 3:
             return batches, mpidl.deferred_init(GPT2, config)  # >>> no rank ever holds all of it
         model = load_pretrained(options.init_from, config) if options.init_from else GPT2(config)
         return batches, model.to(device)
