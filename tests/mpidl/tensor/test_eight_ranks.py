@@ -1,0 +1,25 @@
+"""Engines on products of dp and tp that take more ranks than the suite otherwise has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(400)
+@pytest.mark.parametrize(
+    ("engine", "name", "dp"),
+    [
+        ("stage 1", "gpt2", 2),
+        ("stage 3", "gpt2", 4),
+        ("stage 3 gathered", "llama, two key heads", 2),
+        ("ddp", "llama, two key heads", 1),
+    ],
+)
+def test_eight_ranks_train_as_one_process(mpirun: Callable[..., Any], engine: str, name: str, dp: int) -> None:
+    job = mpirun(8, "-W", "ignore", "-m", "tests.mpidl.tensor.job_eight_ranks", engine, name, dp, timeout=360)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.strip() == "the same"
