@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.examples.test_gpt2_resume import losses, run
+from tests.examples.test_gpt2_zero3 import call_main, losses
 
 SIZE = ["--layers", "2", "--heads", "7", "--embd", "28", "--block-size", "16"]
 TINY = [*SIZE, "--steps", "4", "--warmup", "2", "--eval-every", "2", "--eval-sequences", "7", "--sample", "20"]
@@ -31,9 +31,9 @@ ON_FOUR = {
 def results_of(ranks: int, lines: dict[str, list[object]], text: Path, folder: Path) -> Runs:
     """Runs the example in one job, and returns rank 0's output and the results of each of these command lines."""
     paths = {name: folder / f"{name}.json" for name in lines}
-    outcomes = run(ranks, *([*TINY, "--data", text, *lines[name], "--json", paths[name]] for name in lines))
+    outcomes = call_main(ranks, [[*TINY, "--data", text, *lines[name], "--json", paths[name]] for name in lines])
     done = {}
-    for name, (status, out, errors) in zip(lines, outcomes, strict=True):
+    for name, ((status, out, errors), *_) in zip(lines, outcomes, strict=True):
         assert status == 0, errors
         done[name] = SimpleNamespace(stdout=out, results=json.loads(paths[name].read_text()))
     return done
