@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from .snippets import Snippet
 
+_OF_THE_READER = ("train.py",)
+
 
 @dataclass
 class Started:
@@ -15,7 +17,10 @@ class Started:
 
 
 def programs(snippet: Snippet) -> list[Started]:
-    """The Python programs of a shell block, those inside other commands too, with their long options."""
+    """The Python programs of a shell block, those inside other commands too, with their long options.
+
+    The reader's own train.py is left out.
+    """
     variables: dict[str, str] = {}
     found: list[Started] = []
     for line in snippet.source.replace("\\\n", " ").splitlines():
@@ -29,6 +34,8 @@ def programs(snippet: Snippet) -> list[Started]:
             words = words[words.index("python") + 1 :]
             is_module = words[0] == "-m"
             started = Started(tuple(words[: 1 + is_module]))
+            if started.program == _OF_THE_READER:
+                continue
             if started.program == ("-m", "mpidl.checkpoint"):  # its options belong to commands
                 started.program += (words[2],)
             end = words.index("python") if "python" in words else len(words)

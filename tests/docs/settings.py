@@ -1,5 +1,7 @@
 """Names that a snippet takes for granted: those of the reader's own program, and of the snippets before it.
 
+`test_names.py` sees to it that docs/index.md or the page says which.
+
 `COMMON` runs before each snippet, `SETTINGS[name]` after it, and `AFTER[name]` behind the snippet, to see that it did
 what the page says.
 """
@@ -87,7 +89,7 @@ model = mpidl.DistributedDataParallel(MyModel())
 micro_batches = [(torch.randn(2, 3, 8), torch.randint(4, (2, 3)), torch.ones(2, 3)) for _ in range(2)]
 masks, last = [mask for _, _, mask in micro_batches], 1
 """,
-    "ddp-3": BATCH + "network = MyModel()\n",
+    "ddp-3": BATCH + "model = MyModel()\n",
     "ddp-4": BATCH,
     "faults-1": TRAINED + TRAIN_ONE_STEP,
     "faults-2": ZERO + "loss = model(x).square().mean()\n",
@@ -133,7 +135,7 @@ def my_part_of_each_batch(rank, size):
 }
 
 AFTER = {
-    "ddp-3": "network(x).sum().backward()\noptimizer.step()\n",
+    "ddp-3": "model(x).sum().backward()\noptimizer.step()\n",
     "README-1": "assert mean < 0.2 and (set(weights) == set(model.state_dict())) == (comm.rank == 0)",
     "checkpoint-3": "assert weight.shape == (64, 16)",
     "checkpoint-4": "assert loaded.step == 10",

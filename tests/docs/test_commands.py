@@ -25,7 +25,7 @@ def help_of(program: tuple[str, ...]) -> str:
 
 
 def test_commands_are_found_inside_others_and_through_variables() -> None:
-    source = 'RUN="mpirun -n 2 python a.py"\npython -m b.c --x 1 -- \\\n  $RUN --y=3 # --z\n'
+    source = 'RUN="mpirun -n 2 python a.py"\npython train.py --w && python -m b.c --x 1 -- \\\n  $RUN --y=3 # --z\n'
     found = programs(Snippet("page-1", ROOT / "README.md", 1, source))
     assert found == [Started(("-m", "b.c"), ["--x"]), Started(("a.py",), ["--y=3"])]
 
