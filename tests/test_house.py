@@ -112,7 +112,8 @@ LAYERS = {
         "parts of engines": "gradients replicas comm_hooks",
         "DDP": "ddp",
         "over DDP": "gradients.nonfinite optim",
-        "base of ZeRO": "zero.traffic zero.hooks zero.forward_label zero.shard_group zero.placeholder zero.parameter_shard zero.slices",
+        "base of ZeRO": "zero.traffic zero.hooks zero.forward_label zero.shard_group zero.placeholder "
+        "zero.parameter_shard zero.slices",
         "between steps": "zero.gradients zero.parameters",
         "ZeRO's step": "zero.stepping",
         "its offload": "zero.offload",
