@@ -1,9 +1,10 @@
-"""Trains BERT on text with gaps, data-parallel over MPI, and shows how it fills them.
+"""Trains BERT on text with gaps, in parallel over MPI, and shows how it fills them.
 
     mpirun -n 4 python examples/bert_mlm.py                              # Python's standard library
     mpirun -n 4 python examples/bert_mlm.py --data my_text.txt --model base46m --steps 5000 --dtype bf16
     mpirun -n 4 python examples/bert_mlm.py --checkpoint-dir DIR --save-every 100     # goes on from DIR
     mpirun -n 4 python examples/bert_mlm.py --device cuda --model base46m            # bf16, on the GPUs in turn
+    mpirun -n 4 python examples/bert_mlm.py --tp 2                       # layers cut over pairs of ranks
     python examples/bert_mlm.py                                          # a world of one
 
 The parts that make it parallel are marked with >>>.
@@ -56,6 +57,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--warmup", type=at_least(0), default=50, help="steps from 0 to it; then linearly down to 0")
     train.add_argument("--weight-decay", type=at_least(0, float), default=0.01, help="of matrices")
     train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
+    train.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks that hold parts of each layer")
     add_device(train)
     train.add_argument("--dtype", choices=["fp32", *HALVES], help="bf16, fp16: by autocast; else fp32, on a GPU bf16")
     train.add_argument("--checkpoint-activations", action="store_true", help="less memory, more computation")
@@ -67,6 +69,8 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
 
     def check(options: argparse.Namespace) -> None:
+        if comm.size % options.tp:
+            raise UsageError(f"--tp {options.tp}: got {comm.size} ranks; needs a divisor of their number")
         resolve_device(options)
         check_options(comm, options)
         if comm.rank == 0:
@@ -89,6 +93,8 @@ def configure(options: argparse.Namespace, vocab_size: int) -> BERTConfig:
         config = BERTConfig.named(options.model, vocab_size=vocab_size, **changes)
     if options.sequence_length > config.block_size:
         raise UsageError(f"--sequence-length {options.sequence_length}: the model has {config.block_size} positions")
+    if options.tp > config.heads:
+        raise UsageError(f"--tp {options.tp}: the model has {config.heads} heads; needs at least one for each rank")
     return config
 
 
@@ -108,7 +114,7 @@ class Score(NamedTuple):
 
 
 class Gaps:
-    """Text with gaps for this rank, and how well the model on a device fills them."""
+    """Text with gaps for this rank of `comm`, and how well the model on a device fills them."""
 
     def __init__(
         self, comm: Any, options: argparse.Namespace, tokenizer: MarkedTokenizer, text: str, device: torch.device
@@ -191,10 +197,17 @@ def fill_in(model: BERT, tokenizer: MarkedTokenizer, text: str, longest: int, de
 
 
 def main() -> None:
-    """Sets up, trains, shows."""
+    """Joins the ranks, lays them out, trains."""
     comm = mpidl.init()  # >>> all ranks that mpirun started
     options = parse(comm)
     stop = mpidl.StopSignal()  # >>> SIGTERM or SIGUSR1 on any rank ends all of them after the same step
+    with mpidl.Mesh(tp=options.tp) as mesh:  # >>> dp: the ranks with other sequences; tp: with other parts of layers
+        run(mesh, options, stop)
+
+
+def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -> None:
+    """Sets up, trains, shows."""
+    comm, data = mesh.comm, mesh["dp"]
     say = print if comm.rank == 0 else lambda *_, **__: None
     torch.manual_seed(options.seed)
 
@@ -204,35 +217,39 @@ def main() -> None:
     text = mpidl.agree_or_exit(comm, lambda: read_corpus(options.data, comm))
 
     def prepare() -> tuple[Gaps, BERT]:
-        gaps, config = Gaps(comm, options, tokenizer, text, device), configure(options, tokenizer.vocab_size)
+        gaps, config = Gaps(data, options, tokenizer, text, device), configure(options, tokenizer.vocab_size)
         model = load_pretrained(options.init_from, config) if options.init_from else BERT(config)
         return gaps, model.to(device)
 
     gaps, model = mpidl.agree_or_exit(comm, prepare)
-    call = mpidl.DistributedDataParallel(model)  # >>> gradients are averaged during backward
+    parameters = parameter_count(model)
+    mpidl.parallelize(model, mesh)  # >>> each rank of tp keeps some heads, features and tokens
+    call = mpidl.DistributedDataParallel(model, mesh=mesh)  # >>> gradients are averaged during backward
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, fused=True)
-    scaler = mpidl.GradScaler(device.type, enabled=options.dtype == "fp16")  # small gradients would vanish in fp16
-    torch.manual_seed(options.seed + comm.rank)  # >>> dropout differs from rank to rank
+    # Small gradients would vanish in fp16.
+    scaler = mpidl.GradScaler(device.type, enabled=options.dtype == "fp16", mesh=mesh)
+    torch.manual_seed(options.seed + data.rank)  # >>> of dropout: others over dp, the same over tp
 
-    tokens_per_step = comm.size * options.grad_accumulation * options.batch_size * options.sequence_length
+    tokens_per_step = data.size * options.grad_accumulation * options.batch_size * options.sequence_length
+    how = f" (dp={data.size}, tp={options.tp})" if options.tp > 1 else ""
     say(
-        f"BERT of {parameter_count(model) / 1e6:.1f} M parameters, DDP on {comm.size} rank{'s' * (comm.size > 1)}, "
+        f"BERT of {parameters / 1e6:.1f} M parameters, DDP on {comm.size} rank{'s' * (comm.size > 1)}{how}, "
         f"{torch.get_num_threads()} thread(s) each, on {device.type}; {len(gaps.batches.train) / 1e6:.2f} M tokens of "
         f"{options.data}, {tokens_per_step} a step",
         flush=True,
     )
     names = "data tokenizer vocab model dropout sequence_length steps lr warmup weight_decay clip dtype seed"
     settings = settings_of(options, names, sequences_a_step=tokens_per_step // options.sequence_length)
-    kept = Checkpoints(comm, options, stop, (call, optimizer, None, scaler), settings)  # >>> each rank a part
+    kept = Checkpoints(comm, options, stop, (call, optimizer, None, scaler), settings, mesh)  # >>> each rank a part
     loaded = kept.resume(options.steps)
     begin = loaded.step if loaded else 0
     guard = None
     if options.on_nan != "ignore":
-        guard = mpidl.NonfiniteGuard(call, None, options.on_nan, scaler=scaler)
+        guard = mpidl.NonfiniteGuard(call, None, options.on_nan, scaler=scaler, mesh=mesh)
     steps: list[dict[str, float]] = []
     held_out: list[dict[str, float]] = []
 
@@ -255,16 +272,16 @@ def main() -> None:
             with contextlib.nullcontext() if last else call.no_sync():
                 score = gaps.score(call, inputs, labels)
                 # >>> After DDP's average the gradient is that of the mean over all gaps of all ranks and micro-steps.
-                loss = mpidl.global_mean(score.loss_sum, count)
+                loss = mpidl.global_mean(score.loss_sum, count, mesh=mesh)
                 scaler.scale(loss).backward()
             sums += score.loss_sum.item(), score.right, score.gaps
         scaler.unscale_(optimizer)
-        norm = mpidl.clip_grad_norm_(model.parameters(), options.clip) if options.clip else None
+        norm = mpidl.clip_grad_norm_(model.parameters(), options.clip, mesh=mesh) if options.clip else None
         if guard is None or guard.allows(sums[0], norm):  # >>> the same on all ranks
             scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        comm.all_reduce(sums)  # >>> losses, right answers and gaps of all ranks
+        data.all_reduce(sums)  # >>> losses, right answers and gaps of all sequences
         ms = (time.perf_counter() - start) * 1e3
         loss_mean, accuracy = sums[0] / sums[2], sums[1] / sums[2]
         steps.append({"step": step, "loss": loss_mean, "accuracy": accuracy, "ms": ms})
@@ -276,16 +293,14 @@ def main() -> None:
     median = statistics.median(s["ms"] for s in steps) if steps else None
     if median:
         say(f"{median:.1f} ms a step, {tokens_per_step / median * 1e3:.0f} tokens/s")
-    if comm.rank == 0:
+    if data.rank == 0:  # >>> the ranks of one tp group compute it together
         unseen = tokenizer.decode(gaps.batches.validation[:4000].tolist())
-        print(
-            f"--- held-out text ---\n{fill_in(model, tokenizer, unseen, options.sequence_length, device)}\n---",
-            flush=True,
-        )
+        filled = fill_in(model, tokenizer, unseen, options.sequence_length, device)
+        say(f"--- held-out text ---\n{filled}\n---", flush=True)
     if comm.rank == 0 and options.json:
         results = {
             "world_size": comm.size,
-            "params": parameter_count(model),
+            "params": parameters,
             "steps": steps,
             "held_out": held_out,
             "tokens_per_s": tokens_per_step / median * 1e3 if median else None,

@@ -58,6 +58,7 @@ def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[
 RUNS = {  # on two ranks
     "plain": ["--batch-size", "3"],
     "accumulating": ["--batch-size", "1", "--grad-accumulation", "3", "--checkpoint-activations"],
+    "cut": ["--batch-size", "6", "--tp", "2"],
     "bf16": ["--batch-size", "3", "--dtype", "bf16"],
 }
 if hasattr(mpidl, "GradScaler"):
@@ -126,6 +127,18 @@ def test_two_ranks_follow_a_world_of_one(
     assert "DDP on 2 ranks," in two_ranks[name].stdout
     assert two_ranks[name].results["world_size"] == 2
     follows(two_ranks[name].results, alone.results)
+
+
+def test_layers_that_are_cut_over_two_ranks_follow_a_world_of_one(
+    alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace]
+) -> None:
+    found = two_ranks["cut"]
+    assert "DDP on 2 ranks (dp=1, tp=2)," in found.stdout
+    follows(found.results, alone.results)
+    assert found.results["params"] == alone.results["params"]
+    assert found.stdout.split("--- held-out text ---")[1] == alone.stdout.split("--- held-out text ---")[1]
+    step = found.results["tokens_per_s"] * found.results["step_ms_median"] / 1e3
+    assert step == pytest.approx(GLOBAL_BATCH * 18)
 
 
 def test_bf16_stays_near_fp32(alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace]) -> None:
@@ -213,6 +226,7 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank_and_help_is_printed_on
     data = ("--data", text)
     given = (*data, *SIZE)
     wrong = {
+        (*given, "--tp", "3"): "--tp 3: got 2 ranks; needs a divisor",
         ("--data", "nowhere.txt"): "nowhere.txt: No such file or directory",
         ("--data", short, *SIZE): "the text is too short: 9 tokens",
         (*data, "--model", "tiny", "--sequence-length", "513"): "--sequence-length 513: the model has 512 positions",
