@@ -99,6 +99,11 @@ class Activations:
         partial.copy_(x)
         return self.all_reduce(partial)
 
+    def reduce_rows(self, rows: torch.Tensor, op: str = "sum") -> None:
+        """Sums over the ranks in place, or takes the largest with "max": of a few numbers a token. Collective."""
+        self._count("all_reduces", "reduced", rows)
+        self.comm.all_reduce(rows, op)
+
     def begin_all_reduce(self, partial: torch.Tensor) -> PartitionedAllReduce:
         """Lets the other ranks begin to sum; `finish_all_reduce` waits. In between this rank may compute. Collective.
 

@@ -10,6 +10,7 @@ loss needs no change. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,8 @@ class _Embedding:
         """Integers [...] -> [..., width], the same on every rank."""
         start, stop = self._run
         self._state.activations.check_inputs(tokens)
+        if tokens.device.type == "cpu":  # a GPU would wait
+            _refuse_out_of_range(tokens, self._layer.num_embeddings)
         elsewhere = (tokens < start) | (tokens >= stop)
         weight = self._layer.weight
         if start == stop:
@@ -67,6 +70,15 @@ class _Embedding:
             rows = type(self._layer).forward(self._layer, torch.where(elsewhere, 0, tokens - start))
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return sum_of_region(rows, self._state.activations)
+
+
+@uncompiled
+def _refuse_out_of_range(tokens: torch.Tensor, count: int) -> None:
+    wrong = tokens[(tokens < 0) | (tokens >= count)]
+    if len(wrong):
+        raise TrainingError(
+            f"embedding: got the token {int(wrong[0])} with a vocabulary of {count}; needs tokens in it"
+        )
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -97,7 +109,8 @@ class _AsLogits:
 class VocabLogits(torch.Tensor):
     """Logits [..., vocabulary], of which this rank has those of some tokens. `local` are these, as a plain tensor.
 
-    An operation that is not known to work on parts gathers them first, so every rank of tp must come to it.
+    An operation that is not known to work on parts gathers them first, so every rank of tp must come to it. Printing
+    and copying take the part alone.
     """
 
     _activations: Activations
@@ -124,6 +137,17 @@ class VocabLogits(torch.Tensor):
         start, stop = run_of(self._tokens, self._activations.ranks, self._activations.rank)
         return f"VocabLogits(shape={tuple(self.shape)}, tokens {start}..{stop} here:\n{self.local!r})"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabLogits:
+        return VocabLogits.of(copy.deepcopy(self.local, memo), self._activations, self._tokens)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TrainingError(
+            "VocabLogits: got a part of the logits to pickle; needs .whole() before, on every rank of tp"
+        )
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,6 +164,13 @@ class VocabLogits(torch.Tensor):
                     return result
         elif function is F.cross_entropy and isinstance(kwargs.get("input"), VocabLogits) and not args:
             return _cross_entropy(kwargs.pop("input"), function, (), kwargs)
+        elif function is torch.autograd.grad:
+            return _gradients(function, args, kwargs)
+        if _changes_in_place(function) and isinstance(first, VocabLogits):
+            raise TrainingError(
+                f"VocabLogits: got {function.__name__} of the logits in place, of which each rank of tp has a part; "
+                "needs one that is not in place, or .whole() before"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits.whole, (args, kwargs))
             return function(*args, **kwargs)
@@ -151,12 +182,28 @@ class VocabLogits(torch.Tensor):
 def _cross_entropy(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
-    target = given.pop("target")
     if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
         return NotImplemented
-    if target.is_floating_point() or logits.dim() > 2 or target.dim() != logits.dim() - 1:
-        return NotImplemented  # probabilities, or classes along another dimension
-    return cross_entropy(logits, target, **given)
+    return cross_entropy(logits, **given)
+
+
+def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad, whose inputs are the parts themselves, and its results as well."""
+    given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+    outputs, inputs = given.pop("outputs"), given.pop("inputs")
+    several = [inputs] if torch.is_tensor(inputs) else list(inputs)
+    outputs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits.whole, outputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = function(outputs, several, *args[2:], **given)
+    return tuple(
+        VocabLogits.of(g, x._activations, x._tokens) if isinstance(x, VocabLogits) and g is not None else g
+        for g, x in zip(found, several, strict=True)
+    )
+
+
+def _changes_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -167,7 +214,8 @@ def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) 
         if changed is None:
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
-            return VocabLogits.of(function(logits.local, *changed, **kwargs), logits._activations, logits._tokens)
+            result = function(logits.local, *changed, **kwargs)
+        return VocabLogits.of(result, logits._activations, logits._tokens) if torch.is_tensor(result) else result
 
     return handler
 
@@ -177,20 +225,28 @@ def _as_given(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _numbers_only(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    numbers = all(isinstance(a, int | float) or (torch.is_tensor(a) and a.dim() == 0) for a in args)
+    """Numbers, and tensors of one; not those that train, whose gradient is of all tokens."""
+    numbers = all(
+        isinstance(a, int | float | str | None) or (torch.is_tensor(a) and a.dim() == 0 and not a.requires_grad)
+        for a in (*args, *kwargs.values())
+    )
     return args if numbers else None
 
 
 def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The shape of view and reshape, whose last size is that of the vocabulary."""
-    shape = tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+    shape = args if len(args) != 1 or not isinstance(args[0], list | tuple) else tuple(args[0])
     if kwargs or not shape or not all(isinstance(n, int) for n in shape):
         return None
-    last = shape[-1]
-    if last == -1:
-        leading = logits.shape[:-1].numel()
-        last = logits._tokens if torch.Size(shape[:-1]).numel() == leading else 0
-    return ((*shape[:-1], logits.local.shape[-1]),) if last == logits._tokens else None
+    leading = logits.shape[:-1].numel()
+    if shape[-1] == -1 and torch.Size(shape[:-1]).numel() == leading:
+        shape = (*shape[:-1], logits._tokens)
+    if shape[-1] != logits._tokens:
+        return None
+    known = -torch.Size(shape[:-1]).numel()  # without the -1, if there is one
+    if known > 0 and leading % known == 0:  # the part may be empty, of which torch finds no size
+        shape = tuple(leading // known if n == -1 else n for n in shape)
+    return ((*shape[:-1], logits.local.shape[-1]),)
 
 
 def _in_flatten(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -225,6 +281,11 @@ def _plain(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: di
         return function(logits, *args, **kwargs)
 
 
+def _grad(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _plain(logits, function, args, kwargs)
+    return None if found is None else VocabLogits.of(found, logits._activations, logits._tokens)
+
+
 _T = torch.Tensor
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
@@ -233,6 +294,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.__len__: lambda logits, *_: _shape(logits)[0],
     _T.numel: lambda logits, *_: _shape(logits).numel(),
     _T.__repr__: lambda logits, *_: VocabLogits.__repr__(logits),
+    _T.grad.__get__: _grad,  # type: ignore[union-attr]
     _T.view: _local(_in_shape),
     _T.reshape: _local(_in_shape),
     _T.flatten: _local(_in_flatten),
@@ -241,7 +303,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (
             _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.cpu,
-            _T.requires_grad_, _T.tanh, torch.tanh, _T.neg, _T.__neg__,
+            _T.tanh, torch.tanh, _T.neg, _T.__neg__,
         ),
         _local(_as_given),
     ),
@@ -254,7 +316,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys(
         (
-            _T.dim, _T.is_floating_point, _T.element_size, _T.register_hook, _T.retain_grad, _T.is_contiguous,
+            _T.requires_grad_, _T.dim, _T.is_floating_point, _T.element_size, _T.register_hook, _T.retain_grad,
+            _T.is_contiguous,
             *(
                 getattr(_T, name).__get__
                 for name in ("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "is_cuda",
@@ -280,12 +343,13 @@ def cross_entropy(
     """Cross-entropy of VocabLogits, as torch.nn.functional.cross_entropy of the whole logits.
 
     logits: [tokens, vocabulary] or [vocabulary]. target: int64 [tokens] or [], of the whole vocabulary. weight:
-    [vocabulary]. Raises TrainingError for a target out of range that is not ignored. Two all-reduces forward, none
-    backward, in fp32 for 16-bit logits.
+    [vocabulary]. Raises TrainingError for a target out of range that is not ignored. Two all-reduces forward, of 3
+    numbers a token together (4 with label smoothing), none backward; in fp32 for 16-bit logits.
     """
-    if not isinstance(logits, VocabLogits):
+    if not isinstance(logits, VocabLogits) or not _has_losses(logits, target, weight, reduction, label_smoothing):
+        whole = logits.whole() if isinstance(logits, VocabLogits) else logits
         return F.cross_entropy(
-            logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+            whole, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
     local = rows_of(logits.local)
     flat = target.reshape(-1)
@@ -296,17 +360,35 @@ def cross_entropy(
             f"cross_entropy: got the target {int(flat[wrong][0])} with a vocabulary of {logits._tokens}; needs targets "
             f"in it, or ignore_index={ignore_index} where none counts"
         )
-    losses, smooth = _TokenLosses.apply(local, flat, counted, logits._activations, logits._tokens, weight)  # type: ignore[no-untyped-call]
-    factors = counted.to(losses.dtype)
+    autocast = torch.is_autocast_enabled(local.device.type)
+    dtype = torch.promote_types(local.dtype, torch.float32) if autocast else local.dtype
+    losses, smooth = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        local, flat, counted, logits._activations, logits._tokens, weight, label_smoothing > 0.0
+    )
+    counts = factors = counted.to(losses.dtype)
     if weight is not None:
-        factors = factors * weight.to(losses.dtype)[torch.where(counted, flat, 0)]
+        factors = counts * weight.to(losses.dtype)[torch.where(counted, flat, 0)]
     terms = (1.0 - label_smoothing) * factors * losses
     if label_smoothing:
-        terms = terms + (label_smoothing / logits._tokens) * counted * smooth
+        terms = terms + (label_smoothing / logits._tokens) * counts * smooth
     if reduction == "none":
-        return terms.view(target.shape).to(local.dtype)
+        return terms.view(target.shape).to(dtype)
     total = terms.sum() if reduction == "sum" else terms.sum() / factors.sum()
-    return total.to(local.dtype)
+    return total.to(dtype)
+
+
+def _has_losses(
+    logits: VocabLogits, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, label_smoothing: float
+) -> bool:
+    """Returns whether the arguments are as for parts; torch computes with others, or refuses them, on whole logits."""
+    return (
+        logits.dim() <= 2
+        and target.dtype == torch.int64
+        and target.shape == logits.shape[:-1]
+        and (weight is None or weight.shape == (logits._tokens,))
+        and reduction in ("none", "mean", "sum")
+        and 0.0 <= label_smoothing <= 1.0
+    )
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -322,6 +404,7 @@ class _TokenLosses(torch.autograd.Function):
         activations: Activations,
         tokens: int,
         weight: torch.Tensor | None,
+        smooths: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, stop = run_of(tokens, activations.ranks, activations.rank)
         wide = logits.float() if logits.element_size() < 4 else logits
@@ -329,39 +412,41 @@ class _TokenLosses(torch.autograd.Function):
         most = wide.new_full((rows,), -torch.inf)
         if stop > start:
             torch.amax(wide, 1, out=most)
-        activations.comm.all_reduce(most, "max")
+        activations.reduce_rows(most, "max")
         shifted = wide - most.unsqueeze(1)
         here = counted & (target >= start) & (target < stop)
         index = torch.where(here, target - start, 0)
-        summed = wide.new_zeros(4, rows)  # of exp; the picked logit; weight * logit; weight, over the vocabulary
+        summed = wide.new_zeros(3 if smooths else 2, rows)  # of exp; the picked logit; weight * logit, over all tokens
         if stop > start:
             summed[1] = torch.where(here, shifted.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
         weights = None if weight is None else weight[start:stop].to(wide.dtype)
-        summed[2] = shifted.sum(1) if weights is None else shifted @ weights
-        summed[3] = stop - start if weights is None else weights.sum()
+        total = tokens if weight is None else weight.to(wide.dtype).sum()
+        if smooths:
+            summed[2] = shifted.sum(1) if weights is None else shifted @ weights
         probabilities = shifted.exp_()
         summed[0] = probabilities.sum(1)
-        activations.comm.all_reduce(summed)
+        activations.reduce_rows(summed)
         probabilities /= summed[0].unsqueeze(1)
         log_sum = summed[0].log()
-        ctx.save_for_backward(probabilities, index, here, counted, summed[3].clone())
-        ctx.dtype, ctx.weights = logits.dtype, weights
+        ctx.save_for_backward(probabilities, index, here, counted)
+        ctx.dtype, ctx.weights, ctx.total, ctx.smooths = logits.dtype, weights, total, smooths
         zero = log_sum.new_zeros(())
         losses = torch.where(counted, log_sum - summed[1], zero)
-        return losses, torch.where(counted, summed[3] * log_sum - summed[2], zero)
+        smooth = torch.where(counted, total * log_sum - summed[2], zero) if smooths else torch.zeros_like(losses)
+        return losses, smooth
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_losses: torch.Tensor, of_smooth: torch.Tensor) -> tuple[Any, ...]:
-        probabilities, index, here, counted, total = ctx.saved_tensors
-        of_losses, of_smooth = of_losses * counted, of_smooth * counted
-        gradient = probabilities * (of_losses + of_smooth * total).unsqueeze(1)
+        probabilities, index, here, counted = ctx.saved_tensors
+        of_losses, of_smooth = (torch.where(counted, g, 0.0) for g in (of_losses, of_smooth))  # NaN if none counts
+        gradient = probabilities * (of_losses + of_smooth * ctx.total).unsqueeze(1)
         if gradient.shape[1]:
             gradient.scatter_add_(1, index.unsqueeze(1), torch.where(here, -of_losses, 0.0).unsqueeze(1))
-        if bool(of_smooth.any()):
+        if ctx.smooths:
             one = 1.0 if ctx.weights is None else ctx.weights
             gradient -= of_smooth.unsqueeze(1) * one
-        return gradient.to(ctx.dtype), None, None, None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None, None, None
 
 
 class _GatherLast(torch.autograd.Function):
