@@ -15,6 +15,8 @@ loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init
 functions      where autograd communicates
 communication  the collectives of activations, through symmetric memory
+dropout        dropout that is the same for every tp; parts: which elements a rank computes
+forwards       what runs around a module's forward pass
 steps          optimizers that would step wrongly on parts
 state          what the layers of a model share: ranks, pieces of sequences, random numbers
 kept_sums      what checkpoints of activations need not communicate again

@@ -11,7 +11,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
+from .forwards import run_around
 from .functions import column_product, copy_to_region, gather_to_region, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
 from .sizes import Run, run_of
@@ -119,6 +120,7 @@ def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run], *, ends_reg
     if in_name:
         state.set(layer, in_name, sum(stop - start for start, stop in runs))
     layer._ends_region = ends_region
+    state.changes.append(lambda: delattr(layer, "_ends_region"))
     _become(layer, _RowParallel, state)
 
 
@@ -130,15 +132,20 @@ def _make_adapted_column(
         state.sum_gradients(a, if_in_pieces=False)
         make_column(b, state, runs, copies_input=False, counted=counted)
     _set_if_there(layer, "out_features", sum(stop - start for start, stop in runs), state)
-    if copies_input:
 
-        def begin(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def around(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if copies_input:
             x, length = args[0], state.begin_region(args[0])
             activations = state.activations
             whole = copy_to_region(x, activations) if length is None else gather_to_region(x, activations, length)
-            return whole, *args[1:]
+            args = whole, *args[1:]
+        part, state.part = state.part, None  # an adapter drops elements of its input, which is whole
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            state.part = part
 
-        state.keep(layer.register_forward_pre_hook(begin))
+    run_around(layer, state, "AdaptedColumn", around)
 
 
 def _make_adapted_row(layer: Any, state: TensorParallel, runs: tuple[Run, ...]) -> None:
@@ -150,11 +157,11 @@ def _make_adapted_row(layer: Any, state: TensorParallel, runs: tuple[Run, ...]) 
     dropouts = Dropouts(layer)
 
     def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if layer.training and dropouts and state.length is None:
-            state.begin_stream(args[0].device)
+        if layer.training and dropouts and state.region_length is None:
+            state.begin_stream(args[0].device, of_region=True)
 
     state.keep(layer.register_forward_pre_hook(begin))
-    state.keep(layer.register_forward_hook(lambda *_: state.end_stream(), always_call=True))
+    state.keep(layer.register_forward_hook(lambda *_: state.end_region(), always_call=True))
 
 
 def _set_if_there(layer: Any, name: str, value: int, state: TensorParallel) -> None:
@@ -190,8 +197,8 @@ class _RowParallel(nn.Module):
         """[..., this rank's features of in] -> [..., out]; in pieces of sequences, if they are in pieces."""
         state = self._tensor_parallel
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        if self._ends_region and state.length is None:  # else the stream goes on behind the region
-            state.end_stream()
+        if self._ends_region:
+            state.end_region()
         out_in, length = _kind(self)[0], state.region_length
         return row_product(x, weight, bias, state.activations, out_in=out_in, length=length, sums=state.kept_sums)
 
@@ -206,6 +213,7 @@ def _autocast(x: torch.Tensor, *parameters: Any) -> tuple[Any, ...]:
 
 def _become(layer: Any, mixin: type[nn.Module], state: TensorParallel) -> None:
     layer._tensor_parallel = state
+    state.changes.append(lambda: delattr(layer, "_tensor_parallel"))
     state.set(layer, "__class__", _derived(type(layer), mixin))
 
 

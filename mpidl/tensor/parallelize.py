@@ -17,6 +17,7 @@ from ..mesh import Mesh
 from ..mesh.placement import Cut, place, placement
 from .automatic import automatic_plan
 from .deferred import recorded_views
+from .dropout import drop_by_index
 from .inputs import refuse_different_models
 from .linear import kind_of
 from .lora import base_of
@@ -29,7 +30,12 @@ _STATE = ATTRIBUTE
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, plan: Plan | str | None = None, *, sequence_parallel: bool = False
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan | str | None = None,
+    *,
+    sequence_parallel: bool = False,
+    dropout: str = "streams",
 ) -> nn.Module:
     """Cuts a model over the ranks of tp, in place, and returns it.
 
@@ -37,13 +43,19 @@ def parallelize(
     give it values. plan: names of modules and their styles; by default the ready plan of the model's class; "auto"
     finds attentions, feed-forward networks and the vocabulary by structure, and prints on rank 0 what it does.
     sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a piece of the
-    sequences, which takes the memory of activations down by the number of ranks. Collective over tp.
+    sequences, which takes the memory of activations down by the number of ranks. dropout: "streams" for random numbers
+    of each rank's own where ranks compute different things; "by_index" to drop the same elements for every tp, also 1,
+    which takes more time and memory. Collective over tp.
+
+    Before training, seed torch's default generator alike on all ranks of tp and differently over dp.
 
     Parameters keep their identity, so layers stay tied and an optimizer that has them already has the parts. Raises
     ConfigurationError on every rank of tp for a plan that does not fit; the model is not to be used then.
     """
     if not isinstance(mesh, Mesh):
         raise ConfigurationError(f"parallelize: mesh: got {type(mesh).__name__}; needs a mpidl.Mesh")
+    if dropout not in ("streams", "by_index"):
+        raise ConfigurationError(f"parallelize: dropout: got {dropout!r}; needs 'streams' or 'by_index'")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
     if getattr(model, _STATE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
@@ -53,14 +65,19 @@ def parallelize(
     )
     found = check_everywhere(mesh["tp"], lambda: matches(chosen, model))
     refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
-    if mesh.size("tp") == 1:
+    cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
+    if not cuts and not by_index:
         return model
-    if report and mesh.comm.rank == 0:
-        print("\n".join(report), flush=True)
-    state = TensorParallel(mesh, sequence_parallel=sequence_parallel)
-    state.recorded = recorded_views(model)
-    apply_styles(model, found, state)
-    state.keep(model.register_forward_pre_hook(lambda *_: state.forget_stream()))
+    state = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index)
+    if cuts:
+        if report and mesh.comm.rank == 0:
+            print("\n".join(report), flush=True)
+        state.recorded = recorded_views(model)
+        apply_styles(model, found, state)
+    state.keep(model.register_forward_pre_hook(lambda *_: state.end_pass()))
+    state.keep(model.register_forward_hook(lambda *_: state.end_pass(), always_call=True))
+    if by_index:
+        drop_by_index(model, state)
     state.model = weakref.ref(model)
     setattr(model, _STATE, state)
     return model

@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import ConfigurationError
 from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
 from .lora import adapters, base_of
+from .parts import FeaturesHere, HeadsHere
 from .sizes import Heads, cut_heads, in_elements, run_of, segments
 from .state import TensorParallel
 from .styles import Region
@@ -71,10 +72,10 @@ class AttentionParallel:
         width = _width(f"{name}.{self.output}", sizes_of(f"{name}.{self.output}", output)[0], query)
         make_row(output, state, [in_elements(heads.query, width)])
         self._change_attributes(name, module, state, heads)
+        part = HeadsHere(name, heads.query, heads.all_query)
+        copies = not self.each and (not self.fused or self.whole_input)
         inner = submodule(name, module, self.inner)
-        Region(
-            name, inner, state, self.input, self.memory, copies=not self.each and (not self.fused or self.whole_input)
-        )
+        Region(joined(name, self.inner), inner, state, self.input, self.memory, copies=copies, part=part)
 
     def _cut_fused(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
@@ -165,7 +166,16 @@ class FeedForwardParallel:
             runs = segments([features] * self.segments, state.ranks, state.rank)
             make_column(layer, state, runs, copies_input=alone)
         make_row(output, state, [run_of(features, state.ranks, state.rank)])
-        Region(name, submodule(name, module, self.inner), state, self.input, None, copies=not alone)
+        part = FeaturesHere(
+            name, segments([features] * self.segments, state.ranks, state.rank), features * self.segments
+        )
+        inner = submodule(name, module, self.inner)
+        Region(joined(name, self.inner), inner, state, self.input, None, copies=not alone, part=part)
+
+
+def joined(name: str, inner: str) -> str:
+    """Joins the names of a module and of one in it."""
+    return f"{name}.{inner}" if name and inner else name or inner
 
 
 def submodule(name: str, module: nn.Module, inner: str) -> nn.Module:

@@ -6,12 +6,13 @@
 
 The stream of a rank begins with a seed that is drawn from the default generator, which is in the same state on all
 ranks of tp. So its state is the only one that a checkpoint has to keep, and activation checkpoints, which restore it
-before they compute again, restore the streams as well.
+before they compute again, restore the streams as well. With dropout by index (`dropout`) there are no streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,40 +20,60 @@ from torch import nn
 
 from ..compiling import uncompiled
 from ..errors import TrainingError
-from ..mesh import Mesh
+from ..mesh import Cut, Mesh
 from .communication import Activations
 from .functions import Sums, summed_gradients
+from .parts import Part
+from .sizes import run_of
 from .steps import watch_steps
 
 ATTRIBUTE = "_mpidl_tensor_parallel"  # of a model that is cut
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbouring ranks lie far from each other
 
 
+@dataclass(frozen=True)
+class _Stream:
+    """Random numbers of this rank's own. before: the generator's state, which comes back when the stream ends."""
+
+    generator: torch.Generator
+    before: torch.Tensor
+    seed: int
+    of_region: bool
+
+    def goes_on(self) -> bool:
+        """Returns whether the generator is still in the stream; an activation checkpoint may have restored it."""
+        return self.generator.initial_seed() == self.seed
+
+
 class TensorParallel:
     """Shared by the cut layers of one model. sequence_parallel: sequences are in pieces in training mode.
 
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
-    they are whole. region_length: the same for the region that began last. changes: what undoes the cuts, in order.
-    summed: parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the
-    recordings, and where the whole values of its tensors are on their tapes. model: the one that was cut, not a copy of
-    it. kept_sums: keeps outputs of row-parallel layers for a checkpoint.
+    they are whole. region_length: the same for the region that began last. regions: their names. part: what this rank
+    computes of the region that runs. changes: what undoes the cuts, in order. summed: parameters whose gradients are
+    summed over the ranks. recorded: of a model from deferred_init, the recordings, and where the whole values of its
+    tensors are on their tapes. model: the one that was cut, not a copy of it. kept_sums: keeps outputs of row-parallel
+    layers for a checkpoint.
     """
 
-    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, by_index: bool = False) -> None:
         watch_steps()
         self.mesh, self.comm = mesh, mesh["tp"]
         self.rank, self.ranks = self.comm.rank, self.comm.size
         self.activations = Activations(self.comm)
         self.sequence_parallel = sequence_parallel and self.ranks > 1
+        self.by_index = by_index
         self.length: int | None = None
         self.region_length: int | None = None
+        self.regions: list[str] = []
+        self.part: Part | None = None
         self.changes: list[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
         self.kept_sums: Sums | None = None
         self._groups: dict[int, Activations] = {}
-        self._generator: tuple[torch.Generator, torch.Tensor] | None = None
+        self._stream: _Stream | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self  # copies of a model compute with the same ranks
@@ -111,47 +132,74 @@ class TensorParallel:
         """Takes up the length of the forward pass whose backward pass this is; others may have come in between."""
         self.length = length
 
-    def begin_region(self, x: torch.Tensor) -> int | None:
-        """Begins a region. Returns the whole length of sequences of which `x` has pieces; None if whole."""
+    def length_of(self, x: torch.Tensor) -> int | None:
+        """Returns the whole length of sequences of which `x` has pieces; None if it has whole ones."""
         length = self.length
         if length is not None and x.dim() != 3:
             raise TrainingError(
                 f"sequence parallelism: got an input of shape {tuple(x.shape)} of layers that are cut; needs "
                 "[batch, sequence, width]"
             )
-        if length is not None and x.shape[1] != self.activations.pieces(length)[self.rank]:
-            if x.shape[1] != length:
-                raise TrainingError(
-                    f"sequence parallelism: got {x.shape[1]} tokens where sequences of {length} were in pieces last; "
-                    "needs a backward pass before a forward pass of another length, if it computes activations again"
-                )
-            length = None
-        self.region_length = length
-        return length
+        if length is None or x.shape[1] == self.activations.pieces(length)[self.rank]:
+            return length
+        if x.shape[1] != length:
+            raise TrainingError(
+                f"sequence parallelism: got {x.shape[1]} tokens where sequences of {length} were in pieces last; "
+                "needs a backward pass before a forward pass of another length, if it computes activations again"
+            )
+        return None
+
+    def has_pieces(self, x: Any) -> bool:
+        """Returns whether a module with this input computes on pieces, or between two that do."""
+        return self.length is not None and not (torch.is_tensor(x) and x.dim() > 1 and x.shape[1] == self.length)
+
+    # ---- regions -----------------------------------------------------------------------------------------------------
+
+    def begin_region(self, x: torch.Tensor) -> int | None:
+        """Begins a region. Returns the whole length of sequences of which `x` has pieces; None if whole."""
+        self.region_length = self.length_of(x)
+        return self.region_length
+
+    def end_region(self) -> None:
+        """Ends a region, and its stream of random numbers."""
+        self.part = None
+        self.end_stream(of_region=True)
+
+    def end_pass(self) -> None:
+        """Ends a forward pass of the model, and all that one which failed has left open."""
+        self.end_region()
+        self.end_stream()
+
+    def cut_of(self, x: torch.Tensor, dim: int | None = None) -> Cut:
+        """Returns the elements of a whole tensor that `x` has. dim: that of heads, if it is known."""
+        if self.part is not None:
+            return self.part.cut(x.shape, dim)
+        shape, length = tuple(x.shape), self.length
+        if length is not None and x.dim() > 2 and shape[1] == self.activations.pieces(length)[self.rank]:
+            return Cut.along((shape[0], length, *shape[2:]), 1, [run_of(length, self.ranks, self.rank)])
+        return Cut(shape, tuple(((0, size),) for size in shape))
 
     # ---- random numbers ----------------------------------------------------------------------------------------------
 
     @uncompiled
-    def begin_stream(self, device: torch.device) -> None:
-        """From now on random numbers of the device are of a stream of this rank."""
-        if self._generator is not None:
+    def begin_stream(self, device: torch.device, *, of_region: bool = False) -> None:
+        """From now on random numbers of the device are of a stream of this rank, until the region or all pieces end."""
+        if self.by_index or (self._stream is not None and self._stream.goes_on()):
             return
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
-        seed = int(torch.randint(0, 1 << 62, (), device=device))
-        self._generator = generator, generator.get_state()
-        generator.manual_seed((seed + (self.rank + 1) * _ODD) % (1 << 63))
+        drawn = int(torch.randint(0, 1 << 62, (), device=device))
+        seed = (drawn + (self.rank + 1) * _ODD) % (1 << 63)
+        self._stream = _Stream(generator, generator.get_state(), seed, of_region)
+        generator.manual_seed(seed)
 
     @uncompiled
-    def end_stream(self) -> None:
+    def end_stream(self, *, of_region: bool = False) -> None:
         """From now on they are the same on all ranks of tp, and go on where the stream began."""
-        if self._generator is not None:
-            generator, state = self._generator
-            self._generator = None
-            generator.set_state(state)
-
-    def forget_stream(self) -> None:
-        """Forgets a stream that began as activations were computed again; torch has restored the generator."""
-        self._generator = None
+        stream = self._stream
+        if stream is not None and stream.of_region >= of_region:
+            self._stream = None
+            if stream.goes_on():
+                stream.generator.set_state(stream.before)
 
 
 class _SumsGradients:
@@ -192,7 +240,7 @@ class Dropouts:
             for root in modules
             for module in root.modules()
             for name, value in vars(module).items()
-            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
+            if isinstance(value, (int, float)) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
         ]
 
     def __bool__(self) -> bool:

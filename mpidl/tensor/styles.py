@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from .forwards import run_around
 from .functions import copy_to_region, cut_sequence, gather_to_region, join_sequence, told_of_backward
 from .linear import make_column, make_row, sizes_of
+from .parts import FeaturesHere, Part
 from .sizes import run_of, segments
 from .state import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary
@@ -52,6 +54,15 @@ class ColumnParallel:
             raise ConfigurationError(f"plan: {name}: has {out} output features; needs {self.segments} equal segments")
         runs = segments([out // self.segments] * self.segments, state.ranks, state.rank)
         make_column(module, state, runs, copies_input=True)
+        part = FeaturesHere(name, tuple(runs), out)
+
+        def begin(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if module.training:
+                state.part = part
+                if state.region_length is None:
+                    state.begin_stream(output.device, of_region=True)
+
+        state.keep(module.register_forward_hook(begin))
 
 
 @dataclass(frozen=True)
@@ -157,40 +168,51 @@ class Argument:
 
 
 class Region:
-    """The hooks around a module that begins a region and ends it with a row-parallel layer.
+    """Runs around the forward pass of a module that begins a region and ends it with a row-parallel layer.
 
     input: the argument that comes in pieces under sequence parallelism; memory: one that is always whole, such as what
-    a decoder attends to. copies: whether the region's own layers do not begin it by themselves.
+    a decoder attends to. copies: whether the region's own layers do not begin it by themselves. part: what this rank
+    computes of it.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, state: TensorParallel, input: str, memory: str | None, *, copies: bool
+        self,
+        name: str,
+        module: nn.Module,
+        state: TensorParallel,
+        input: str,
+        memory: str | None,
+        *,
+        copies: bool,
+        part: Part,
     ) -> None:
-        self._state, self._copies = state, copies
+        self._state, self._copies, self._part = state, copies, part
+        state.regions.append(name)
         self._dropouts = Dropouts(module)
         self._input = Argument(name, module, input)
         named = memory is not None and memory in inspect.signature(module.forward).parameters
         self._memory = Argument(name, module, memory) if named and memory is not None else None
-        state.keep(module.register_forward_pre_hook(self._before, with_kwargs=True))
-        state.keep(module.register_forward_hook(self._after, always_call=True))
+        run_around(module, state, "Region", self)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Begins the region, runs the module, and ends the region."""
         state, x = self._state, self._input.of(args, kwargs)
         if self._copies:
             length = state.begin_region(x)
-            y = (
-                copy_to_region(x, state.activations)
-                if length is None
-                else gather_to_region(x, state.activations, length)
-            )
+            if length is None:
+                y = copy_to_region(x, state.activations)
+            else:
+                y = gather_to_region(x, state.activations, length)
             args, kwargs = self._input.replaced(args, kwargs, y)
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):
                 args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, state.activations))
-        if module.training and self._dropouts and state.length is None:
-            state.begin_stream(x.device)
-        return args, kwargs
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._state.length is None:
-            self._state.end_stream()  # the row-parallel layer has done so, unless the pass has failed before
+        state.part = self._part
+        if module.training and self._dropouts and not state.has_pieces(x):
+            state.begin_stream(x.device, of_region=True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            state.end_region()  # the row-parallel layer has done so, unless the pass has failed before
