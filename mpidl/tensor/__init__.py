@@ -14,6 +14,7 @@ vocabulary     embeddings, output layers, cross-entropy over parts of the vocabu
 loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init
 functions      where autograd communicates
+regathered     inputs of regions that are gathered again in backward
 communication  the collectives of activations, through symmetric memory
 dropout        dropout that is the same for every tp; parts: which elements a rank computes
 forwards       what runs around a module's forward pass

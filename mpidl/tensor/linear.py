@@ -20,8 +20,9 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
 from .forwards import run_around
-from .functions import column_product, copy_to_region, gather_to_region, row_product
+from .functions import column_product, copy_to_region, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
+from .regathered import GatheredInput
 from .sizes import Run, run_of
 from .state import Dropouts, TensorParallel
 
@@ -104,6 +105,8 @@ def make_column(
         state.set(layer, out_name, sum(stop - start for start, stop in runs))
     if copies_input:
         _become(layer, _ColumnParallel, state)
+    elif state.sequence_parallel:
+        _become(layer, _InRegion, state)
 
 
 def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run], *, ends_region: bool = True) -> None:
@@ -129,6 +132,8 @@ def _make_adapted_column(
 ) -> None:
     make_column(layer.base_layer, state, runs, copies_input=False, counted=counted)
     for a, b in adapters(layer):
+        if state.sequence_parallel:
+            _become(a, _InRegion, state)
         state.sum_gradients(a, if_in_pieces=False)
         make_column(b, state, runs, copies_input=False, counted=counted)
     _set_if_there(layer, "out_features", sum(stop - start for start, stop in runs), state)
@@ -136,8 +141,11 @@ def _make_adapted_column(
     def around(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if copies_input:
             x, length = args[0], state.begin_region(args[0])
-            activations = state.activations
-            whole = copy_to_region(x, activations) if length is None else gather_to_region(x, activations, length)
+            if length is None:
+                whole = copy_to_region(x, state.activations)
+            else:
+                state.gathered = GatheredInput(x, state.activations, length)
+                whole = state.gathered.x
             args = whole, *args[1:]
         part, state.part = state.part, None  # an adapter drops elements of its input, which is whole
         try:
@@ -185,6 +193,20 @@ class _ColumnParallel(nn.Module):
         state = self._tensor_parallel
         x, weight, bias = _autocast(x, self.weight, self.bias)
         return column_product(x, weight, bias, state.activations, out_in=_kind(self)[0], length=state.begin_region(x))
+
+
+class _InRegion(nn.Module):
+    """Mixed into the class of a column-parallel linear layer in a region whose input may be gathered from pieces."""
+
+    _tensor_parallel: TensorParallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, in] -> [batch, length, this rank's features of out]."""
+        gathered = self._tensor_parallel.gathered
+        if gathered is None or x is not gathered.x:
+            return super().forward(x)  # type: ignore[no-any-return, misc]
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        return gathered.product(x, weight, bias, out_in=_kind(self)[0])
 
 
 class _RowParallel(nn.Module):

@@ -24,6 +24,7 @@ from ..mesh import Cut, Mesh
 from .communication import Activations
 from .functions import Sums, summed_gradients
 from .parts import Part
+from .regathered import GatheredInput
 from .sizes import run_of
 from .steps import watch_steps
 
@@ -50,10 +51,10 @@ class TensorParallel:
 
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. regions: their names. part: what this rank
-    computes of the region that runs. changes: what undoes the cuts, in order. summed: parameters whose gradients are
-    summed over the ranks. recorded: of a model from deferred_init, the recordings, and where the whole values of its
-    tensors are on their tapes. model: the one that was cut, not a copy of it. kept_sums: keeps outputs of row-parallel
-    layers for a checkpoint.
+    computes of the region that runs. gathered: the input of that region, while it is gathered from pieces. changes:
+    what undoes the cuts, in order. summed: parameters whose gradients are summed over the ranks. recorded: of a model
+    from deferred_init, the recordings, and where the whole values of its tensors are on their tapes. model: the one
+    that was cut, not a copy of it. kept_sums: keeps outputs of row-parallel layers for a checkpoint.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, by_index: bool = False) -> None:
@@ -67,6 +68,7 @@ class TensorParallel:
         self.region_length: int | None = None
         self.regions: list[str] = []
         self.part: Part | None = None
+        self.gathered: GatheredInput | None = None
         self.changes: list[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
@@ -162,7 +164,7 @@ class TensorParallel:
 
     def end_region(self) -> None:
         """Ends a region, and its stream of random numbers."""
-        self.part = None
+        self.part = self.gathered = None
         self.end_stream(of_region=True)
 
     def end_pass(self) -> None:

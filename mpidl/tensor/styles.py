@@ -20,9 +20,10 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .forwards import run_around
-from .functions import copy_to_region, cut_sequence, gather_to_region, join_sequence, told_of_backward
+from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
 from .linear import make_column, make_row, sizes_of
 from .parts import FeaturesHere, Part
+from .regathered import GatheredInput
 from .sizes import run_of, segments
 from .state import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary
@@ -204,7 +205,8 @@ class Region:
             if length is None:
                 y = copy_to_region(x, state.activations)
             else:
-                y = gather_to_region(x, state.activations, length)
+                state.gathered = GatheredInput(x, state.activations, length)
+                y = state.gathered.x
             args, kwargs = self._input.replaced(args, kwargs, y)
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):

@@ -1,0 +1,95 @@
+"""Column-parallel layers of a region on pieces of sequences, which share one gathered input and do not keep it.
+
+    forward    piece ── all-gather ──┬─ q         each layer keeps the piece
+                                     ├─ k
+                                     └─ v
+    backward   piece ── all-gather ──┬─ q's weight        once for all of them, released after the last
+                                     ├─ k's
+                                     └─ v's
+
+So a region keeps 1/tp of its input, for one more all-gather. Source: Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..compiling import uncompiled
+from .communication import Activations
+from .functions import gather_to_region
+
+
+class GatheredInput:
+    """The input of a region. x: [batch, length, width], gathered. piece: this rank's, which backward gathers again."""
+
+    def __init__(self, piece: torch.Tensor, activations: Activations, length: int) -> None:
+        self.x, self.piece = gather_to_region(piece, activations, length), piece.detach()
+        self._again = _Again(activations, length)
+
+    @uncompiled
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out_in: bool
+    ) -> torch.Tensor:
+        """[batch, length, in] -> [batch, length, this rank's features]. x: `self.x`, in the weight's dtype.
+
+        out_in: whether the weight is [out, in], instead of [in, out].
+        """
+        return _Product.apply(x, self.piece, weight, bias, self._again, out_in)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Again:
+    """Gathers a piece again in a backward pass, once for all layers that need it. It holds nothing in between."""
+
+    def __init__(self, activations: Activations, length: int) -> None:
+        self._activations, self._length = activations, length
+        self._whole: torch.Tensor | None = None
+        self.layers = self._left = 0
+
+    def whole(self, piece: torch.Tensor) -> torch.Tensor:
+        """[batch, piece, width] -> [batch, length, width]. Collective."""
+        if self._whole is None:
+            self._whole, self._left = self._activations.all_gather(piece, self._length), self.layers
+        whole = self._whole
+        self._left -= 1
+        if self._left == 0:
+            self._whole = None
+        return whole
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        piece: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        again: _Again,
+        out_in: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(piece, weight)
+        ctx.again, ctx.out_in = again, out_in
+        again.layers += ctx.needs_input_grad[2]
+        matrix, flat = weight.t() if out_in else weight, x.reshape(-1, x.shape[-1])
+        y = flat.mm(matrix) if bias is None else torch.addmm(bias, flat, matrix)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        piece, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            matrix = weight if ctx.out_in else weight.t()
+            of_x = flat.mm(matrix).view(*gradient.shape[:-1], matrix.shape[1])
+        if ctx.needs_input_grad[2]:
+            whole = ctx.again.whole(piece)
+            inputs = whole.reshape(-1, whole.shape[-1]).to(flat.dtype)
+            of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
+        of_bias = flat.sum(0) if ctx.needs_input_grad[3] else None
+        return of_x, None, of_weight, of_bias, None, None
