@@ -1,0 +1,215 @@
+"""Column- and row-parallel layers by themselves, and the ranks' inputs, judged by the whole layers of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl import Mesh, TrainingError
+from mpidl.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.mpidl.tensor.reference import build, loss_of, part_of, tokens
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
+
+IN, FEATURES, OUT = 6, 13, 5
+
+
+def whole_network(bias: bool = True, features: int = FEATURES) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(IN, features, bias, dtype=torch.float64),
+        nn.GELU(),
+        nn.Linear(features, OUT, bias, dtype=torch.float64),
+    )
+
+
+def cut_network(mesh: Mesh, bias: bool = True, features: int = FEATURES) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        ColumnParallelLinear(IN, features, bias, mesh=mesh, dtype=torch.float64),
+        nn.GELU(),
+        RowParallelLinear(features, OUT, bias, mesh=mesh, dtype=torch.float64),
+    )
+
+
+def check_same(model: nn.Module, whole: nn.Module, x: torch.Tensor) -> None:
+    """Compares results, and gradients of the input and of all weights."""
+    inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad) for _ in range(2)]
+    assert inputs[0].stride() == x.stride()
+    y, expected = model(inputs[0]), whole(inputs[1])
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    if expected.requires_grad and torch.is_grad_enabled():
+        for each in (y, expected):
+            (each.sin() * 3).sum().backward()
+    if x.requires_grad and torch.is_grad_enabled():
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-12, atol=1e-12)
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        expected_gradient = None if q.grad is None else part_of(q.grad, p)
+        torch.testing.assert_close(p.grad, expected_gradient, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def random_input(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+INPUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "a vector": lambda: random_input(IN),
+    "a matrix": lambda: random_input(3, IN),
+    "sequences": lambda: random_input(2, 4, IN),
+    "four dimensions": lambda: random_input(2, 1, 3, IN),
+    "no rows": lambda: random_input(0, IN),
+    "columns of a matrix": lambda: random_input(IN, 4).t(),
+    "sequences first": lambda: random_input(4, 2, IN).transpose(0, 1),
+    "a row many times": lambda: random_input(1, IN).expand(5, IN),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", INPUTS)
+def test_a_pair_of_layers_computes_as_the_whole_one(comm: Communicator, shape: str, bias: bool) -> None:
+    x = INPUTS[shape]()
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        if shape == "a row many times":
+            model, whole = cut_network(mesh, bias), whole_network(bias)
+            torch.testing.assert_close(model(x), whole(x))
+            return
+        check_same(cut_network(mesh, bias), whole_network(bias), x.requires_grad_())
+        check_same(cut_network(mesh, bias), whole_network(bias), x.detach())
+
+
+@pytest.mark.parametrize("features", [1, 3, 13])
+def test_initial_values_are_those_of_one_process(comm: Communicator, features: int) -> None:
+    """Also the random numbers that follow, and also with fewer features than ranks."""
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model = cut_network(mesh, features=features)
+        after = torch.rand(3)
+        whole = whole_network(features=features)
+        assert torch.equal(torch.rand(3), after)
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(p.detach(), part_of(q.detach(), p))
+        assert sum(p.numel() for p in model.parameters()) <= sum(p.numel() for p in whole.parameters())
+        check_same(model, whole, random_input(3, IN).requires_grad_())
+        torch.manual_seed(4)
+        embedding = VocabParallelEmbedding(features, 4, mesh=mesh)
+        torch.manual_seed(4)
+        of_whole = nn.Embedding(features, 4)
+        assert torch.equal(embedding.weight.detach(), part_of(of_whole.weight.detach(), embedding.weight))
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "0.bias", "2.weight", "2.bias", "0", "2", "all"])
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs(comm: Communicator, frozen: str) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        for trains_input in (True, False):
+            model, whole = cut_network(mesh), whole_network()
+            for each in (model, whole):
+                for name, p in each.named_parameters():
+                    p.requires_grad_(not (frozen == "all" or name.startswith(frozen)))
+            check_same(model, whole, random_input(3, IN).requires_grad_(trains_input))
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "eval", "train"])
+def test_modes(comm: Communicator, mode: str) -> None:
+    modes: dict[str, Any] = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model, whole = cut_network(mesh).train(mode == "train"), whole_network()
+        with modes.get(mode, contextlib.nullcontext()):
+            check_same(model, whole, random_input(3, IN))
+            assert model(random_input(3, IN)).requires_grad == (mode in ("eval", "train"))
+
+
+def test_autocast_computes_in_its_dtype_and_gradients_are_in_the_weights(comm: Communicator) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model, whole = cut_network(mesh).float(), whole_network()
+        x = random_input(3, IN).float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+            assert y.dtype == torch.bfloat16
+            y.float().sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32
+        of_whole = x.detach().double().requires_grad_()
+        expected = whole(of_whole)
+        expected.sum().backward()
+        torch.testing.assert_close(y.double(), expected, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(x.grad.double(), of_whole.grad, rtol=0.03, atol=0.03)
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert p.grad.dtype == torch.float32
+            torch.testing.assert_close(p.grad.double(), part_of(q.grad, p), rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_layers_are_as_accurate_as_torchs(comm: Communicator, dtype: torch.dtype) -> None:
+    exact = whole_network()
+    x = random_input(3, IN)
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        y = cut_network(mesh).to(dtype)(x.to(dtype))
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), exact(x), rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_twice(comm: Communicator) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model, whole, x = cut_network(mesh), whole_network(), random_input(3, IN)
+        for each in (model, whole):
+            y = each(x).sum() + each(2 * x).square().sum()
+            y.backward(retain_graph=True)
+            y.backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-12, atol=1e-12)
+
+
+def test_copies_of_layers_compute_with_the_same_ranks(comm: Communicator) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model = cut_network(mesh)
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        check_same(copied, whole_network(), random_input(3, IN).requires_grad_())
+
+
+# ---- inputs of the ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("what", ["values", "shapes"])
+def test_with_mpidl_debug_different_inputs_are_one_error(
+    comm: Communicator, what: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDL_DEBUG", "1")
+    model = build("gpt2")
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, sequence_parallel=sequence_parallel)
+        loss_of(model, tokens(0)).backward()
+        last = comm.rank == comm.size - 1
+        x = tokens(int(last)) if what == "values" else tokens(0)[:, : 13 - last]
+        with pytest.raises(TrainingError, match=f"rank {comm.size - 1} of tp.*mesh="):
+            loss_of(model, x)
+        comm.barrier()
+        loss_of(model, tokens(0)).backward()
+
+
+@pytest.mark.ranks(2, 3)
+def test_with_mpidl_debug_layers_by_themselves_compare_their_inputs(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDL_DEBUG", "1")
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model = cut_network(mesh)
+        model(torch.full((2, IN), torch.nan, dtype=torch.float64))  # which equals nothing
+        x = random_input(2, IN)
+        model(x)
+        with pytest.raises(TrainingError, match="rank 1 of tp"):
+            model(x.flip(0) if comm.rank == 1 else x)
