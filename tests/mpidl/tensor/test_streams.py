@@ -16,6 +16,7 @@ from collectives import Communicator
 from mpidl import Mesh, TrainingError
 from mpidl.checkpoint import load, save
 from mpidl.job.objects import all_gather_object
+from mpidl.models import gpt2
 from tests.mpidl.tensor.reference import all_in_float64, loss_of, tokens, train
 from tests.mpidl.tensor.with_dropout import build, seeded
 
@@ -131,6 +132,36 @@ def test_the_default_generator_is_in_one_state_after_every_pass(
                 state = torch.get_rng_state()
                 loss.backward()
                 assert torch.equal(torch.get_rng_state(), state)
+        for (at, p), q in zip(model.named_parameters(), kept.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=at)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dropout", ["streams", "by_index"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("module", [gpt2.Block, gpt2.Attention, gpt2.MLP])
+def test_modules_called_again_by_a_checkpoint_get_their_random_numbers_again(
+    comm: Communicator, module: type[nn.Module], reentrant: bool, dropout: str, sequence_parallel: bool
+) -> None:
+    """Also their hooks run again there, and a stream that one begins has no end."""
+    kept, model = build("gpt2"), build("gpt2")
+
+    def call(self: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: nn.Module.__call__(self, x, *rest), x, use_reentrant=reentrant
+        )
+
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        for each in (kept, model):
+            mpidl.parallelize(each, mesh, dropout=dropout, sequence_parallel=sequence_parallel)
+        for step in range(2):
+            for each in (kept, model):
+                torch.manual_seed(step)
+                with pytest.MonkeyPatch.context() as patch:
+                    if each is model:
+                        patch.setattr(module, "__call__", call)
+                    loss_of(each, tokens(step)).backward()
+                assert _states_agree(comm)
         for (at, p), q in zip(model.named_parameters(), kept.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=at)
 
