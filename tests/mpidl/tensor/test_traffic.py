@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
 BATCH, TIME, WIDTH = 2, 13, 28
 VALUES = BATCH * TIME * WIDTH
+LOSS = 3 * BATCH * TIME  # in two all-reduces: the largest logit; the sum of exp, and the picked logit
 
 
 def step_of(comm: Communicator, layers: int, *, sequence_parallel: bool = False, again: bool = False) -> Traffic:
@@ -37,10 +38,10 @@ def test_a_model_that_is_not_cut_sends_nothing(comm: Communicator) -> None:
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_layer_has_four_all_reduces(comm: Communicator, layers: int) -> None:
-    """Two forward, two backward; embedding and output layer one each."""
+    """Two forward, two backward; embedding and output layer one each, and the loss two small ones."""
     found = step_of(comm, layers)
-    assert found == Traffic(all_reduces=4 * layers + 2, reduced=(4 * layers + 2) * VALUES)
-    assert found.sent(comm.size) == (8 * layers + 4) * VALUES * (comm.size - 1) / comm.size
+    assert found == Traffic(all_reduces=4 * layers + 4, reduced=(4 * layers + 2) * VALUES + LOSS)
+    assert found.sent(comm.size) == ((8 * layers + 4) * VALUES + 2 * LOSS) * (comm.size - 1) / comm.size
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -55,8 +56,8 @@ def test_a_layer_with_sequences_in_pieces_has_six_gathers_and_four_reduce_scatte
     assert (found.all_gathers, found.gathered) == (6 * layers + 2, (6 * layers + 2) * VALUES)
     assert (found.reduce_scatters, found.scattered) == (4 * layers, 4 * layers * VALUES)
     norms = 2 * layers + 1
-    assert (found.all_reduces, found.reduced) == (2 + norms, 2 * VALUES + norms * 2 * WIDTH)
-    elements = (10 * layers + 6) * VALUES + 4 * WIDTH * norms
+    assert (found.all_reduces, found.reduced) == (4 + norms, 2 * VALUES + LOSS + norms * 2 * WIDTH)
+    elements = (10 * layers + 6) * VALUES + 2 * LOSS + 4 * WIDTH * norms
     assert found.sent(comm.size) == elements * (comm.size - 1) / comm.size
 
 
