@@ -221,8 +221,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.shapes = [Shape.of(text) for text in options.shapes.split(",")]
     except argparse.ArgumentTypeError as error:
         parser.error(f"--shapes: {error}")
-    if min(options.ranks, options.steps, options.launches) < 1 or options.warmup < 1:
-        parser.error("--ranks, --steps, --warmup, --launches: each needs at least 1")
+    for name in ("ranks", "steps", "warmup", "launches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}; needs at least 1")
     return options
 
 
