@@ -19,6 +19,7 @@ from mpidl.tensor import dropout as by_index
 from mpidl.tensor.dropout import IndexedDropout, kept_elements
 from mpidl.tensor.state import TensorParallel
 from tests.mpidl.tensor.reference import all_in_float64, largest_difference, loss_of, tokens, train
+from tests.mpidl.tensor.test_lora import LLAMA, adapted
 from tests.mpidl.tensor.with_dropout import MODELS, build, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
@@ -63,7 +64,8 @@ def test_a_cut_model_trains_as_a_whole_one_with_dropout_on(
         assert torch.equal(kept, cut.of(kept_of_whole))
     assert all(0.5 < kept.double().mean() < 0.99 for _, kept in expected)
     cut_dims = {dim for cut, _ in masks for dim, runs in enumerate(cut.runs) if runs != ((0, cut.shape[dim]),)}
-    assert cut_dims == (set() if comm.size == 1 else {1})  # heads, and with pieces sequences; GPT-2 drops no features
+    features = {2} if name == "t5" else set()  # T5 drops features of its feed-forward networks
+    assert cut_dims == (set() if comm.size == 1 else {1} | features)  # heads, and with pieces sequences
 
 
 @pytest.mark.mpi
@@ -86,6 +88,20 @@ def test_features_of_a_feed_forward_network_are_dropped_alike(comm: Communicator
 def _feed_forward() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 6), nn.Dropout(0.2)).double()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("name", "targets"), [("gpt2", ("c_attn", "c_fc", "c_proj")), ("llama, two key heads", LLAMA)])
+def test_adapters_drop_the_same_elements(
+    comm: Communicator, name: str, targets: tuple[str, ...], sequence_parallel: bool
+) -> None:
+    whole, model = adapted(name, targets, 0.3), adapted(name, targets, 0.3)
+    with all_in_float64(), Mesh(tp=1, comm=comm) as one, Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(whole, one, dropout="by_index")
+        mpidl.parallelize(model, mesh, dropout="by_index", sequence_parallel=sequence_parallel)
+        assert seeded(lambda: train(model, 5)) == pytest.approx(seeded(lambda: train(whole, 5)), abs=1e-10)
+        assert largest_difference(model, whole) < 1e-10
 
 
 @pytest.mark.mpi

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from mpidl.models.gpt2 import GPT2, GPT2Config
+from tests.mpidl.tensor import reference
 from tests.mpidl.tensor.reference import VOCABULARY
 
 T = TypeVar("T")
@@ -52,11 +54,22 @@ def _llama() -> nn.Module:
     )
 
 
+def _dropping(name: str) -> nn.Module:
+    """One of `reference`, with a rate in place of all that are 0."""
+    model = reference.MODELS[name]()
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in key or (key == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, key, 0.15)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2,
     "hf gpt2": _hf_gpt2,
     "hf gpt2, eager": lambda: _hf_gpt2("eager"),
     "llama": _llama,
+    **{name: partial(_dropping, name) for name in ("bert", "hf bert", "t5", "phi3")},
 }
 
 
