@@ -20,9 +20,8 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
 from .forwards import run_around
-from .functions import column_product, copy_to_region, row_product
+from .functions import column_product, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
-from .regathered import GatheredInput
 from .sizes import Run, run_of
 from .state import Dropouts, TensorParallel
 
@@ -140,13 +139,7 @@ def _make_adapted_column(
 
     def around(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if copies_input:
-            x, length = args[0], state.begin_region(args[0])
-            if length is None:
-                whole = copy_to_region(x, state.activations)
-            else:
-                state.gathered = GatheredInput(x, state.activations, length)
-                whole = state.gathered.x
-            args = whole, *args[1:]
+            args = state.enter_region(args[0]), *args[1:]
         part, state.part = state.part, None  # an adapter drops elements of its input, which is whole
         try:
             return forward(*args, **kwargs)

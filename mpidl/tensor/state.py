@@ -22,7 +22,7 @@ from ..compiling import uncompiled
 from ..errors import TrainingError
 from ..mesh import Cut, Mesh
 from .communication import Activations
-from .functions import Sums, summed_gradients
+from .functions import Sums, copy_to_region, summed_gradients
 from .parts import Part
 from .regathered import GatheredInput
 from .sizes import run_of
@@ -161,6 +161,14 @@ class TensorParallel:
         """Begins a region. Returns the whole length of sequences of which `x` has pieces; None if whole."""
         self.region_length = self.length_of(x)
         return self.region_length
+
+    def enter_region(self, x: torch.Tensor) -> torch.Tensor:
+        """Begins a region, and returns its input: x, or what is gathered of its pieces, with the sum of gradients."""
+        length = self.begin_region(x)
+        if length is None:
+            return copy_to_region(x, self.activations)
+        self.gathered = GatheredInput(x, self.activations, length)
+        return self.gathered.x
 
     def end_region(self) -> None:
         """Ends a region, and its stream of random numbers."""

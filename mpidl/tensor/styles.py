@@ -4,7 +4,7 @@
      "transformer.h.*.mlp":  FeedForwardParallel(inputs=("c_fc",), output="c_proj"),
      "transformer.wte": VocabParallel(), "lm_head": VocabParallel()}
 
-`attention` and `feed_forward` have the styles of whole regions; here are those of single layers, and of sequences.
+`regions` has the styles of attentions and feed-forward networks; here are those of single layers, and of sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .forwards import run_around
 from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
 from .linear import make_column, make_row, sizes_of
 from .parts import FeaturesHere, Part
-from .regathered import GatheredInput
 from .sizes import run_of, segments
 from .state import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary
@@ -201,13 +200,7 @@ class Region:
         """Begins the region, runs the module, and ends the region."""
         state, x = self._state, self._input.of(args, kwargs)
         if self._copies:
-            length = state.begin_region(x)
-            if length is None:
-                y = copy_to_region(x, state.activations)
-            else:
-                state.gathered = GatheredInput(x, state.activations, length)
-                y = state.gathered.x
-            args, kwargs = self._input.replaced(args, kwargs, y)
+            args, kwargs = self._input.replaced(args, kwargs, state.enter_region(x))
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):
                 args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, state.activations))
