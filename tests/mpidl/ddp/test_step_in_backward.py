@@ -350,7 +350,7 @@ def test_what_needs_all_gradients_is_refused(comm) -> None:
     assert guard.allows(1.0)
     with pytest.raises(mpidl.TrainingError, match="the loss is nan"):
         guard.allows(float("nan"))
-    with pytest.raises(mpidl.ConfigurationError, match="join: .*step_in_backward"), ddp.join():
+    with pytest.raises(mpidl.ConfigurationError, match=r"join: .*step_in_backward"), ddp.join():
         pass
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
