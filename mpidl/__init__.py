@@ -27,6 +27,7 @@ from .errors import (
 )
 from .gradients.amp import GradScaler
 from .gradients.clip import clip_grad_norm_, clip_grad_value_
+from .gradients.compression import COMPRESSORS, Compression
 from .gradients.loss import global_mean
 from .gradients.nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .gradients.nonfinite_guard import NonfiniteGuard
@@ -52,9 +53,11 @@ else:  # a program pays for what it uses
     )
 
 __all__ = [
+    "COMPRESSORS",
     "STOPPED",
     "CheckpointError",
     "CheckpointMismatch",
+    "Compression",
     "ConfigurationConflict",
     "ConfigurationError",
     "ConfigurationTypeError",

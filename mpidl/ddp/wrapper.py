@@ -27,6 +27,9 @@ from ..engine_arguments import communicator, flag
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
+from ..gradients.compression import Compression, Compressor
+from ..gradients.compression.hook import CompressedReduction
+from ..gradients.compression.settings import compression
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
 from ..job.join import Join, Joinable
@@ -68,6 +71,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     parameters_to_ignore: names of parameters and buffers of the module to leave alone on every rank.
     mesh: a `Mesh`, in place of process_group: gradients are averaged over its dp x cp. Those of a module whose
         parameters are all placed on ep are averaged over its edp and divided by ep.
+    compress: how gradients are sent with fewer bytes: "int8", "powersgd:4" (`mpidl.COMPRESSORS`), a `Compression` with
+        more settings; by default in full precision. It is a communication hook, so that no other can be registered.
 
     Every rank must run the same number of backward passes; see `join` where they cannot. A forward pass communicates
     nothing: one that no backward pass follows may be on any ranks. Buckets are reduced in the same order on all ranks,
@@ -98,6 +103,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         parameters_to_ignore: Iterable[str] = (),
         mesh: Mesh | None = None,
+        compress: Compression | Compressor | str | None = None,
     ) -> None:
         super().__init__()
         comm = communicator(process_group)
@@ -120,6 +126,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of_model("module", module, self.parameters_to_ignore)
             self.module = module
+            self._compression = None if compress is None else compression(compress)
             if mesh is not None:
                 refuse_experts(mesh, self._divisor, ((name, p) for p, name in self._named_parameters().items()))
             if not self._named_parameters():
@@ -127,12 +134,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
         check_everywhere(self.process_group, check)
         self._hook: tuple[Any, comm_hooks.Hook] | None = None
+        self.compressed: CompressedReduction | None = None
         self._reducer: Reducer | None = None
         self._quiet = False
         self._watch = BackwardWatch()
         self._first_pass: FirstPass | None = None
         self._divide_contributions()
         self._set_up()
+        if self._compression is not None:
+            names = self._named_parameters(frozen=True)
+            self.compressed = CompressedReduction(self._compression, self.process_group, names)
+            self.register_comm_hook(None, self.compressed)
 
     def _divide_contributions(self) -> None:
         handles = divide_contributions(self._named_parameters(frozen=True), self._divisor)
@@ -168,6 +180,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "forward_sync_buffers": self.forward_sync_buffers,
             "init_sync": (self._init_sync, self._init_sync_buffers),
             "device": self._place.device.type,
+            "compress": self._compression,
         }
         check_settings_agree(comm, "DistributedDataParallel", settings)
         check_models_agree(comm, self.module, self.parameters_to_ignore)
@@ -426,7 +439,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("process_group", "_reducer", "_watch", "_first_pass", "_hook", "_place"):
+        for name in ("process_group", "_reducer", "_watch", "_first_pass", "_hook", "_place", "compressed"):
             state.pop(name, None)
         return state
 
@@ -436,6 +449,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._watch = BackwardWatch()
         self._place = place_of_model("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
+        self.__dict__.setdefault("compressed", None)
         self.__dict__.setdefault("_divisor", 1)
         self._divide_contributions()
         if "process_group" not in self.__dict__:
@@ -444,7 +458,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
-        shared = {"process_group": self.process_group, "_hook": self._hook}
+        shared = {"process_group": self.process_group, "_hook": self._hook, "compressed": self.compressed}
         made.__setstate__({**shared, **copy.deepcopy(self.__getstate__(), memo)})
         return made
 

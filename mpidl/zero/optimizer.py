@@ -24,6 +24,8 @@ from collectives import Communicator
 from ..comm_hooks import Hook
 from ..comm_hooks import check as check_hook
 from ..errors import ConfigurationConflict, TrainingError
+from ..gradients.compression import Compression, Compressor
+from ..gradients.compression.hook import CompressedReduction
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
@@ -86,6 +88,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `step()` has to follow as always, and only closes the books. What needs all gradients at once is refused:
         clipping, loss scaling, several reduced passes a step; so are offload, and classes whose step needs more than a
         slice, or counts steps by itself.
+    compress: how gradients are sent with fewer bytes: "int8", "powersgd:4" (`mpidl.COMPRESSORS`), a `Compression` with
+        more settings; by default in full precision. It is a communication hook, so that no other can be registered.
     device: where a model on the meta device gets its values, the host's memory by default. Any other one trains where
         it lies: in the host's memory or on one GPU.
 
@@ -116,6 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         device: torch.device | str | None = None,
         step_in_backward: bool = False,
         mesh: Mesh | None = None,
+        compress: Compression | Compressor | str | None = None,
         **kwargs: Any,
     ) -> None:
         self.stage = stage
@@ -138,6 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device=device,
             step_in_backward=step_in_backward,
             mesh=mesh,
+            compress=compress,
         )
         self._installed: Parts | None = None
         parts = build(self, model, optimizer_class, options, kwargs, _weakly(self._before_backward_steps))
@@ -217,6 +223,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if reducer.counted["reductions"]:
             raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
         reducer.hook = state, hook
+
+    @property
+    def compressed(self) -> CompressedReduction | None:
+        """The reduction by `compress=`; None without."""
+        return self._parts.compressed
 
     def watch_nonfinite(self, on: bool = True) -> None:
         """Has `find_nonfinite` also tell the rank. Costs one more reading of every gradient."""

@@ -12,6 +12,7 @@ from collectives import Communicator
 from collectives.devices import Place
 
 from ..gradients.backward import BackwardWatch
+from ..gradients.compression.hook import CompressedReduction
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
@@ -48,6 +49,7 @@ class Parts:
     inner: steps on the slices' values. offloaded: the same, where state is offloaded; else None.
     guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
     backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
+    compressed: reduces the gradients, with `compress=`; else None.
     hooks: list of handles on the model, to be removed. dtypes: of parameters before `precision`.
     """
 
@@ -71,6 +73,7 @@ class Parts:
     guard: WeightGuard
     whole: WholeParameters
     backward_steps: BackwardSteps | None
+    compressed: CompressedReduction | None
     hooks: list[Any]
     dtypes: dict[torch.nn.Parameter, torch.dtype]
 

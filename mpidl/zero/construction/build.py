@@ -27,6 +27,8 @@ from ...compiling import plain
 from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
+from ...gradients.compression.hook import CompressedReduction
+from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
 from ...mesh import Mesh, placement
@@ -76,6 +78,7 @@ class _Plan:
     find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
     needs: StepNeeds
     offloaded: OffloadedOptimizer | None
+    compressed: CompressedReduction | None
 
 
 def build(
@@ -109,6 +112,8 @@ def build(
     parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
+    if plan.compressed is not None:
+        shard_reducer.hook = None, plan.compressed
     tp = options.mesh["tp"] if options.mesh is not None and options.mesh.size("tp") > 1 else None
     grad_attributes = GradAttributes(shard_reducer, group.shards, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, shard_reducer, grad_attributes)
@@ -163,6 +168,7 @@ def build(
         guard=guard,
         whole=whole,
         backward_steps=backward_steps,
+        compressed=plan.compressed,
         hooks=hooks,
         dtypes=dtypes,
     )
@@ -200,7 +206,8 @@ def _check(
     offload = check_everywhere(world, lambda: Offload.of(options.offload))
     place = check_everywhere(world, lambda: place_of_model("model", model, device=options.device))
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
-    compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type}
+    compress = check_everywhere(world, lambda: None if options.compress is None else compression(options.compress))
+    compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type, "compress": compress}
     check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})
     check_models_agree(world, model)
     conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
@@ -208,6 +215,12 @@ def _check(
     construction = check_everywhere(
         world, lambda: Construction.of(model, options.init_fn, options.weights, place.device)
     )
+    compressed = None
+    if compress is not None:
+        names = {p: name for name, p in model.named_parameters()}
+        compressed = check_everywhere(
+            world, lambda: CompressedReduction(compress, world, names, group.shards, group.replicas)
+        )
     units = check_everywhere(world, lambda: cut(model, options.units))
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
     check_settings_agree(world, "params", arguments.outline(model, groups))
@@ -240,6 +253,7 @@ def _check(
         find_needs=needs_of,
         needs=needs,
         offloaded=offloaded,
+        compressed=compressed,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from collectives import Communicator
 
+from ...gradients.compression import Compression, Compressor
 from ...mesh import Mesh
 from ..offload import Offload
 from ..parameters.units import UnitRule
@@ -37,6 +38,7 @@ class Options:
     device: torch.device | str | None
     step_in_backward: bool
     mesh: Mesh | None
+    compress: Compression | Compressor | str | None
 
     def flags(self) -> dict[str, bool]:
         """Returns the options that are True or False."""

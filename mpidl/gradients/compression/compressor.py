@@ -1,0 +1,229 @@
+"""The interface of a compressor: it reduces a section of gradients over some ranks, with fewer bytes than it has.
+
+    values    one rank's section, fp32:  its gradients, plus what earlier steps have not sent
+    result    the mean of the section, the same bits on every rank that needs it
+    remainder values - what the mean has of this rank; error feedback adds it to the next step's gradients
+
+For every section, up to rounding in fp32:
+
+    sum over the ranks of values  =  contributions * result  +  sum over the ranks of remainders
+
+A compressor is one of two kinds. `OwnedCompressor` defines `compress` and `decompress` of flat values: each rank sends
+every other rank the message of that one's piece, the owner adds up what it gets, and where all ranks need the mean it
+sends the compressed mean back. `Compressor` alone is for methods whose messages add up, such as factors of matrices.
+
+`reduce` is a generator that runs in the thread of the backward pass. It yields once for each phase of its `Exchange`:
+the operations that it has started there, or none. `pipeline` continues it when they are complete. Each phase has a
+Communicator of its own, on which operations are in the order of the buckets on every rank; so ranks may continue the
+sections of several buckets at different moments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Communicator, Work
+
+Steps = Generator[list[Work], None, None]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The ranks that reduce a section together. phases: a Communicator of them for each phase, in the order of use."""
+
+    phases: Sequence[Communicator]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.phases[0].rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.phases[0].size
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A whole parameter in a section. start: of its first element. parameter: the key of states that belong to it."""
+
+    parameter: torch.nn.Parameter
+    start: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.parameter.shape
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements in a section's values, of its shape."""
+        return values[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is reduced: the same elements of a bucket on all ranks of an exchange.
+
+    key: tells the section from those of other buckets; the same object in every step.
+    values: fp32, 1-D, n elements; the compressor may overwrite them.
+    result: fp32, 1-D; n elements, or those of the own piece where `needs_all` is False. May be the memory of `values`
+        where `keeps_remainder` is False.
+    pieces: (start, stop) of each rank's piece of the n elements.
+    parameters: the whole parameters in the section; empty for compressors that do not ask for them (`needs_whole`).
+    contributions: gradients that the mean is of; more than the exchange has ranks if values are sums of a node.
+    needs_all: every rank needs the whole mean; else each that of its piece.
+    keeps_remainder: `values` hold the remainder when the section is reduced.
+    step: number of steps before this one.
+    """
+
+    key: Any
+    values: torch.Tensor
+    result: torch.Tensor
+    pieces: Sequence[tuple[int, int]]
+    parameters: Sequence[Matrix]
+    contributions: int
+    needs_all: bool
+    keeps_remainder: bool
+    step: int
+
+
+class Compressor(ABC):
+    """Reduces sections of gradients over an exchange.
+
+    phases: how many it has.
+    needs_whole: its sections consist of whole parameters; else they may be cut anywhere.
+    feeds_back: its remainders are fed back by default.
+    """
+
+    phases = 1
+    needs_whole = False
+    feeds_back = True
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name by which `compress=` makes one like it, with its settings: "int8", "powersgd:4"."""
+
+    @abstractmethod
+    def reduce(self, section: Section, exchange: Exchange) -> Steps:
+        """Reduces a section: `result` becomes the mean, `values` the remainder. Yields once for each phase."""
+
+    @abstractmethod
+    def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
+        """Bytes that a rank sends to reduce a section, without headers of messages.
+
+        elements: of the section. ranks: of the exchange. shapes: of the whole parameters in it.
+        """
+
+    def state(self) -> Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]:
+        """Its states by parameter, the same on every rank; for checkpoints."""
+        return {}
+
+    def load(self, state: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
+        """Takes over states, which `state` gave."""
+        assert not state
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def state_bytes(self, shapes: Sequence[torch.Size]) -> int:
+        """Bytes of its states for these parameters on a rank, without remainders."""
+        return 0
+
+
+class OwnedCompressor(Compressor):
+    """A compressor of flat values, whose messages only their owner can add up."""
+
+    phases = 2
+
+    @abstractmethod
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of the message of that many values, a multiple of 8."""
+
+    @abstractmethod
+    def compress(self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None) -> None:
+        """Writes the message of `values` (fp32, 1-D).
+
+        message: uint8, `message_bytes` elements, begins at a multiple of 8 bytes.
+        remainder: becomes values - decompressed message; may be `values` itself. Zero where that is not finite.
+        """
+
+    @abstractmethod
+    def decompress(self, message: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
+        """Writes the values of a message to `out` (fp32, 1-D), or adds them."""
+
+    def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
+        """The other ranks' pieces, and the mean of the own one to each of them if all need it: 2 (N-1)/N messages."""
+        once = (ranks - 1) * self.message_bytes(-(-elements // ranks))
+        return once * 2 if needs_all else once
+
+    def reduce(self, section: Section, exchange: Exchange) -> Steps:
+        """Sends each owner its piece's message; with `needs_all` sends the compressed mean back."""
+        me, values = exchange.rank, section.values
+        sizes = [self.message_bytes(stop - start) for start, stop in section.pieces]
+        start, stop = section.pieces[me]
+        received = yield from self._to_owners(section, exchange, sizes)
+        own = values[start:stop]
+        if not section.keeps_remainder:
+            own = own.clone()
+        for number in range(exchange.size - 1):
+            self.decompress(received[number * sizes[me] : (number + 1) * sizes[me]], own, add=True)
+        target = section.result[start:stop] if section.needs_all else section.result
+        if not section.needs_all:
+            torch.div(own, section.contributions, out=target)
+            if section.keeps_remainder:
+                own.zero_()
+            yield []
+            return
+        mean = torch.div(own, section.contributions)
+        messages = _bytes(sum(sizes), values.device)
+        offsets = _offsets(sizes)
+        mine = messages[offsets[me] : offsets[me + 1]]
+        # Every rank computes with the decompressed mean, the owner too, so that all have the same bits.
+        self.compress(mean, mine, mean if section.keeps_remainder else None)
+        if section.keeps_remainder:
+            torch.mul(mean, section.contributions, out=own)
+        work = exchange.phases[1].all_gather(messages, mine, counts=sizes, async_op=True)
+        assert work is not None
+        yield [work]
+        for rank, (first, last) in enumerate(section.pieces):
+            self.decompress(messages[offsets[rank] : offsets[rank + 1]], section.result[first:last])
+
+    def _to_owners(
+        self, section: Section, exchange: Exchange, sizes: Sequence[int]
+    ) -> Generator[list[Work], None, torch.Tensor]:
+        """Sends the other ranks the messages of their pieces; returns theirs of the own piece, one after the other."""
+        me, values = exchange.rank, section.values
+        leaving = [0 if rank == me else size for rank, size in enumerate(sizes)]
+        coming = [0 if rank == me else sizes[me] for rank in range(exchange.size)]
+        sent, received = _bytes(sum(leaving), values.device), _bytes(sum(coming), values.device)
+        offsets = _offsets(leaving)
+        for rank, (start, stop) in enumerate(section.pieces):
+            if rank != me:
+                piece = values[start:stop]
+                message = sent[offsets[rank] : offsets[rank + 1]]
+                self.compress(piece, message, piece if section.keeps_remainder else None)
+        work = exchange.phases[0].all_to_all(received, sent, coming, leaving, async_op=True)
+        assert work is not None
+        yield [work]
+        return received
+
+
+def rounded_up(size: int, multiple: int = 8) -> int:
+    """The least multiple that is not smaller."""
+    return -(-size // multiple) * multiple
+
+
+def _bytes(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    return [0, *np.cumsum(sizes).tolist()]

@@ -1,0 +1,95 @@
+"""Runs the reductions of several buckets at once, phase by phase, in the thread of the backward pass.
+
+    bucket 0    phase 0 ── phase 1 ── phase 2 ── done
+    bucket 1               phase 0 ── phase 1 ── phase 2 ...         a phase: operations on a Communicator of its own
+    bucket 2                          phase 0 ...
+
+A bucket enters a phase after the bucket before it has entered it, on every rank: so operations on each Communicator are
+in the same order everywhere, whenever a rank continues. `poll` continues what need not wait. A rank that waits for
+bucket k has started all that the others need for it, as they wait for no later bucket: nothing can deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from collectives import Work
+
+from ...comm_hooks import Then, plain_wait
+from .compressor import Steps
+
+
+class Reduction(Then):
+    """The reduction of one bucket: the handle of the communication hook.
+
+    phases_entered: int; how many it has begun. done: bool. found: what `wait` returns.
+    """
+
+    def __init__(self, pipeline: Pipeline, steps: Steps, found: Callable[[], torch.Tensor | None]) -> None:
+        self._pipeline, self._steps, self._found = pipeline, steps, found
+        self._works: list[Work] = []
+        self.phases_entered, self.done = 0, False
+
+    def wait(self, wait: Callable[[Work], None] = plain_wait) -> torch.Tensor | None:
+        """Blocks until the bucket, and those before it, are reduced. wait: how an engine waits for an operation."""
+        self._pipeline.finish(self, wait)
+        return self._found()
+
+    def enter_next_phase(self) -> None:
+        """Takes up the results of the phase under way, and starts the operations of the next."""
+        try:
+            self._works = next(self._steps)
+            self.phases_entered += 1
+        except StopIteration:
+            self._works, self.done = [], True
+
+    def is_completed(self) -> bool:
+        """Returns whether the phase under way is over."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait_for_phase(self, wait: Callable[[Work], None]) -> None:
+        """Blocks until the phase under way is over."""
+        for work in self._works:
+            wait(work)
+
+
+class Pipeline:
+    """The reductions under way, in the order of their buckets."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Reduction] = []
+
+    def start(self, steps: Steps, found: Callable[[], torch.Tensor | None]) -> Reduction:
+        """Starts the first phase of a bucket's reduction, and continues earlier ones."""
+        self.poll()
+        made = Reduction(self, steps, found)
+        self._under_way.append(made)
+        made.enter_next_phase()
+        return made
+
+    def poll(self) -> None:
+        """Continues each reduction whose phase is over, as far as the one before it has come."""
+        before: Reduction | None = None
+        for each in self._under_way:
+            while _may_continue(each, before) and each.is_completed():
+                each.enter_next_phase()
+            before = each
+        self._under_way = [each for each in self._under_way if not each.done]
+
+    def finish(self, until: Reduction, wait: Callable[[Work], None]) -> None:
+        """Completes the reductions up to this one; the later ones go on meanwhile."""
+        while not until.done:
+            first = self._under_way[0]
+            first.wait_for_phase(wait)
+            self.poll()
+
+    def drain(self) -> None:
+        """Completes all."""
+        if self._under_way:
+            self.finish(self._under_way[-1], plain_wait)
+
+
+def _may_continue(each: Reduction, before: Reduction | None) -> bool:
+    return not each.done and (before is None or before.done or before.phases_entered > each.phases_entered)

@@ -1,0 +1,69 @@
+"""What compression has not sent, by section: it is added to the next step's gradients (error feedback).
+
+On a rank a section's remainder is the memory of its values, fp32. Summed over all ranks, and divided by the number of
+contributions, the remainders are what the mean of the gradients still lacks. That mean is what moves: into other
+buckets, as DDP cuts them anew after its first pass, and through a checkpoint to any number of ranks.
+
+    mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions
+    taken over by a section        =  mean remainder * contributions / peers, on each of the peers
+
+Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", section 3; Karimireddy et al. 2019, "Error Feedback
+Fixes SignSGD and other Gradient Compression Schemes".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collectives import Communicator
+
+from .layout import SectionLayout
+
+
+@dataclass(eq=False)
+class BucketSection:
+    """A bucket's section, as it stays from step to step.
+
+    parameters: of the bucket, and starts: the first element of each in it. values: None without error feedback.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    starts: list[int]
+    layout: SectionLayout
+    values: torch.Tensor | None = None
+
+    def places(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' elements in an array of the bucket's, flat."""
+        pairs = zip(self.parameters, self.starts, strict=True)
+        return [whole[start : start + p.numel()] for p, start in pairs]
+
+
+def mean_remainders(section: BucketSection, comm: Communicator) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The mean remainder of each parameter of a section, flat. Collective over all ranks of `comm`."""
+    assert section.values is not None
+    whole = section.values.new_zeros(section.layout.elements)
+    for at, start, stop in section.layout.parts():
+        whole[start:stop] = section.values[at : at + stop - start]
+    comm.all_reduce(whole)
+    whole /= comm.size
+    return {p: place.clone() for p, place in zip(section.parameters, section.places(whole), strict=True)}
+
+
+def take_over(
+    section: BucketSection, means: Mapping[torch.nn.Parameter, torch.Tensor], contributions: int, peers: int
+) -> torch.Tensor:
+    """Makes a section's values of the mean remainders of its parameters; zero for those without one."""
+    found: Sequence[torch.nn.Parameter] = [p for p in section.parameters if p in means]
+    device = section.parameters[0].device
+    values = torch.zeros(section.layout.size, device=device)
+    if found:
+        whole = torch.zeros(section.layout.elements, device=device)
+        for p, place in zip(section.parameters, section.places(whole), strict=True):
+            if p in means:
+                torch.mul(means[p].to(device).view(-1), contributions / peers, out=place)
+        for at, start, stop in section.layout.parts():
+            values[at : at + stop - start] = whole[start:stop]
+    return values

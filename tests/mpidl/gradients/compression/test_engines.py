@@ -1,0 +1,154 @@
+"""`compress=` in DDP and the stages of ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mpidl
+from collectives import Communicator
+from mpidl import Compression
+from tests.mpidl.gradients.compression.methods import METHODS
+from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.reference import WAYS
+
+pytestmark = pytest.mark.mpi
+ENGINES = ("ddp", *WAYS)
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+class Training:
+    """A small GPT-2 on a part of every batch."""
+
+    def __init__(self, comm: Communicator, engine: str, compress: Any = None, **settings: Any) -> None:
+        self.comm, self.model = comm, fresh(MODELS["gpt2"], comm.rank)
+        sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        self.called: Any = self.model
+        if engine == "ddp":
+            self.called = mpidl.DistributedDataParallel(
+                self.model, process_group=comm, bucket_cap_mb=0.005, compress=compress, **settings
+            )
+            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), **sgd)
+            self.compressed = self.called.compressed
+        else:
+            self.optimizer = mpidl.ZeroOptimizer(
+                self.model, torch.optim.SGD, process_group=comm, compress=compress, **WAYS[engine], **sgd, **settings
+            )
+            self.compressed = self.optimizer.compressed
+
+    def run(self, steps: int, first: int = 0) -> list[float]:
+        """Trains; returns the mean losses."""
+        losses = []
+        for step in range(first, first + steps):
+            x, y = (part.chunk(self.comm.size)[self.comm.rank] for part in sequences(step, 0))
+            loss = self.called(x, y)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            mean = loss.detach().clone()
+            self.comm.all_reduce(mean, "avg")
+            losses.append(mean.item())
+        return losses
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The whole weights, on every rank."""
+        if isinstance(self.optimizer, mpidl.ZeroOptimizer):
+            with self.optimizer.gathered(writable=False):
+                return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def check_equal_on_all_ranks(comm: Communicator, weights: dict[str, torch.Tensor]) -> None:
+    for name, values in weights.items():
+        theirs = values.clone()
+        comm.broadcast(theirs)
+        assert torch.equal(theirs, values), name
+
+
+@engines
+@pytest.mark.each("method")
+@pytest.mark.parametrize("method", METHODS)
+def test_training_follows_full_precision_with_the_same_weights_on_all_ranks(
+    comm: Communicator, engine: str, method: str
+) -> None:
+    plain, compressed = Training(comm, engine), Training(comm, engine, method)
+    expected, found = plain.run(6), compressed.run(6)
+    weights = compressed.weights()
+    check_equal_on_all_ranks(comm, weights)
+    assert found == pytest.approx(expected, abs=0.05)
+    if comm.size > 1:
+        exact = plain.weights()
+        assert any(not torch.equal(weights[name], exact[name]) for name in exact)
+
+
+@engines
+def test_full_precision_comes_first(comm: Communicator, engine: str) -> None:
+    plain = Training(comm, engine)
+    compressed = Training(comm, engine, Compression("int4", where="everywhere", start_step=2))
+    assert compressed.run(2) == plain.run(2)
+    for name, values in plain.weights().items():
+        torch.testing.assert_close(compressed.weights()[name], values, rtol=1e-6, atol=1e-7)
+    compressed.run(1, first=2)
+    assert comm.size == 1 or compressed.compressed.state_dict()["remainders"]
+
+
+@engines
+def test_remainders_go_on_from_a_state(comm: Communicator, engine: str) -> None:
+    """A state taken in the middle gives a new engine the same mean remainders; they are the same on every rank."""
+    first = Training(comm, engine, "int4")
+    first.run(3)
+    state = first.compressed.state_dict()
+    other = Training(comm, engine, "int4")
+    other.compressed.load_state_dict(state)
+    again = other.compressed.state_dict()
+    assert again["steps"] == state["steps"] == 3
+    assert set(again["remainders"]) == set(state["remainders"])
+    for name, mean in state["remainders"].items():
+        assert torch.equal(again["remainders"][name], mean)
+    other.run(1, first=3)  # sections take the remainders over, and reduce
+    for name, mean in other.compressed.state_dict()["remainders"].items():
+        assert torch.isfinite(mean).all(), name
+        theirs = mean.clone()
+        comm.broadcast(theirs)
+        assert torch.equal(theirs, mean)
+
+
+def test_remainders_move_when_ddp_cuts_its_buckets_anew(comm: Communicator) -> None:
+    training = Training(comm, "ddp", Compression("int4", where="everywhere"))
+    training.run(1)
+    before = training.compressed.state_dict()["remainders"]
+    x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(0, 0))
+    (0 * training.called(x, y)).backward()  # gradients of zeros: the mean sent is of the remainders alone
+    after = training.compressed.state_dict()["remainders"]
+    for name, p in training.model.named_parameters():
+        if name in before:
+            assert p.grad is not None
+            sent = p.grad.double() + after[name].double()
+            torch.testing.assert_close(sent, before[name].double(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("int9", "compress: got 'int9'; needs one of"),
+        ("int8:3", "compress: got int8:3; int8 has no settings"),
+        (3, "compress: got int; needs a name"),
+    ],
+)
+@engines
+def test_wrong_settings_are_one_error_on_every_rank(comm: Communicator, engine: str, given: Any, message: str) -> None:
+    with pytest.raises(mpidl.ConfigurationError, match=message):
+        Training(comm, engine, given)
+    with pytest.raises(mpidl.ConfigurationError, match="where: got 'here'"):
+        Compression("int8", where="here")
+
+
+@engines
+def test_another_hook_is_refused(comm: Communicator, engine: str) -> None:
+    training = Training(comm, engine, "bf16")
+    with pytest.raises(mpidl.ConfigurationConflict, match="has a hook already"):
+        (training.called if engine == "ddp" else training.optimizer).register_comm_hook(
+            None, mpidl.comm_hooks.allreduce
+        )
