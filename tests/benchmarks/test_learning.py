@@ -1,0 +1,49 @@
+"""The comparison of how a model learns with compressed gradients."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench_learning
+from tests.harness.launch import ROOT
+
+
+def test_the_table_compares_the_means_of_seeds_with_full_precision() -> None:
+    points = [
+        {"method": method, "seed": seed, "step": step, "loss": loss + seed, "bytes": 2e6, "seconds": 3.0}
+        for method, loss in (("fp32", 1.0), ("int8", 1.5))
+        for seed in (0, 1)
+        for step in (0, 7)
+    ]
+    _, plain, compressed = bench_learning.table(points, 7)
+    assert plain.split() == ["fp32", "1.500", "+0.000", "1.000", "to", "2.000", "2.0", "3.0"]
+    assert compressed.split() == ["int8", "2.000", "+0.500", "1.500", "to", "2.500", "2.0", "3.0"]
+
+
+def test_bytes_of_a_step() -> None:
+    model = torch.nn.Linear(64, 64, bias=False)
+    assert bench_learning.sent_bytes("fp32", model, 4) == 2 * 3 / 4 * 4 * 64 * 64
+    assert bench_learning.sent_bytes("int8 without feedback", model, 4) == 2 * 3 * (1024 + 4 * 4)
+
+
+@pytest.mark.limit(240)
+def test_methods_begin_with_the_same_loss_and_learn(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("".join("abcdefgh"[(n * n) % 8] for n in range(3000)))
+    options = ["--methods=fp32,int8", "--steps=12", "--every=12", "--validation=4", f"--data={text}", f"--json={out}"]
+    done = mpirun(2, ROOT / "benchmarks/bench_learning.py", *options, timeout=200)
+    assert done.returncode == 0, done.stderr
+    losses = {(point["method"], point["step"]): point["loss"] for point in json.loads(out.read_text())}
+    assert losses["fp32", 0] == losses["int8", 0]
+    assert losses["fp32", 12] < losses["fp32", 0] - 0.1
+    assert losses["int8", 12] == pytest.approx(losses["fp32", 12], abs=0.05)
+
+
+def test_an_unknown_method_is_one_line(mpirun: Callable[..., Any]) -> None:
+    done = mpirun(2, ROOT / "benchmarks/bench_learning.py", "--methods=fp32,int9", timeout=60)
+    assert done.returncode == 2
+    assert "error: --methods: compress: got 'int9'; needs one of" in done.stderr
