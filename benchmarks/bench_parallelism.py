@@ -1,7 +1,16 @@
-"""Compares ways to train one model on the cores of one node, a step of each in turn.
+"""Compares ways to use the cores of one node for one model, each in turn.
 
-    python benchmarks/bench_parallelism.py --ranks 2 --shapes 1x32x512x8,4x128x512x8
+    python benchmarks/bench_parallelism.py --shapes 1x32x512x8,4x128x512x8
+    python benchmarks/bench_parallelism.py --show table,generate,all-reduce,batches --plot batches.png
 
+--show says what, by commas:
+    shapes      a step of training by each engine, for each of --shapes
+    table       the same for the shapes with targets, and a table of tp beside them
+    generate    tokens a second of a GPT-2 at batch 1, greedily, with a cache of keys and values: threads and tp
+    all-reduce  the sum of [batch, time, width] as a row-parallel layer makes it, and bare, in symmetric memory
+    batches     throughput and peak memory of training for each of --batches, also as a figure (--plot)
+
+Engines:
     threads        one process with as many threads as there are ranks, and no communication
     tp, tp-sp      this project's tensor parallelism; with sequence parallelism
     ddp, zero3     this project's data parallelism, each rank with its part of the batch
@@ -11,7 +20,8 @@
 Every engine trains on the same batches of all ranks together, from the same weights, in fp32 with AdamW. Each runs in a
 job of its own, whose ranks sleep while another one makes a step, and every turn has another order, as in
 `bench_in_turn.py`. A ratio is the median over all turns of the ratios within them. A shape is batch x time x width x
-layers. peak MiB is what the ranks hold together (proportional set sizes), the most of the first steps.
+layers. peak MiB is what the ranks hold together (proportional set sizes), the most at the ends of forward passes and
+steps, of the first steps. Each rank of ddp and zero3 needs as many sequences: other batches are left out.
 """
 
 from __future__ import annotations
@@ -22,222 +32,218 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import parallelism_report as report
+from parallel_inference import PROMPT, generate, sum_activations
+from parallel_training import DATA, ENGINES, HEAD_WIDTH, Shape, train
+from turns import Job, JobFailed
 
-from turns import Caller, Job, JobFailed
-
-ENGINES = ("threads", "tp", "tp-sp", "ddp", "zero3", "torch-tp", "megatron")
-DATA = ("ddp", "zero3")  # engines of which each rank has a part of the batch
-HEAD_WIDTH = 64
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shape of what is trained: sequences a step and their length; the model's width and layers."""
-
-    batch: int
-    time: int
-    width: int
-    layers: int
-
-    @classmethod
-    def of(cls, text: str) -> Shape:
-        """Reads BATCHxTIMExWIDTHxLAYERS."""
-        try:
-            shape = cls(*map(int, text.split("x")))
-        except (TypeError, ValueError):
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}; needs BATCHxTIMExWIDTHxLAYERS, such as 1x32x512x8"
-            ) from None
-        if min(shape.batch, shape.time, shape.layers) < 1 or shape.width < HEAD_WIDTH or shape.width % HEAD_WIDTH:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}; needs positive sizes and a multiple of {HEAD_WIDTH} as width"
-            )
-        return shape
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.time}x{self.width}x{self.layers}"
+JOBS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "train": train,
+    "generate": generate,
+    "all-reduce": sum_activations,
+}
 
 
-# ---- in a job ------------------------------------------------------------------------------------------------------
+def in_turn(
+    job: str, engines: Sequence[str], own: Sequence[Any], options: argparse.Namespace, orders: random.Random
+) -> report.Found:
+    """Starts a job for each engine and has all take their turns, as many launches as --launches says.
 
-
-def work(options: argparse.Namespace) -> None:
-    """Trains one engine, a step whenever it is called."""
-    import torch
-
-    import mpidl
-    from linear_gpt import LinearGPT, batch
-
-    shape, name = options.shapes[0], options.engines[0]
-    comm = mpidl.init()
-    torch.set_num_threads(options.ranks if name == "threads" else 1)
-    torch.manual_seed(0)
-    model = LinearGPT(shape.width, shape.layers, shape.width // HEAD_WIDTH, shape.time)
-    run, optimizer = _engine(name, model, comm)
-    peak, losses = 0.0, []
-    with Caller(options.called, comm.size) as caller:
-        for step in range(options.warmup + options.steps):
-            x, y = batch(step, shape.batch, shape.time)
-            if name in DATA:
-                x, y = (tokens.chunk(comm.size)[comm.rank] for tokens in (x, y))
-            with caller.turn() as answer:
-                comm.barrier()
-                begin = time.perf_counter()
-                loss = run(x, y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                answer["seconds"] = time.perf_counter() - begin
-                losses.append(loss.item())
-            if step < options.warmup:
-                peak = max(peak, mpidl.memory.pss_mib())
-        with caller.turn() as answer:
-            total = np.array([peak, losses[-1] / comm.size])
-            comm.all_reduce(total)
-            answer |= {"peak": total[0], "loss": total[1], "params": sum(p.numel() for p in model.parameters())}
-
-
-def _engine(name: str, model: Any, comm: Any) -> tuple[Callable[..., Any], Any]:
-    """Makes the engine: what computes the loss, and the optimizer."""
-    import torch
-
-    import mpidl
-
-    settings: dict[str, Any] = {"lr": 3e-4}
-    if name in ("torch-tp", "megatron"):
-        import peer_tensor_parallel
-        from peers import start_gloo
-
-        start_gloo(comm)
-        (peer_tensor_parallel.by_torch if name == "torch-tp" else peer_tensor_parallel.by_megatron)(model)
-    elif name in ("tp", "tp-sp"):
-        mpidl.parallelize(model, mpidl.Mesh(tp=comm.size), plan_of(), sequence_parallel=name == "tp-sp")
-    elif name == "ddp":
-        return mpidl.DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), **settings)
-    elif name == "zero3":
-        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, **settings)
-    return model, torch.optim.AdamW(model.parameters(), **settings)
-
-
-def plan_of() -> Any:
-    """The plan of `LinearGPT`. A vocabulary of 256 is not worth cutting."""
-    from mpidl.tensor import AttentionParallel, FeedForwardParallel, SequenceBegins, SequenceEnds, SequenceParallel
-
-    return {
-        "blocks.0": SequenceBegins("x"),
-        "blocks.*.norm_1": SequenceParallel(),
-        "blocks.*.attention": AttentionParallel(
-            query="q", key="k", value="v", output="o", heads="heads", scaled=("heads",), input="x"
-        ),
-        "blocks.*.norm_2": SequenceParallel(),
-        "blocks.*.feed_forward": FeedForwardParallel(inputs=("up",), output="down", input="x"),
-        "norm": (SequenceParallel(), SequenceEnds()),
-    }
-
-
-# ---- the program that starts them ----------------------------------------------------------------------------------
-
-
-def compare(shape: Shape, options: argparse.Namespace, orders: random.Random) -> dict[str, dict[str, Any]]:
-    """Trains every engine in turn, in as many launches as --launches says. Raises JobFailed."""
-    found: dict[str, dict[str, Any]] = {}
-    engines = [name for name in options.engines if name not in DATA or shape.batch % options.ranks == 0]
+    job: of JOBS. own: its options besides the common ones. Returns by engine the slowest rank's seconds of all turns,
+    and the answer to the last one. Raises JobFailed.
+    """
+    found: report.Found = {name: {"seconds": []} for name in engines}
     for _ in range(options.launches):
-        with contextlib.ExitStack() as running:
-            directory = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="mpidl-turns-")))
-            jobs = [running.enter_context(Job(name, _command(name, shape, options), directory)) for name in engines]
-            for job in jobs:
-                job.begin()
+        with _started(job, engines, own, options) as jobs:
             for turn in range(options.warmup + options.steps):
-                for job in orders.sample(jobs, len(jobs)):
-                    slowest = max(answer["seconds"] for answer in job.turn())
+                for one in orders.sample(jobs, len(jobs)):
+                    slowest = max(answer["seconds"] for answer in one.turn())
                     if turn >= options.warmup:
-                        found.setdefault(job.name, {"seconds": []})["seconds"].append(slowest)
-            for job in jobs:
-                found[job.name] |= job.turn()[0]
-                job.end()
+                        found[one.name]["seconds"].append(slowest)
+            for one in jobs:
+                found[one.name] |= one.turn()[0]
+                one.end()
     return found
 
 
-def _command(name: str, shape: Shape, options: argparse.Namespace) -> list[str]:
-    ranks = 1 if name == "threads" else options.ranks
-    own = ["--ranks", options.ranks, "--engines", name, "--shapes", shape, "--steps", options.steps, "--warmup"]
-    return [*options.mpirun.split(), "-n", str(ranks), sys.executable, __file__, *map(str, [*own, options.warmup])]
+@contextlib.contextmanager
+def _started(job: str, engines: Sequence[str], own: Sequence[Any], options: argparse.Namespace) -> Any:
+    with contextlib.ExitStack() as running:
+        directory = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="mpidl-turns-")))
+        jobs = []
+        for name in engines:
+            ranks = 1 if name == "threads" else options.ranks
+            common = ["--job", job, "--engines", name, "--ranks", options.ranks, "--steps", options.steps]
+            command = [*options.mpirun.split(), "-n", ranks, sys.executable, __file__, *common]
+            command += ["--warmup", options.warmup, *own]
+            jobs.append(running.enter_context(Job(name, [str(word) for word in command], directory)))
+        for one in jobs:
+            one.begin()
+        yield jobs
 
 
-def report(shape: Shape, found: dict[str, dict[str, Any]], launches: int) -> list[dict[str, Any]]:
-    """Prints the table of a shape, and returns its rows."""
+def compare(shape: Shape, engines: Sequence[str], options: argparse.Namespace, orders: random.Random) -> report.Found:
+    """Trains by every engine in turn."""
+    able = [name for name in engines if name not in DATA or shape.batch % options.ranks == 0]
+    return in_turn("train", able, ["--shapes", shape], options, orders)
+
+
+# ---- what --show names ---------------------------------------------------------------------------------------------
+
+
+def show_shapes(options: argparse.Namespace, orders: random.Random) -> list[dict[str, Any]]:
+    """Trains each of --shapes."""
     rows = []
-    print(f"# {shape}: batch x time x width x layers")
-    heads = f"{'ms a step':>10} {'of threads':>22} {'of torch-tp':>22} {'tokens/s':>9} {'MiB':>6} {'loss':>8}"
-    print(f"# {'engine':>9} {heads}")
-    times = {name: np.array(one["seconds"]).reshape(launches, -1) for name, one in found.items()}
-    for name, one in found.items():
-        middle = float(np.median(times[name]))
-        told = [_ratio(times[name], times.get(other)) for other in ("threads", "torch-tp")]
-        tokens = shape.batch * shape.time / middle
-        print(
-            f"  {name:>9} {middle * 1e3:>10.1f} {told[0]:>22} {told[1]:>22} {tokens:>9.0f} {one['peak']:>6.0f} "
-            f"{one['loss']:>8.4f}",
-            flush=True,
-        )
-        rows.append({"shape": str(shape), "engine": name, **one, "seconds": times[name].tolist()})
+    for shape in options.shapes:
+        rows += report.shape_rows(shape, compare(shape, options.engines, options, orders), options.launches)
     return rows
 
 
-def _ratio(mine: Any, other: Any) -> str:
-    """The median ratio within the turns, and those of the lowest and the highest launch."""
-    if other is None or other is mine:
-        return "-"
-    each = np.median(mine / other, axis=1)
-    return f"{np.median(mine / other):.3f} ({each.min():.3f} to {each.max():.3f})"
+def show_table(options: argparse.Namespace, orders: random.Random) -> list[dict[str, Any]]:
+    """Trains the shapes with targets, or --table-shapes."""
+    rows, found = [], {}
+    for shape in options.table_shapes:
+        found[shape] = compare(shape, options.table_engines, options, orders)
+        rows += report.shape_rows(shape, found[shape], options.launches)
+    print("\n".join(report.table(found)), flush=True)
+    return rows
+
+
+def show_generate(options: argparse.Namespace, orders: random.Random) -> list[dict[str, Any]]:
+    """Generates with each of --models."""
+    rows = []
+    for width, layers in options.models:
+        own = ["--models", f"{width}x{layers}", "--tokens", options.tokens]
+        found = in_turn("generate", ("threads", "tp"), own, options, orders)
+        rows += report.text_rows((width, layers), options.tokens, found, options.launches)
+    return rows
+
+
+def show_all_reduce(options: argparse.Namespace, orders: random.Random) -> list[dict[str, Any]]:
+    """Sums activations of the table's shapes."""
+    rows = []
+    print("# all-reduce of [batch, time, width], us; layers of bare, and the target at 2 ranks")
+    print(f"# {'sizes':>12} {'KiB':>8} {'bare':>9} {'layers':>9} {'ratio':>7}")
+    for shape in options.table_shapes:
+        own = ["--shapes", shape, "--repetitions", options.repetitions]
+        with _started("all-reduce", ("tp",), own, options) as (job,):
+            rows += report.sum_rows(shape, job.turn())
+            job.end()
+    return rows
+
+
+def show_batches(options: argparse.Namespace, orders: random.Random) -> list[dict[str, Any]]:
+    """Trains --batch-model with each of --batches, and draws it."""
+    rows, found = [], {}
+    for batch in options.batches:
+        shape = replace(options.batch_model, batch=batch)
+        found[shape] = compare(shape, options.batch_engines, options, orders)
+        rows += report.shape_rows(shape, found[shape], options.launches)
+    if options.plot is not None:
+        report.plot_batches(found, options.plot)
+    return rows
+
+
+SHOWN = {
+    "shapes": show_shapes,
+    "table": show_table,
+    "generate": show_generate,
+    "all-reduce": show_all_reduce,
+    "batches": show_batches,
+}
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; wrong ones end the program with status 2 and one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="of each job, and threads of `threads` (2)")
-    parser.add_argument("--engines", default=",".join(ENGINES[:-1]), help="which, by commas")
-    parser.add_argument("--shapes", default="1x32x512x8,4x128x512x8", help="of batch, time, width, layers; by commas")
-    parser.add_argument("--steps", type=int, default=10, help="counted steps of a launch (10)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them, of which memory is measured (2)")
-    parser.add_argument("--launches", type=int, default=3, help="times that the jobs are started (3)")
-    parser.add_argument("--mpirun", default="mpirun", help="the command that starts a job (mpirun)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there")
-    parser.add_argument("--called", type=Path, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--show", type=_names(tuple(SHOWN)), default="shapes", help="what, by commas (shapes)")
+    add("--ranks", type=_number, default=2, help="of each job, and threads of `threads` (2)")
+    add("--engines", type=_names(ENGINES), default=",".join(ENGINES[:-1]), help="of shapes, by commas")
+    add("--shapes", type=_each(Shape.of), default="1x32x512x8,4x128x512x8", help="of shapes, by commas")
+    add("--table-engines", type=_names(ENGINES), default="threads,tp,torch-tp", help="of table (threads,tp,torch-tp)")
+    targets = ",".join(map(str, report.TARGETS))
+    add("--table-shapes", type=_each(Shape.of), default=targets, help="of table and all-reduce (those with targets)")
+    add("--models", type=_each(_model), default="512x8,768x12", help="WIDTHxLAYERS of generate (512x8,768x12)")
+    add("--tokens", type=_number, default=32, help=f"of generate, behind a prompt of {PROMPT} (32)")
+    add("--repetitions", type=_number, default=300, help="of all-reduce (300)")
+    add("--batches", type=_each(_number), default="2,4,8,16", help="sequences a step of batches (2,4,8,16)")
+    add("--batch-engines", type=_names(ENGINES), default="tp,tp-sp,zero3", help="of batches (tp,tp-sp,zero3)")
+    model = "1x128x512x8"
+    add("--batch-model", type=Shape.of, default=model, help=f"shape of batches, its batch is not used ({model})")
+    add("--steps", type=_number, default=10, help="counted steps of a launch (10)")
+    add("--warmup", type=_number, default=2, help="steps before them, of which memory is measured (2)")
+    add("--launches", type=_number, default=3, help="times that the jobs are started (3)")
+    add("--mpirun", default="mpirun", help="the command that starts a job (mpirun)")
+    add("--json", type=Path, metavar="PATH", help="write the rows there, by what --show names")
+    add("--plot", type=Path, metavar="PATH", help="draw batches there (PNG)")
+    add("--job", choices=list(JOBS), help=argparse.SUPPRESS)
+    add("--called", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.engines = list(dict.fromkeys(options.engines.split(",")))
-    unknown = [name for name in options.engines if name not in ENGINES]
-    if unknown:
-        parser.error(f"--engines: got {unknown[0]!r}; needs any of {','.join(ENGINES)}")
-    try:
-        options.shapes = [Shape.of(text) for text in options.shapes.split(",")]
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"--shapes: {error}")
-    for name in ("ranks", "steps", "warmup", "launches"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: got {getattr(options, name)}; needs at least 1")
+    if options.plot is not None and "batches" not in options.show:
+        parser.error(f"--plot: got {options.plot}; needs --show batches")
     return options
+
+
+def _number(text: str) -> int:
+    """An argparse type: at least one."""
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; needs a number of at least 1")
+    return found
+
+
+def _each(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argparse type: several of a kind, with commas between."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argparse type: some of these names, each once, with commas between."""
+
+    def read(text: str) -> list[str]:
+        found = list(dict.fromkeys(text.split(",")))
+        unknown = [name for name in found if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}; needs any of {','.join(known)}")
+        return found
+
+    return read
+
+
+def _model(text: str) -> tuple[int, int]:
+    """An argparse type: WIDTHxLAYERS."""
+    try:
+        width, layers = map(int, text.split("x"))
+    except ValueError:
+        width = layers = 0
+    if width < HEAD_WIDTH or width % HEAD_WIDTH or layers < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs WIDTHxLAYERS, a multiple of {HEAD_WIDTH} as width")
+    return width, layers
 
 
 def main(arguments: Sequence[str]) -> int:
     """Starts the jobs, or is one; the exit status."""
     options = parse(arguments)
     if options.called is not None:
-        work(options)
+        JOBS[options.job](options)
         return 0
-    orders, rows = random.Random(0), []
+    orders, rows = random.Random(0), {}
     print(f"# {options.ranks} ranks, {options.launches} launches of {options.steps} turns")
-    for shape in options.shapes:
+    for name in options.show:
         try:
-            rows += report(shape, compare(shape, options, orders), options.launches)
+            rows[name] = SHOWN[name](options, orders)
         except (JobFailed, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

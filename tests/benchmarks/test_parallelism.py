@@ -26,7 +26,7 @@ def test_all_libraries_train_alike(tmp_path: Path) -> None:
     steps = ("--steps=3", "--warmup=1", "--launches=1")
     done = parallelism(f"--engines={','.join(ENGINES)}", "--shapes=2x8x128x1", *steps, f"--json={path}")
     assert done.returncode == 0, done.stderr
-    rows = {row["engine"]: row for row in json.loads(path.read_text())}
+    rows = {row["engine"]: row for row in json.loads(path.read_text())["shapes"]}
     assert rows.keys() == set(ENGINES)
     losses = [row["loss"] for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-4)
@@ -34,10 +34,43 @@ def test_all_libraries_train_alike(tmp_path: Path) -> None:
     assert all(len(row["seconds"][0]) == 3 and row["peak"] > 0 for row in rows.values())
 
 
+@pytest.mark.limit(340)
+def test_everything_is_shown_in_one_run(tmp_path: Path) -> None:
+    path, figure = tmp_path / "rows.json", tmp_path / "batches.png"
+    done = parallelism(
+        "--show=table,generate,all-reduce,batches",
+        *("--table-shapes=1x8x128x1", "--table-engines=threads,tp", "--models=128x1", "--tokens=3", "--repetitions=5"),
+        *("--batches=1,2", "--batch-model=1x8x128x1", "--batch-engines=zero3", f"--plot={figure}"),
+        *("--steps=2", "--warmup=1", "--launches=1", f"--json={path}"),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert [row["engine"] for row in rows["table"]] == ["threads", "tp"]
+    assert [row["engine"] for row in rows["generate"]] == ["threads", "tp"]
+    assert rows["generate"][0]["text"] == rows["generate"][1]["text"]
+    assert [(row["bytes"], len(row["bare"]), len(row["layers"])) for row in rows["all-reduce"]] == [(4096, 5, 5)]
+    assert "WRONG" not in done.stdout
+    assert [(row["shape"], row["engine"]) for row in rows["batches"]] == [("2x8x128x1", "zero3")]  # it cuts the batch
+    assert "| 1x8x128x1 | " in done.stdout
+    assert figure.stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
-    "option", ["--engines=megatrons", "--shapes=1x2x3", "--shapes=1x8x65x1", "--ranks=0", "--warmup=0"]
+    "option",
+    [
+        "--show=tables",
+        "--models=65x1",
+        "--batches=0",
+        "--plot=a.png",
+        "--engines=megatrons",
+        "--shapes=1x2x3",
+        "--shapes=1x8x65x1",
+        "--ranks=0",
+        "--warmup=0",
+    ],
 )
 def test_wrong_options_are_one_line_and_status_2(option: str) -> None:
     done = parallelism(option)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].partition("error: ")[2].startswith(option.partition("=")[0])
+    said = done.stderr.splitlines()[-1].partition("error: ")[2]
+    assert said.removeprefix("argument ").startswith(option.partition("=")[0])
