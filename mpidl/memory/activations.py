@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import ConfigurationError
+from ..tensor.sum_memory import SumMemory
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 RECOMPUTE = ("none", "selective", "full")
@@ -101,13 +102,16 @@ def slot_bytes(
 
     Arguments as those of `activation_bytes`. node_ranks: how many ranks of a tp group are on a node; by default all.
 
-    Each rank has one slot for a summand, s b h elements. Under sequence parallelism the ranks of a node share two more,
-    in which what they gather becomes whole.
+    Each rank has one slot for a summand, s b h elements, and two more in which summands become the outputs of
+    row-parallel layers, if those are large (`mpidl.tensor.sum_memory`). Under sequence parallelism the ranks of a node
+    share two in place of these, in which what they gather becomes whole.
     """
     if tp == 1:
         return 0
     whole = sequence * batch * hidden * _ITEMSIZE[dtype]
-    return whole + (2 * whole // (node_ranks or tp) if sequence_parallel else 0)
+    if sequence_parallel:
+        return whole + 2 * whole // (node_ranks or tp)
+    return SumMemory.nbytes_for(whole)
 
 
 class SavedActivations:

@@ -1,12 +1,13 @@
 """Collectives of activations over the ranks of tp.
 
     partial         memory of this rank in which the others can read; a product is written straight into it
-    all_reduce      partial -> a new tensor, the sum over the ranks, the same bits on each
+    summand         the same, which becomes the result of all_reduce, where there is a place for it (`sum_memory`)
+    all_reduce      partial -> a new tensor, the sum over the ranks, the same bits on each; or the summand itself
     reduce_scatter  partial -> a new tensor, this rank's piece of the sum
     all_gather      a piece -> a new tensor, the pieces of all ranks
 
-A result is in memory of its own, so autograd may keep it as long as it wants, and the symmetric memory is free for the
-next product when a call returns. Only the thread that computes calls these, in the same order on every rank, as all
+A result is in memory of its own, so autograd may keep it as long as it wants, and the memory of `partial` is free for
+the next product when a call returns. Only the thread that computes calls these, in the same order on every rank, as all
 ranks of tp run the same model on the same inputs. None is queued behind another operation, so none can wait for one.
 """
 
@@ -22,6 +23,7 @@ import torch
 from collectives import Communicator, PartitionedAllReduce, even_counts
 
 from .inputs import refuse_different
+from .sum_memory import SumMemory
 
 _KEPT = 64  # prepared reductions, one for each number of elements
 
@@ -53,6 +55,7 @@ class Activations:
         self.traffic = Traffic()
         self.check = os.environ.get("MPIDL_DEBUG") == "1"
         self._slots: dict[torch.device, torch.Tensor] = {}
+        self._sums = SumMemory(self._allocate_sums)
         self._shared: dict[torch.device, list[torch.Tensor]] = {}
         self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
 
@@ -63,7 +66,8 @@ class Activations:
     def nbytes(self) -> int:
         """Bytes of the symmetric memory: of this rank, and its share of what the ranks of a node have in common."""
         shared = sum(tensor.nbytes for pair in self._shared.values() for tensor in pair)
-        return sum(slot.nbytes for slot in self._slots.values()) + shared // len(self.comm.node_ranks)
+        own = sum(slot.nbytes for slot in self._slots.values()) + self._sums.nbytes
+        return own + shared // len(self.comm.node_ranks)
 
     def pieces(self, length: int) -> list[int]:
         """Lengths of the ranks' pieces of a sequence."""
@@ -79,23 +83,41 @@ class Activations:
 
         The next call of any rank's may give the same memory again; in between comes a reduction.
         """
-        count = torch.Size(shape).numel()
-        slot = self._slots.get(like.device)
-        if slot is None or slot.numel() < count * like.element_size():
+        nbytes = torch.Size(shape).numel() * like.element_size()
+        return self._slot(nbytes, like.device)[:nbytes].view(like.dtype).view(*shape)
+
+    def _slot(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Returns the memory of `partial`, of at least so many bytes. Collective, if it has to grow for them."""
+        slot = self._slots.get(device)
+        if slot is None or slot.numel() < nbytes:
             self._split.clear()
-            slot = self.comm.empty(count * like.element_size(), torch.uint8, device=like.device)
-            self._slots[like.device] = slot
-        return slot[: count * like.element_size()].view(like.dtype).view(*shape)
+            slot = self._slots[device] = self.comm.empty(nbytes, torch.uint8, device=device)
+        return slot
+
+    def _allocate_sums(self, nbytes: int, of_each: int) -> torch.Tensor:
+        """Makes memory for sums, and the slot as large as they are: a rank may have no free place when others do."""
+        self._slot(of_each, torch.device("cpu"))
+        return self.comm.empty(nbytes, torch.uint8)
+
+    def summand(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised memory for one summand, which `all_reduce` makes the sum in place where it can. Collective.
+
+        Arguments as those of `partial`. For results that a model soon drops: there are few places.
+        """
+        found = self._sums.take(shape, like)
+        return self.partial(shape, like) if found is None else found
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks. partial: from `partial`, or any contiguous tensor. Collective."""
+        """Sums over the ranks. partial: from `partial` or `summand`, not to be used afterwards. Collective."""
         self._count("all_reduces", "reduced", partial)
         self.comm.all_reduce(partial)
-        return partial.clone()
+        slot = self._slots.get(partial.device)
+        is_slot = slot is not None and partial.data_ptr() == slot.data_ptr()
+        return partial.clone() if is_slot else partial
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor over the ranks, which stays as it is. Collective."""
-        partial = self.partial(x.shape, x)
+    def sum(self, x: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
+        """Sums a tensor over the ranks, which stays as it is. is_kept: a model keeps the sum for long. Collective."""
+        partial = self.partial(x.shape, x) if is_kept else self.summand(x.shape, x)
         partial.copy_(x)
         return self.all_reduce(partial)
 

@@ -133,13 +133,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.activations.sum(gradient), None
+        return ctx.activations.sum(gradient, is_kept=False), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, activations: Activations) -> torch.Tensor:
-        return activations.sum(x)
+        return activations.sum(x, is_kept=True)
 
     @staticmethod
     @once_differentiable
@@ -288,7 +288,7 @@ class _RowProduct(torch.autograd.Function):
         matrix = weight.t() if out_in else weight
         width = matrix.shape[1]
         if length is None:
-            partial = activations.partial((*x.shape[:-1], width), x)
+            partial = activations.summand((*x.shape[:-1], width), x)
             torch.mm(rows_of(x), matrix, out=rows_of(partial))
             y = activations.all_reduce(partial)
         else:

@@ -1,0 +1,97 @@
+"""Outputs of row-parallel layers that lie where their summands were written, and those for which there is no place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl import Mesh
+from mpidl.tensor import RowParallelLinear, sum_memory
+from tests.mpidl.tensor.reference import all_in_float64, build, largest_difference, loss_of, part_of, tokens, train
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
+
+IN, OUT, ROWS = 7, 256, 80  # 160 KiB in float64
+
+
+def layers(mesh: Mesh) -> tuple[nn.Linear, RowParallelLinear]:
+    made: list[Any] = []
+    for cls, own in ((nn.Linear, {}), (RowParallelLinear, {"mesh": mesh})):
+        torch.manual_seed(0)
+        made.append(cls(IN, OUT, dtype=torch.float64, **own))
+    return made[0], made[1]
+
+
+def random_input(number: int) -> torch.Tensor:
+    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def run(layer: nn.Linear, number: int, comm: Communicator) -> torch.Tensor:
+    """Gives a layer this rank's features of an input."""
+    before = (IN // comm.size) * comm.rank + min(comm.rank, IN % comm.size)
+    y: torch.Tensor = layer(random_input(number)[:, before : before + layer.in_features])
+    return y
+
+
+def test_an_output_that_is_dropped_makes_room_for_the_next(comm: Communicator) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        _, layer = layers(mesh)
+        places = {run(layer, number, comm).data_ptr() for number in range(5)}
+        assert len(places) == 1
+        kept = run(layer, 0, comm)[3:4, ::2]  # a view keeps it as well
+        others = {run(layer, number, comm).data_ptr() for number in range(5)}
+        assert len(others) == 1
+        assert kept.untyped_storage().data_ptr() in places
+        assert not others & places
+
+
+@pytest.mark.parametrize("keeps", ["all", "one rank"])
+def test_outputs_that_are_kept_keep_their_values(comm: Communicator, keeps: str) -> None:
+    """Also where the ranks keep different ones, and where a program writes into them."""
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        whole, layer = layers(mesh)
+        kept = []
+        for number in range(9):
+            y = run(layer, number, comm)
+            if number % 3 == 0:
+                y += 1
+            if keeps == "all" or comm.rank == 0 or number % comm.size == comm.rank:
+                kept.append((y, whole(random_input(number)) + (number % 3 == 0)))
+        for y, expected in kept:
+            torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_autograd_keeps_is_there_in_backward(comm: Communicator) -> None:
+    """The sine keeps its argument; more of them than there are places."""
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        whole, layer = layers(mesh)
+        for first in (0, 6):
+            torch.stack([whole(random_input(first + n)).sin().sum() for n in range(6)]).sum().backward()
+            torch.stack([run(layer, first + n, comm).sin().sum() for n in range(6)]).sum().backward()
+        for p, q in zip(layer.parameters(), whole.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "hf gpt2"])
+def test_a_model_trains_as_one_process_whatever_the_sums_lie_in(
+    comm: Communicator, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of these models are small, and would be copied."""
+    monkeypatch.setattr(sum_memory, "_LEAST", 1)
+    whole, model = build(name), build(name)
+    with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh)
+        assert train(model, 5) == pytest.approx(train(whole, 5), abs=1e-10)
+        for batch in (4, 1):  # places grow, and are then too large
+            losses = [loss_of(each, tokens(7, batch)) for each in (whole, model)]
+            assert losses[1].item() == pytest.approx(losses[0].item(), abs=1e-10)
+            for loss in losses:
+                loss.backward()
+        assert largest_difference(model, whole) < 1e-10
