@@ -82,7 +82,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     init_fn: gives values to a model on the meta device that is not from `deferred_init`: called with each module that
         has parameters or buffers of its own. By default the modules' `reset_parameters`. After an error in either the
         model must be built anew.
-    weights: a safetensors file or directory, or `zero.Safetensors`, from which a rank reads its slices.
+    weights: a safetensors file or directory, or `zero.Safetensors`, from which a rank reads its slices; of a model that
+        is cut over tp, those of its part.
     step_in_backward: the backward pass makes the step: a bucket's, or a unit's, shard is updated when its gradient has
         been reduced, which is then forgotten, so that no rank holds more gradients than those of a few of them.
         `step()` has to follow as always, and only closes the books. What needs all gradients at once is refused:

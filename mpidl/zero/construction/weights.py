@@ -1,4 +1,10 @@
-"""Values from safetensors files, of which a rank reads the rows that hold its slices."""
+"""Values from safetensors files, of which a rank reads the rows that hold its slices.
+
+Of a parameter that is cut over tp, a slice is one of this rank's part of it, which is in several places of the file:
+
+    file    q0 q1 q2 q3 k0 k1 k2 k3      rank 0 of tp has q0 q1 k0 k1, and of these its second rank of dp reads the
+            q4 q5 q6 q7 k4 k5 k6 k7      second row: q4 q5 k4 k5
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,7 @@ from collectives import Communicator
 
 from ...errors import ConfigurationError, listed
 from ...job.agreement import check_everywhere
+from ...mesh.placement import Cut, Run, placement
 from ...replicas.consistency import check_settings_agree
 from ...weight_files import files_of, library
 from .value_targets import Targets, wanted
@@ -86,9 +93,9 @@ class WeightFiles:
             "missing names": missing,
             "unexpected names": sorted(shapes.keys() - names.keys()),
             "other shapes": [
-                f"{name} (has {shape}, needs {tuple(names[name].shape)})"
+                f"{name} (has {shape}, needs {_cut_of(names[name]).shape})"
                 for name, shape in shapes.items()
-                if name in names and shape != tuple(names[name].shape)
+                if name in names and shape != _cut_of(names[name]).shape
             ],
         }
         found = "; ".join(f"{problem}: {listed(names)}" for problem, names in problems.items() if names)
@@ -112,7 +119,7 @@ class WeightFiles:
                 start, stop = (tensor.numel() * number // ranks for number in (rank, rank + 1))
                 if len(present) < 2 or start == stop:
                     continue
-                first, *others = (self._read(stack, files, name, start, stop) for name in present)
+                first, *others = (self._read(stack, files, name, tensor, start, stop) for name in present)
                 for name, other in zip(present[1:], others, strict=True):
                     if not torch.equal(first, other):
                         raise ConfigurationError(
@@ -128,18 +135,46 @@ class WeightFiles:
                 if wanted(ranges):
                     name = next(name for name in self._names[tensor] if name in self._places)
                     for target in ranges:
-                        target.write(self._read(stack, files, name, target.start, target.stop))
+                        target.write(self._read(stack, files, name, tensor, target.start, target.stop))
 
-    def _read(self, stack: ExitStack, files: dict[Path, Any], name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements start..stop of a tensor, flattened."""
+    def _read(
+        self, stack: ExitStack, files: dict[Path, Any], name: str, tensor: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """Elements start..stop of a tensor of the model, flattened, which may be a part of that in the file."""
         path, key = self._places[name]
         if path not in files:
             files[path] = stack.enter_context(library()[0](path, framework="pt"))
-        part = files[path].get_slice(key)
-        shape = part.get_shape()
-        if not shape:
+        cut = _cut_of(tensor)
+        if not cut.shape:
             return files[path].get_tensor(key).reshape(-1)[start:stop]  # type: ignore[no-any-return]
-        row = max(1, torch.Size(shape[1:]).numel())
+        row = max(1, torch.Size(cut.part_shape[1:]).numel())
         first = start // row
-        rows: torch.Tensor = part[first : -(-stop // row)]
+        rows = read_rows(files[path].get_slice(key), cut, first, -(-stop // row))
         return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+def _cut_of(tensor: torch.Tensor) -> Cut:
+    """Returns the elements of the whole tensor that one of the model has; all of them where nothing is cut."""
+    shape = tuple(tensor.shape)
+    return placement(tensor).cut or Cut(shape, tuple(((0, size),) for size in shape))
+
+
+def read_rows(file_slice: Any, cut: Cut, first: int, stop: int) -> torch.Tensor:
+    """Reads rows first..stop, along dimension 0, of a rank's part of a tensor in a file.
+
+    file_slice: as `get_slice` of safetensors gives it. cut: of at least one dimension.
+    """
+    rows, before = [], 0
+    for low, high in cut.runs[0]:
+        inside = max(first, before), min(stop, before + high - low)
+        if inside[0] < inside[1]:
+            rows.append((low + inside[0] - before, low + inside[1] - before))
+        before += high - low
+
+    def read(index: tuple[slice, ...], runs: tuple[tuple[Run, ...], ...]) -> torch.Tensor:
+        if not runs:
+            return file_slice[index]  # type: ignore[no-any-return]
+        pieces = [read((*index, slice(*run)), runs[1:]) for run in runs[0]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, len(index))
+
+    return read((), (tuple(rows), *cut.runs[1:]))
