@@ -62,7 +62,8 @@ class Communicator(GroupMemory):
     rank is; by default the environment's MPIDL_TIMEOUT, or 600; 0: for ever.
 
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
-    nodes: how many nodes. node_ranks: the ranks of this node. mpi: the communicator that was given.
+    nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
+    mpi: the communicator that was given.
 
     With MPIDL_DEBUG=1 in the environment the ranks compare, before every operation, what they are about to do, and
     raise the same MismatchError on all ranks where that differs.

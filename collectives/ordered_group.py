@@ -82,6 +82,7 @@ class OrderedGroup:
         self.size: int = self.mpi.Get_size()
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
         self.node_ranks: tuple[int, ...] = place.members
+        self.node_cores: int = place.cores
         if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._crowded = place.crowded

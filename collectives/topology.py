@@ -16,7 +16,7 @@ class Topology:
     members: this node's ranks. node: a communicator of them. across: one of the ranks with this rank's number on all
     nodes. regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size
     everywhere. crowded: whether this node has more ranks than cores that they may use. full: whether it has at least as
-    many ranks as such cores.
+    many ranks as such cores. cores: how many of them.
     """
 
     local_rank: int
@@ -28,6 +28,7 @@ class Topology:
     across: MPI.Intracomm
     crowded: bool
     full: bool
+    cores: int
 
 
 def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
@@ -44,8 +45,9 @@ def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
     in_place = across.Get_size() == nodes and rank == across.Get_rank() * local_size + local_rank
     regular = bool(comm.allreduce(int(in_place), MPI.MIN))
     members, cores = zip(*node.allgather((rank, usable())), strict=True)
-    spare = len(set().union(*cores)) - local_size
-    return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0)
+    together = len(set().union(*cores))
+    spare = together - local_size
+    return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0, together)
 
 
 def names(comm: MPI.Intracomm) -> list[int]:

@@ -5,27 +5,30 @@
     all_reduce      partial -> a new tensor, the sum over the ranks, the same bits on each; or the summand itself
     reduce_scatter  partial -> a new tensor, this rank's piece of the sum
     all_gather      a piece -> a new tensor, the pieces of all ranks
+    all_gather_by_chunks    a piece -> the pieces of all ranks, some tokens at a time, while the caller computes
 
 A result is in memory of its own, so autograd may keep it as long as it wants, and the memory of `partial` is free for
 the next product when a call returns. Only the thread that computes calls these, in the same order on every rank, as all
-ranks of tp run the same model on the same inputs. None is queued behind another operation, so none can wait for one.
+ranks of tp run the same model on the same inputs. With `overlaps` the progress thread of the Communicator carries out
+the all-gathers, in this same order; what is called next is queued behind them. Without, nothing is ever queued.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from collectives import Communicator, PartitionedAllReduce, even_counts
+from collectives import Communicator, PartitionedAllReduce, Work, even_counts
 
 from .inputs import refuse_different
 from .sum_memory import SumMemory
 
 _KEPT = 64  # prepared reductions, one for each number of elements
+_CHUNKS = 4  # of an all-gather beside a product: three quarters of it may be hidden, and its products stay large
 
 
 @dataclass
@@ -47,11 +50,13 @@ class Traffic:
 class Activations:
     """Collectives of activations, and the memory that they need.
 
-    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`.
+    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`. overlaps: the
+    ranks gather pieces while they compute.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, overlaps: bool = False) -> None:
         self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
+        self.overlaps = overlaps
         self.traffic = Traffic()
         self.check = os.environ.get("MPIDL_DEBUG") == "1"
         self._slots: dict[torch.device, torch.Tensor] = {}
@@ -161,25 +166,74 @@ class Activations:
 
     def all_gather(self, piece: torch.Tensor, length: int) -> torch.Tensor:
         """Joins the ranks' pieces, [batch, piece, width], to [batch, length, width]. Collective."""
+        return self.begin_all_gather(piece, length)()
+
+    def begin_all_gather(self, piece: torch.Tensor, length: int) -> Callable[[], torch.Tensor]:
+        """Begins to join the ranks' pieces; what it returns waits for it. With `overlaps` in between it goes on.
+
+        Collective, as is the call of what it returns, before the next all-gather begins.
+        """
         batch, _, width = piece.shape
         pieces = self.pieces(length)
-        whole = piece.new_empty(batch, length, width)
-        self._count("all_gathers", "gathered", whole)
-        everything = self._next_shared(whole)
+        everything = self._next_shared(batch * length * width, piece)
+        self._count("all_gathers", "gathered", everything)
         parts = everything.split([batch * n * width for n in pieces])
         parts[self.rank].copy_(piece.reshape(-1))
-        self.comm.all_gather(everything, parts[self.rank], counts=[part.numel() for part in parts])
-        for part, target in zip(parts, whole.split(pieces, 1), strict=True):
-            target.copy_(part.view(target.shape))
-        return whole
+        work = self._gather(everything, parts)
 
-    def _next_shared(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory that is the same on all ranks of the node, of as many elements as `like`.
+        def finish() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            whole = piece.new_empty(batch, length, width)
+            for part, target in zip(parts, whole.split(pieces, 1), strict=True):
+                target.copy_(part.view(target.shape))
+            return whole
+
+        return finish
+
+    def all_gather_by_chunks(self, piece: torch.Tensor, length: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Gathers the ranks' pieces of sequences, some tokens of each rank's at a time. Collective, to its end.
+
+        Yields the place of the first token and [batch, some tokens, width], to be read before the next one: first this
+        rank's own piece, which needs no communication, then those of others as they arrive. With `overlaps` the rest
+        is gathered meanwhile.
+        """
+        batch, _, width = piece.shape
+        pieces = self.pieces(length)
+        chunks = [even_counts(n, min(_CHUNKS, *pieces)) for n in pieces]  # by rank
+        everything = self._next_shared(batch * length * width, piece)
+        self._count("all_gathers", "gathered", everything)
+        gathered, own, start = [], 0, 0
+        for sizes in zip(*chunks, strict=True):
+            counts = [batch * n * width for n in sizes]
+            segment = everything[start : start + sum(counts)]
+            parts = segment.split(counts)
+            mine = sizes[self.rank]
+            parts[self.rank].view(batch, mine, width).copy_(piece[:, own : own + mine])
+            gathered.append((self._gather(segment, parts), parts, sizes))
+            own, start = own + mine, start + sum(counts)
+        places = [sum(pieces[:rank]) for rank in range(self.ranks)]
+        yield places[self.rank], piece
+        for work, parts, sizes in gathered:
+            if work is not None:
+                work.wait()
+            for rank, (part, n) in enumerate(zip(parts, sizes, strict=True)):
+                if rank != self.rank:
+                    yield places[rank], part.view(batch, n, width)
+                places[rank] += n
+
+    def _gather(self, everything: torch.Tensor, parts: Sequence[torch.Tensor]) -> Work | None:
+        counts = [part.numel() for part in parts]
+        in_background = self.overlaps and everything.device.type == "cpu"
+        return self.comm.all_gather(everything, parts[self.rank], counts=counts, async_op=in_background)
+
+    def _next_shared(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory that is the same on all ranks of the node, of so many elements of the dtype and device of `like`.
 
         Two take turns: a rank writes to one again only after the other's all-gather, to which every rank comes when it
         has read the first.
         """
-        nbytes = like.nbytes
+        nbytes = count * like.element_size()
         pair = self._shared.get(like.device)
         if pair is None or pair[0].numel() < nbytes:
             pair = [self.comm.shared(max(1, nbytes), torch.uint8, device=like.device) for _ in range(2)]

@@ -233,9 +233,11 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.activations, ctx.out_in, ctx.length = activations, out_in, length
         if length is None:
             activations.check_inputs(x)
-        else:
-            x = activations.all_gather(x, length)
         matrix = weight.t() if out_in else weight
+        if length is not None and activations.overlaps:
+            return _product_by_chunks(x, matrix, bias, activations, length)
+        if length is not None:
+            x = activations.all_gather(x, length)
         y = x.new_empty(*x.shape[:-1], matrix.shape[1])  # no view, so that what follows may write into it
         if bias is None:
             torch.mm(rows_of(x), matrix, out=rows_of(y))
@@ -250,21 +252,22 @@ class _ColumnProduct(torch.autograd.Function):
         activations, length = ctx.activations, ctx.length
         flat = rows_of(gradient)
         matrix = weight if ctx.out_in else weight.t()
-        of_x = of_weight = of_bias = reduction = None
+        of_x = of_weight = of_bias = reduction = gather = None
+        if ctx.needs_input_grad[1] and length is not None:
+            gather = activations.begin_all_gather(x, length)
         if ctx.needs_input_grad[0] and length is None:
             partial = activations.partial((flat.shape[0], matrix.shape[1]), flat)
             torch.mm(flat, matrix, out=partial)
             reduction = activations.begin_all_reduce(partial)
+        elif ctx.needs_input_grad[0]:
+            of_x = _scattered_product(gradient, matrix, activations)
         if ctx.needs_input_grad[1]:
-            whole = x if length is None else activations.all_gather(x, length)
-            inputs = rows_of(whole)
+            inputs = rows_of(x if gather is None else gather())
             of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
         if ctx.needs_input_grad[2]:
             of_bias = flat.sum(0)
         if reduction is not None:
             of_x = activations.finish_all_reduce(partial, reduction).view(x.shape)
-        elif ctx.needs_input_grad[0]:
-            of_x = _scattered_product(gradient, matrix, activations)
         return of_x, of_weight, of_bias, None, None, None
 
 
@@ -313,6 +316,21 @@ class _RowProduct(torch.autograd.Function):
             inputs = rows_of(x)
             of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
         return of_x, of_weight, of_bias, None, None, None, None
+
+
+def _product_by_chunks(
+    piece: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, activations: Activations, length: int
+) -> torch.Tensor:
+    """[batch, piece, in] -> [batch, length, out]: x @ matrix + bias of the gathered x, of which there is no copy."""
+    y = piece.new_empty(piece.shape[0], length, matrix.shape[1])
+    for start, tokens in activations.all_gather_by_chunks(piece, length):
+        for sequence, target in zip(tokens, y, strict=True):
+            rows = target[start : start + len(sequence)]
+            if bias is None:
+                torch.mm(sequence, matrix, out=rows)
+            else:
+                torch.addmm(bias, sequence, matrix, out=rows)
+    return y
 
 
 def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, activations: Activations) -> torch.Tensor:

@@ -36,6 +36,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     dropout: str = "streams",
+    overlap: bool | str = "auto",
 ) -> nn.Module:
     """Cuts a model over the ranks of tp, in place, and returns it.
 
@@ -45,7 +46,10 @@ def parallelize(
     sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a piece of the
     sequences, which takes the memory of activations down by the number of ranks. dropout: "streams" for random numbers
     of each rank's own where ranks compute different things; "by_index" to drop the same elements for every tp, also 1,
-    which takes more time and memory. Collective over tp.
+    which takes more time and memory. overlap: of sequence_parallel: the input of a column-parallel layer is gathered in
+    chunks, the product of each beside the next, and in backward beside the product of the input's gradient; "auto" does
+    so where tp goes over several nodes, or the ranks of each node leave a core for it. Sums of products then round
+    otherwise. Collective over tp.
 
     Before training, seed torch's default generator alike on all ranks of tp and differently over dp.
 
@@ -56,6 +60,8 @@ def parallelize(
         raise ConfigurationError(f"parallelize: mesh: got {type(mesh).__name__}; needs a mpidl.Mesh")
     if dropout not in ("streams", "by_index"):
         raise ConfigurationError(f"parallelize: dropout: got {dropout!r}; needs 'streams' or 'by_index'")
+    if overlap not in (True, False, "auto"):
+        raise ConfigurationError(f"parallelize: overlap: got {overlap!r}; needs True, False or 'auto'")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
     if getattr(model, _STATE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
@@ -68,7 +74,8 @@ def parallelize(
     cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
     if not cuts and not by_index:
         return model
-    state = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index)
+    overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
+    state = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index, overlaps=overlaps)
     if cuts:
         if report and mesh.comm.rank == 0:
             print("\n".join(report), flush=True)
@@ -81,6 +88,16 @@ def parallelize(
     state.model = weakref.ref(model)
     setattr(model, _STATE, state)
     return model
+
+
+def gains_by_overlap(mesh: Mesh) -> bool:
+    """Returns whether a progress thread that gathers has a wire to wait for, or a core of its own. Collective over tp.
+
+    Where ranks and their threads fill the cores of a node, it would take time of the cores that compute.
+    """
+    busy = len(mesh.comm.node_ranks) * torch.get_num_threads()
+    spare = mesh.comm.node_cores > busy
+    return mesh["tp"].nodes > 1 or all(all_gather_object(mesh["tp"], spare))
 
 
 def chosen_plan(

@@ -13,6 +13,7 @@ Recomputation in Large Transformer Models", section 4.2.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,14 +47,21 @@ class _Again:
 
     def __init__(self, activations: Activations, length: int) -> None:
         self._activations, self._length = activations, length
+        self._gather: Callable[[], torch.Tensor] | None = None
         self._whole: torch.Tensor | None = None
         self.layers = self._left = 0
 
-    def whole(self, piece: torch.Tensor) -> torch.Tensor:
-        """[batch, piece, width] -> [batch, length, width]. Collective."""
+    def begin(self, piece: torch.Tensor) -> None:
+        """Begins to gather, if no layer has in this pass. Collective. piece: [batch, piece, width]."""
         if self._whole is None:
-            self._whole, self._left = self._activations.all_gather(piece, self._length), self.layers
+            self._gather = self._activations.begin_all_gather(piece, self._length)
+
+    def whole(self) -> torch.Tensor:
+        """Returns what was gathered, [batch, length, width]. Collective; after `begin`."""
+        if self._gather is not None:
+            self._whole, self._left, self._gather = self._gather(), self.layers, None
         whole = self._whole
+        assert whole is not None
         self._left -= 1
         if self._left == 0:
             self._whole = None
@@ -84,11 +92,13 @@ class _Product(torch.autograd.Function):
         piece, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         of_x = of_weight = None
+        if ctx.needs_input_grad[2]:
+            ctx.again.begin(piece)
         if ctx.needs_input_grad[0]:
             matrix = weight if ctx.out_in else weight.t()
             of_x = flat.mm(matrix).view(*gradient.shape[:-1], matrix.shape[1])
         if ctx.needs_input_grad[2]:
-            whole = ctx.again.whole(piece)
+            whole = ctx.again.whole()
             inputs = whole.reshape(-1, whole.shape[-1]).to(flat.dtype)
             of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
         of_bias = flat.sum(0) if ctx.needs_input_grad[3] else None

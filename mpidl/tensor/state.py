@@ -49,6 +49,8 @@ class _Stream:
 class TensorParallel:
     """Shared by the cut layers of one model. sequence_parallel: sequences are in pieces in training mode.
 
+    overlaps: the pieces are gathered while the ranks compute.
+
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. regions: their names. part: what this rank
     computes of the region that runs. gathered: the input of that region, while it is gathered from pieces. changes:
@@ -57,11 +59,13 @@ class TensorParallel:
     that was cut, not a copy of it. kept_sums: keeps outputs of row-parallel layers for a checkpoint.
     """
 
-    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, by_index: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, *, sequence_parallel: bool = False, by_index: bool = False, overlaps: bool = False
+    ) -> None:
         watch_steps()
         self.mesh, self.comm = mesh, mesh["tp"]
         self.rank, self.ranks = self.comm.rank, self.comm.size
-        self.activations = Activations(self.comm)
+        self.activations = Activations(self.comm, overlaps=overlaps)
         self.sequence_parallel = sequence_parallel and self.ranks > 1
         self.by_index = by_index
         self.length: int | None = None
