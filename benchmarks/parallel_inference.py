@@ -54,24 +54,24 @@ def sum_activations(options: argparse.Namespace) -> None:
     import torch
 
     import mpidl
-    from mpidl.tensor.communication import Activations
+    from mpidl.tensor.communication import TensorGroup
 
     shape = options.shapes[0]
     comm = mpidl.init()
     torch.set_num_threads(1)
-    activations, sizes = Activations(comm), (shape.batch, shape.time, shape.width)
+    group, sizes = TensorGroup(comm), (shape.batch, shape.time, shape.width)
     like = torch.empty(0)
     bare = comm.empty(sizes, torch.float32)
     seconds: dict[str, list[float]] = {"bare": [], "layers": []}
 
     def by_layers() -> tuple[float, Any]:
         begin = time.perf_counter()
-        partial = activations.partial(sizes, like)
+        partial = group.summand(sizes, like)
         taken = time.perf_counter() - begin
         partial.fill_(comm.rank + 1)
         comm.barrier()
         begin = time.perf_counter()
-        y = activations.all_reduce(partial)
+        y = group.all_reduce(partial)
         return taken + time.perf_counter() - begin, y
 
     def by_itself() -> tuple[float, Any]:

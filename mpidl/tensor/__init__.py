@@ -15,11 +15,12 @@ loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init
 functions      where autograd communicates
 regathered     inputs of regions that are gathered again in backward
-communication  the collectives of activations, through symmetric memory
+communication  the ranks of tp: the collectives of activations, through symmetric memory
+sum_memory     symmetric memory in which sums stay
 dropout        dropout that is the same for every tp; parts: which elements a rank computes
 forwards       what runs around a module's forward pass
 steps          optimizers that would step wrongly on parts
-state          what the layers of a model share: ranks, pieces of sequences, random numbers
+tensor_parallel  what the layers of a model share: ranks, pieces of sequences, random numbers
 kept_sums      what checkpoints of activations need not communicate again
 sizes          which heads, features and tokens each rank holds
 counting       what a rank holds, beforehand and now, and what it has sent

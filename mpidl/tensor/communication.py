@@ -47,8 +47,8 @@ class Traffic:
         return (2 * self.reduced + self.scattered + self.gathered) * (ranks - 1) / ranks
 
 
-class Activations:
-    """Collectives of activations, and the memory that they need.
+class TensorGroup:
+    """A group of ranks that share layers: collectives of activations, and the memory that they need.
 
     comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`. overlaps: the
     ranks gather pieces while they compute.
@@ -64,7 +64,7 @@ class Activations:
         self._shared: dict[torch.device, list[torch.Tensor]] = {}
         self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
         return self  # copies of a model communicate with the same ranks
 
     @property

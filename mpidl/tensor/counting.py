@@ -14,7 +14,7 @@ from ..mesh import placement
 from .communication import Traffic
 from .parallelize import apply_styles, chosen_plan
 from .plans import Plan, matches
-from .state import ATTRIBUTE, TensorParallel
+from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -45,31 +45,31 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = N
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     made = copy.deepcopy(model, memo)
-    state = TensorParallel(_Rank(rank, ranks))  # type: ignore[arg-type]
+    tp = TensorParallel(_Rank(rank, ranks))  # type: ignore[arg-type]
     chosen, _ = chosen_plan(made, plan, ranks, sequence_parallel=False)
-    apply_styles(made, matches(chosen, made), state)
+    apply_styles(made, matches(chosen, made), tp)
     return made
 
 
 def slots_held(model: nn.Module) -> int:
     """Bytes of the memory by which the cut layers of a model exchange activations, as far as there is any yet."""
-    return sum(activations.nbytes for state in _states(model) for activations in state.all_activations)
+    return sum(group.nbytes for tp in _tensor_parallels(model) for group in tp.groups)
 
 
 def traffic(model: nn.Module) -> Traffic:
     """Counts what the cut layers of a model have exchanged so far among all ranks of tp. Not collective."""
     total = Traffic()
-    for state in _states(model):
-        for name, count in vars(state.activations.traffic).items():
+    for tp in _tensor_parallels(model):
+        for name, count in vars(tp.group.traffic).items():
             setattr(total, name, getattr(total, name) + count)
     return total
 
 
-def _states(model: nn.Module) -> list[TensorParallel]:
+def _tensor_parallels(model: nn.Module) -> list[TensorParallel]:
     found = {
-        id(state): state
+        id(tp): tp
         for module in model.modules()
         for name in (ATTRIBUTE, "_tensor_parallel")
-        if isinstance(state := getattr(module, name, None), TensorParallel)
+        if isinstance(tp := getattr(module, name, None), TensorParallel)
     }
     return list(found.values())

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, ModelMismatch
 from ..job.objects import all_gather_object, broadcast_object
 from ..mesh import placement
 from ..meta import become
-from .state import ATTRIBUTE, TensorParallel
+from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 Views = list[tuple[Any, dict[torch.Tensor, Any]]]
 
@@ -47,14 +47,14 @@ def materialize(model: nn.Module) -> nn.Module:
     the random numbers of the first rank of tp at the call of deferred_init; the default generator goes where that
     process would have left it, unless it was used since. Raises ConfigurationError for what no recording has.
     """
-    state: TensorParallel | None = getattr(model, ATTRIBUTE, None)
-    recorded = recorded_views(model) if state is None else state.recorded
+    tp: TensorParallel | None = getattr(model, ATTRIBUTE, None)
+    recorded = recorded_views(model) if tp is None else tp.recorded
     known = {t for _, views in recorded for t in views}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if t.is_meta and t not in known:
             raise ConfigurationError(f"materialize: {name} is on the meta device and not from mpidl.deferred_init")
-    if state is not None:
-        _agree(state, recorded)
+    if tp is not None:
+        _agree(tp, recorded)
     for recording, views in recorded:
         tape = recording.tape
         by_storage: dict[int, list[torch.Tensor]] = {}
@@ -86,15 +86,15 @@ def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return whole.clone(memory_format=torch.contiguous_format) if cut is None else cut.of(whole)
 
 
-def _agree(state: TensorParallel, recorded: Views) -> None:
+def _agree(tp: TensorParallel, recorded: Views) -> None:
     """Takes the random numbers of the first rank of tp. Collective."""
     tapes = [recording.tape for recording, _ in recorded]
     digests = [tape.digest() for tape in tapes]
-    for rank, theirs in enumerate(all_gather_object(state.comm, digests)):
+    for rank, theirs in enumerate(all_gather_object(tp.comm, digests)):
         if theirs != digests:
             raise ModelMismatch(f"materialize: rank {rank} of tp has built another model by deferred_init")
     for tape in tapes:
         drawing = [operation for operation in tape.operations if isinstance(operation.start, torch.Tensor)]
-        starts = broadcast_object(state.comm, [operation.start for operation in drawing])
+        starts = broadcast_object(tp.comm, [operation.start for operation in drawing])
         for operation, start in zip(drawing, starts, strict=True):
             operation.start = start

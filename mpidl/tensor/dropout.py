@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import TrainingError
 from ..mesh import Cut
 from .forwards import run_around
-from .state import TensorParallel
+from .tensor_parallel import TensorParallel
 
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as int64
 
@@ -64,9 +64,9 @@ def _next_seed() -> int:
 class IndexedDropout(TorchFunctionMode):
     """Takes the place of torch's dropout. inside: the region of which only a part runs, without its begin."""
 
-    def __init__(self, state: TensorParallel, inside: str | None = None) -> None:
+    def __init__(self, tp: TensorParallel, inside: str | None = None) -> None:
         super().__init__()
-        self._state, self._inside = state, inside
+        self._tp, self._inside = tp, inside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch, or what takes its place."""
@@ -87,7 +87,7 @@ class IndexedDropout(TorchFunctionMode):
                 f"dropout='by_index': a part of {self._inside} is computed by itself, as by an activation checkpoint "
                 "within it; needs one around all of it"
             )
-        kept = kept_elements(self._state.cut_of(x, dim), p, _next_seed(), x.device)
+        kept = kept_elements(self._tp.cut_of(x, dim), p, _next_seed(), x.device)
         scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
         if inplace:
             return x.mul_(scale).masked_fill_(~kept, 0.0)
@@ -169,8 +169,8 @@ class IndexedForward:
     Each module begins the mode if none has: autograd may run it again, in a thread of its own.
     """
 
-    def __init__(self, state: TensorParallel, inside: str | None) -> None:
-        self._state, self._inside = state, inside
+    def __init__(self, tp: TensorParallel, inside: str | None) -> None:
+        self._tp, self._inside = tp, inside
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -180,14 +180,14 @@ class IndexedForward:
             return forward(*args, **kwargs)
         _RUNNING.now = True
         try:
-            with IndexedDropout(self._state, self._inside):
+            with IndexedDropout(self._tp, self._inside):
                 return forward(*args, **kwargs)
         finally:
             _RUNNING.now = False
 
 
-def drop_by_index(model: nn.Module, state: TensorParallel) -> None:
+def drop_by_index(model: nn.Module, tp: TensorParallel) -> None:
     """Makes all dropout of a model go by index. Comes after all cuts."""
     for name, module in model.named_modules():
-        inside = next((region for region in state.regions if name.startswith(f"{region}.")), None)
-        run_around(module, state, "Indexed", IndexedForward(state, inside))
+        inside = next((region for region in tp.regions if name.startswith(f"{region}.")), None)
+        run_around(module, tp, "Indexed", IndexedForward(tp, inside))

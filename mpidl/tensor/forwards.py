@@ -13,20 +13,20 @@ from typing import Any
 
 from torch import nn
 
-from .state import TensorParallel
+from .tensor_parallel import TensorParallel
 
 Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def run_around(module: nn.Module, state: TensorParallel, kind: str, around: Around) -> None:
+def run_around(module: nn.Module, tp: TensorParallel, kind: str, around: Around) -> None:
     """Lets `around(module, forward, args, kwargs)` run in place of the forward pass, until the cuts are undone.
 
     kind: a name for the derived class; a module has one of each.
     """
     attribute = f"_mpidl_{kind.lower()}"
     vars(module)[attribute] = around
-    state.changes.append(lambda: vars(module).pop(attribute))
-    state.set(module, "__class__", _derived(type(module), kind, attribute))
+    tp.changes.append(lambda: vars(module).pop(attribute))
+    tp.set(module, "__class__", _derived(type(module), kind, attribute))
 
 
 _DERIVED: dict[tuple[type, str], type] = {}

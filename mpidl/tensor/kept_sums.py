@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .state import TensorParallel
+from .tensor_parallel import TensorParallel
 
 
 class KeptSums:
@@ -31,14 +31,14 @@ class KeptSums:
         """Inside, the module runs: the first time its layers keep their outputs, and afterwards they take them."""
         self._next = 0 if self._ran else None
         self._ran = True
-        before = [(state, state.kept_sums) for state in _states(module)]
-        for state, _ in before:
-            state.kept_sums = self
+        before = [(tp, tp.kept_sums) for tp in _tensor_parallels(module)]
+        for tp, _ in before:
+            tp.kept_sums = self
         try:
             yield
         finally:
-            for state, kept in before:
-                state.kept_sums = kept
+            for tp, kept in before:
+                tp.kept_sums = kept
 
     def take(self) -> torch.Tensor | None:
         """The next output; None in the first run, and for one that was changed."""
@@ -54,6 +54,6 @@ class KeptSums:
             self._kept.append((y.detach(), y._version))
 
 
-def _states(module: nn.Module) -> list[TensorParallel]:
+def _tensor_parallels(module: nn.Module) -> list[TensorParallel]:
     found = (vars(inner).get("_tensor_parallel") for inner in module.modules())
-    return list({id(state): state for state in found if isinstance(state, TensorParallel)}.values())
+    return list({id(tp): tp for tp in found if isinstance(tp, TensorParallel)}.values())

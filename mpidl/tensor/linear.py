@@ -20,10 +20,10 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
 from .forwards import run_around
-from .functions import column_product, row_product
+from .functions import CutProduct, column_product, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
 from .sizes import Run, run_of
-from .state import Dropouts, TensorParallel
+from .tensor_parallel import Dropouts, TensorParallel
 
 # Modules that compute x @ weight + bias: whether their weight is [out, in], and their attributes of sizes, out and in.
 _KINDS: dict[str, tuple[bool, str, str]] = {
@@ -81,7 +81,7 @@ def cut_parameter(p: torch.Tensor, dim: int, runs: Iterable[Run], *, counted: bo
 
 def make_column(
     layer: Any,
-    state: TensorParallel,
+    tp: TensorParallel,
     runs: Iterable[Run],
     *,
     copies_input: bool,
@@ -94,80 +94,80 @@ def make_column(
     """
     runs = tuple(runs)
     if is_adapted(layer):
-        _make_adapted_column(layer, state, runs, copies_input=copies_input, counted=counted)
+        _make_adapted_column(layer, tp, runs, copies_input=copies_input, counted=counted)
         return
     out_in, out_name, _ = _kind(layer)
     cut_parameter(layer.weight, 0 if out_in else 1, runs, counted=counted)
     if layer.bias is not None:
         cut_parameter(layer.bias, 0, runs, counted=counted)
     if out_name:
-        state.set(layer, out_name, sum(stop - start for start, stop in runs))
+        tp.set(layer, out_name, sum(stop - start for start, stop in runs))
     if copies_input:
-        _become(layer, _ColumnParallel, state)
-    elif state.sequence_parallel:
-        _become(layer, _InRegion, state)
+        _become(layer, _ColumnParallel, tp)
+    elif tp.sequence_parallel:
+        _become(layer, _InRegion, tp)
 
 
-def make_row(layer: Any, state: TensorParallel, runs: Iterable[Run], *, ends_region: bool = True) -> None:
+def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region: bool = True) -> None:
     """Keeps this rank's features of `in`, and lets the layer sum its products over the ranks.
 
     ends_region: the layer is the last of a region.
     """
     runs = tuple(runs)
     if is_adapted(layer):
-        _make_adapted_row(layer, state, runs)
+        _make_adapted_row(layer, tp, runs)
         return
     out_in, _, in_name = _kind(layer)
     cut_parameter(layer.weight, 1 if out_in else 0, runs)
     if in_name:
-        state.set(layer, in_name, sum(stop - start for start, stop in runs))
+        tp.set(layer, in_name, sum(stop - start for start, stop in runs))
     layer._ends_region = ends_region
-    state.changes.append(lambda: delattr(layer, "_ends_region"))
-    _become(layer, _RowParallel, state)
+    tp.changes.append(lambda: delattr(layer, "_ends_region"))
+    _become(layer, _RowParallel, tp)
 
 
 def _make_adapted_column(
-    layer: Any, state: TensorParallel, runs: tuple[Run, ...], *, copies_input: bool, counted: bool
+    layer: Any, tp: TensorParallel, runs: tuple[Run, ...], *, copies_input: bool, counted: bool
 ) -> None:
-    make_column(layer.base_layer, state, runs, copies_input=False, counted=counted)
+    make_column(layer.base_layer, tp, runs, copies_input=False, counted=counted)
     for a, b in adapters(layer):
-        if state.sequence_parallel:
-            _become(a, _InRegion, state)
-        state.sum_gradients(a, if_in_pieces=False)
-        make_column(b, state, runs, copies_input=False, counted=counted)
-    _set_if_there(layer, "out_features", sum(stop - start for start, stop in runs), state)
+        if tp.sequence_parallel:
+            _become(a, _InRegion, tp)
+        tp.sum_gradients(a, if_in_pieces=False)
+        make_column(b, tp, runs, copies_input=False, counted=counted)
+    _set_if_there(layer, "out_features", sum(stop - start for start, stop in runs), tp)
 
     def around(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if copies_input:
-            args = state.enter_region(args[0]), *args[1:]
-        part, state.part = state.part, None  # an adapter drops elements of its input, which is whole
+            args = tp.enter_region(args[0]), *args[1:]
+        part, tp.part = tp.part, None  # an adapter drops elements of its input, which is whole
         try:
             return forward(*args, **kwargs)
         finally:
-            state.part = part
+            tp.part = part
 
-    run_around(layer, state, "AdaptedColumn", around)
+    run_around(layer, tp, "AdaptedColumn", around)
 
 
-def _make_adapted_row(layer: Any, state: TensorParallel, runs: tuple[Run, ...]) -> None:
-    make_row(layer.base_layer, state, runs, ends_region=False)
+def _make_adapted_row(layer: Any, tp: TensorParallel, runs: tuple[Run, ...]) -> None:
+    make_row(layer.base_layer, tp, runs, ends_region=False)
     for a, b in adapters(layer):
-        make_row(a, state, runs, ends_region=False)
-        state.sum_gradients(b, if_in_pieces=True)
-    _set_if_there(layer, "in_features", sum(stop - start for start, stop in runs), state)
+        make_row(a, tp, runs, ends_region=False)
+        tp.sum_gradients(b, if_in_pieces=True)
+    _set_if_there(layer, "in_features", sum(stop - start for start, stop in runs), tp)
     dropouts = Dropouts(layer)
 
     def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if layer.training and dropouts and state.region_length is None:
-            state.begin_stream(args[0].device, of_region=True)
+        if layer.training and dropouts and tp.region_length is None:
+            tp.begin_stream(args[0].device, of_region=True)
 
-    state.keep(layer.register_forward_pre_hook(begin))
-    state.keep(layer.register_forward_hook(lambda *_: state.end_region(), always_call=True))
+    tp.keep(layer.register_forward_pre_hook(begin))
+    tp.keep(layer.register_forward_hook(lambda *_: tp.end_region(), always_call=True))
 
 
-def _set_if_there(layer: Any, name: str, value: int, state: TensorParallel) -> None:
+def _set_if_there(layer: Any, name: str, value: int, tp: TensorParallel) -> None:
     if name in vars(layer):
-        state.set(layer, name, value)
+        tp.set(layer, name, value)
 
 
 def _kind(layer: Any) -> tuple[bool, str, str]:
@@ -183,9 +183,9 @@ class _ColumnParallel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., this rank's features of out]; of pieces of sequences, [batch, length, ...]."""
-        state = self._tensor_parallel
+        tp = self._tensor_parallel
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        return column_product(x, weight, bias, state.activations, out_in=_kind(self)[0], length=state.begin_region(x))
+        return column_product(x, weight, bias, CutProduct(tp.group, _kind(self)[0], tp.begin_region(x)))
 
 
 class _InRegion(nn.Module):
@@ -210,12 +210,12 @@ class _RowParallel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., this rank's features of in] -> [..., out]; in pieces of sequences, if they are in pieces."""
-        state = self._tensor_parallel
+        tp = self._tensor_parallel
         x, weight, bias = _autocast(x, self.weight, self.bias)
         if self._ends_region:
-            state.end_region()
-        out_in, length = _kind(self)[0], state.region_length
-        return row_product(x, weight, bias, state.activations, out_in=out_in, length=length, sums=state.kept_sums)
+            tp.end_region()
+        out_in, length = _kind(self)[0], tp.region_length
+        return row_product(x, weight, bias, CutProduct(tp.group, out_in, length), tp.kept_sums)
 
 
 def _autocast(x: torch.Tensor, *parameters: Any) -> tuple[Any, ...]:
@@ -226,10 +226,10 @@ def _autocast(x: torch.Tensor, *parameters: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
 
 
-def _become(layer: Any, mixin: type[nn.Module], state: TensorParallel) -> None:
-    layer._tensor_parallel = state
-    state.changes.append(lambda: delattr(layer, "_tensor_parallel"))
-    state.set(layer, "__class__", _derived(type(layer), mixin))
+def _become(layer: Any, mixin: type[nn.Module], tp: TensorParallel) -> None:
+    layer._tensor_parallel = tp
+    tp.changes.append(lambda: delattr(layer, "_tensor_parallel"))
+    tp.set(layer, "__class__", _derived(type(layer), mixin))
 
 
 def _derived(cls: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
@@ -255,8 +255,8 @@ class ColumnParallelLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        state = TensorParallel(mesh)
-        make_column(self, state, [run_of(out_features, state.ranks, state.rank)], copies_input=True)
+        tp = TensorParallel(mesh)
+        make_column(self, tp, [run_of(out_features, tp.ranks, tp.rank)], copies_input=True)
 
 
 class RowParallelLinear(nn.Linear):
@@ -267,5 +267,5 @@ class RowParallelLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        state = TensorParallel(mesh)
-        make_row(self, state, [run_of(in_features, state.ranks, state.rank)])
+        tp = TensorParallel(mesh)
+        make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])

@@ -24,7 +24,7 @@ from ..job.agreement import check_everywhere
 from ..mesh import placement
 from ..weight_files import files_of, library
 from .deferred import give_memory, recorded_views
-from .state import ATTRIBUTE, TensorParallel
+from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 Rename = Callable[[str], str | None]
 
@@ -38,13 +38,13 @@ def load_safetensors(model: nn.Module, path: str | Path, *, rename: Rename | Non
     cannot be read, missing and unexpected names, other shapes, and buffers on the meta device that nothing computes;
     the model is not to be used then.
     """
-    state: TensorParallel | None = getattr(model, ATTRIBUTE, None)
+    tp: TensorParallel | None = getattr(model, ATTRIBUTE, None)
 
     def everywhere(action: Callable[[], Any]) -> Any:
-        return action() if state is None else check_everywhere(state.comm, action)
+        return action() if tp is None else check_everywhere(tp.comm, action)
 
     files = everywhere(lambda: _Files(model, path, rename))
-    everywhere(lambda: _fill_buffers(model, files, state))
+    everywhere(lambda: _fill_buffers(model, files, tp))
     everywhere(files.load)
     return model
 
@@ -145,10 +145,10 @@ def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _fill_buffers(model: nn.Module, files: _Files, state: TensorParallel | None) -> None:
+def _fill_buffers(model: nn.Module, files: _Files, tp: TensorParallel | None) -> None:
     """Computes the buffers on the meta device that no file has, before parameters have memory."""
     left = {t: name for name, t in model.named_buffers() if t.is_meta and t not in files.tensors}
-    for recording, views in recorded_views(model) if state is None else state.recorded:
+    for recording, views in recorded_views(model) if tp is None else tp.recorded:
         for t in [t for t in left if t in views]:
             give_memory(t, recording.tape.value(views[t]).clone())
             del left[t]

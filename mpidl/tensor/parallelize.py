@@ -23,10 +23,8 @@ from .linear import kind_of
 from .lora import base_of
 from .plans import Found, Plan, matches
 from .ready import PLANS, plan_for
-from .state import ATTRIBUTE, TensorParallel
 from .styles import SequenceBegins
-
-_STATE = ATTRIBUTE
+from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 
 def parallelize(
@@ -64,7 +62,7 @@ def parallelize(
         raise ConfigurationError(f"parallelize: overlap: got {overlap!r}; needs True, False or 'auto'")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
-    if getattr(model, _STATE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
+    if getattr(model, ATTRIBUTE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
     chosen, report = check_everywhere(
         mesh["tp"], lambda: chosen_plan(model, plan, mesh.size("tp"), sequence_parallel=sequence_parallel)
@@ -75,18 +73,18 @@ def parallelize(
     if not cuts and not by_index:
         return model
     overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
-    state = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index, overlaps=overlaps)
+    tp = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index, overlaps=overlaps)
     if cuts:
         if report and mesh.comm.rank == 0:
             print("\n".join(report), flush=True)
-        state.recorded = recorded_views(model)
-        apply_styles(model, found, state)
-    state.keep(model.register_forward_pre_hook(lambda *_: state.end_pass()))
-    state.keep(model.register_forward_hook(lambda *_: state.end_pass(), always_call=True))
+        tp.recorded = recorded_views(model)
+        apply_styles(model, found, tp)
+    tp.keep(model.register_forward_pre_hook(lambda *_: tp.end_pass()))
+    tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
     if by_index:
-        drop_by_index(model, state)
-    state.model = weakref.ref(model)
-    setattr(model, _STATE, state)
+        drop_by_index(model, tp)
+    tp.model = weakref.ref(model)
+    setattr(model, ATTRIBUTE, tp)
     return model
 
 
@@ -121,14 +119,14 @@ def chosen_plan(
     return plan, []
 
 
-def apply_styles(model: nn.Module, found: Found, state: TensorParallel) -> None:
+def apply_styles(model: nn.Module, found: Found, tp: TensorParallel) -> None:
     """Cuts the modules that a plan names. Raises ConfigurationError for what would compute wrongly beside them."""
     for name, module, styles in found:
         for style in styles:
-            if state.sequence_parallel or not style.sequential:
-                style.apply(name, module, state)
+            if tp.sequence_parallel or not style.sequential:
+                style.apply(name, module, tp)
     _refuse_ties(model, found)
-    _refuse_unsummed(model, found, state)
+    _refuse_unsummed(model, found, tp)
 
 
 def _refuse_ties(model: nn.Module, found: Found) -> None:
@@ -143,17 +141,17 @@ def _refuse_ties(model: nn.Module, found: Found) -> None:
             )
 
 
-def _refuse_unsummed(model: nn.Module, found: Found, state: TensorParallel) -> None:
+def _refuse_unsummed(model: nn.Module, found: Found, tp: TensorParallel) -> None:
     """Raises ConfigurationError for a parameter in a list of blocks on pieces of sequences that no style knows."""
     begins = {
         name.rpartition(".")[0] for name, _, styles in found if any(isinstance(s, SequenceBegins) for s in styles)
     }
     lists = [at for at in begins if isinstance(model.get_submodule(at), nn.ModuleList | nn.Sequential)]
-    for name, module in model.named_modules() if state.sequence_parallel else ():
+    for name, module in model.named_modules() if tp.sequence_parallel else ():
         own = dict(module.named_parameters(recurse=False))
         inside = any(name.startswith(f"{at}.") for at in lists)
         if inside and all(placement(p).cut is None for p in own.values()):
-            left = next((key for key, p in own.items() if p not in state.summed), None)
+            left = next((key for key, p in own.items() if p not in tp.summed), None)
             if left is not None:
                 raise ConfigurationError(
                     f"plan: {name}.{left} computes on pieces of sequences, and its gradients would not be summed; "
@@ -163,50 +161,50 @@ def _refuse_unsummed(model: nn.Module, found: Found, state: TensorParallel) -> N
 
 def unparallelize(model: nn.Module) -> nn.Module:
     """Makes a model whole again that `parallelize` has cut, in place, and returns it. Collective over tp."""
-    state = getattr(model, _STATE, None)
-    if state is None:
+    tp = getattr(model, ATTRIBUTE, None)
+    if tp is None:
         return model
-    if state.model() is not model:
+    if tp.model() is not model:
         raise UsageError("unparallelize: the model is a copy of one that was cut; needs that one, or model_state_dict")
-    wholes = {p: _whole(p.data, cuts, state) for _, p, cuts in _cut_parameters(model, state)}
-    for undo in reversed(state.changes):
+    wholes = {p: _whole(p.data, cuts, tp) for _, p, cuts in _cut_parameters(model, tp)}
+    for undo in reversed(tp.changes):
         undo()
     for p, whole in wholes.items():
         p.data = whole
         p.grad = None
         place(p)
-    setattr(model, _STATE, None)
+    setattr(model, ATTRIBUTE, None)
     return model
 
 
 def model_state_dict(model: nn.Module) -> dict[str, Any]:
     """Returns the state_dict of the plain model, with whole tensors on every rank. Collective over tp."""
     states = model.state_dict()
-    state = getattr(model, _STATE, None)
-    if state is None:
+    tp = getattr(model, ATTRIBUTE, None)
+    if tp is None:
         return states
     kept: dict[int, torch.Tensor] = {}  # of tied layers, one tensor
-    for names, p, cuts in _cut_parameters(model, state):
-        kept[id(p)] = _whole(p.detach(), cuts, state)
+    for names, p, cuts in _cut_parameters(model, tp):
+        kept[id(p)] = _whole(p.detach(), cuts, tp)
         for name in names:
             states[name] = kept[id(p)]
     return states
 
 
-def _cut_parameters(model: nn.Module, state: TensorParallel) -> list[tuple[list[str], nn.Parameter, list[Cut]]]:
+def _cut_parameters(model: nn.Module, tp: TensorParallel) -> list[tuple[list[str], nn.Parameter, list[Cut]]]:
     """Lists the parameters that are cut over tp, with their names and the ranks' cuts. Collective over tp."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if placement(p).cut is not None:
             names.setdefault(p, []).append(name)
-    everyone = all_gather_object(state.comm, [placement(p).cut for p in names])
+    everyone = all_gather_object(tp.comm, [placement(p).cut for p in names])
     return [(some, p, [cuts[n] for cuts in everyone]) for n, (p, some) in enumerate(names.items())]
 
 
-def _whole(part: torch.Tensor, cuts: list[Cut], state: TensorParallel) -> torch.Tensor:
+def _whole(part: torch.Tensor, cuts: list[Cut], tp: TensorParallel) -> torch.Tensor:
     counts = [math.prod(cut.part_shape) for cut in cuts]
     everything = part.new_empty(sum(counts))
-    state.comm.all_gather(everything, part.contiguous().view(-1), counts=counts)
+    tp.comm.all_gather(everything, part.contiguous().view(-1), counts=counts)
     whole = part.new_empty(cuts[0].shape)
     for cut, values in zip(cuts, everything.split(counts), strict=True):
         cut.write(values.view(cut.part_shape), whole)

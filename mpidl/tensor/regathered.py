@@ -20,16 +20,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..compiling import uncompiled
-from .communication import Activations
+from .communication import TensorGroup
 from .functions import gather_to_region
 
 
 class GatheredInput:
     """The input of a region. x: [batch, length, width], gathered. piece: this rank's, which backward gathers again."""
 
-    def __init__(self, piece: torch.Tensor, activations: Activations, length: int) -> None:
-        self.x, self.piece = gather_to_region(piece, activations, length), piece.detach()
-        self._again = _Again(activations, length)
+    def __init__(self, piece: torch.Tensor, group: TensorGroup, length: int) -> None:
+        self.x, self.piece = gather_to_region(piece, group, length), piece.detach()
+        self._again = _Again(group, length)
 
     @uncompiled
     def product(
@@ -45,8 +45,8 @@ class GatheredInput:
 class _Again:
     """Gathers a piece again in a backward pass, once for all layers that need it. It holds nothing in between."""
 
-    def __init__(self, activations: Activations, length: int) -> None:
-        self._activations, self._length = activations, length
+    def __init__(self, group: TensorGroup, length: int) -> None:
+        self._group, self._length = group, length
         self._gather: Callable[[], torch.Tensor] | None = None
         self._whole: torch.Tensor | None = None
         self.layers = self._left = 0
@@ -54,7 +54,7 @@ class _Again:
     def begin(self, piece: torch.Tensor) -> None:
         """Begins to gather, if no layer has in this pass. Collective. piece: [batch, piece, width]."""
         if self._whole is None:
-            self._gather = self._activations.begin_all_gather(piece, self._length)
+            self._gather = self._group.begin_all_gather(piece, self._length)
 
     def whole(self) -> torch.Tensor:
         """Returns what was gathered, [batch, length, width]. Collective; after `begin`."""

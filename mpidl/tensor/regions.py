@@ -19,8 +19,8 @@ from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
 from .lora import adapters, base_of
 from .parts import FeaturesHere, HeadsHere
 from .sizes import Heads, cut_heads, in_elements, run_of, segments
-from .state import TensorParallel
 from .styles import Region
+from .tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,29 @@ class AttentionParallel:
     memory: str | None = None
     sequential = False
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layers."""
         query = number(name, module, self.heads)
         key = number(name, module, self.key_heads) if self.key_heads else query
-        heads = cut_heads(f"plan: {name}", query, key, state.ranks, state.rank)
+        heads = cut_heads(f"plan: {name}", query, key, tp.ranks, tp.rank)
         if self.fused:
-            self._cut_fused(name, module, state, heads)
+            self._cut_fused(name, module, tp, heads)
         else:
-            self._cut_single(name, module, state, heads)
+            self._cut_single(name, module, tp, heads)
         output = child(name, module, self.output)
         width = _width(f"{name}.{self.output}", sizes_of(f"{name}.{self.output}", output)[0], query)
-        make_row(output, state, [in_elements(heads.query, width)])
-        self._change_attributes(name, module, state, heads)
+        make_row(output, tp, [in_elements(heads.query, width)])
+        self._change_attributes(name, module, tp, heads)
         part = HeadsHere(name, heads.query, heads.all_query)
         copies = not self.each and (not self.fused or self.whole_input)
         inner = submodule(name, module, self.inner)
-        Region(joined(name, self.inner), inner, state, self.input, self.memory, copies=copies, part=part)
+        Region(joined(name, self.inner), inner, tp, self.input, self.memory, copies=copies, part=part)
 
-    def _cut_fused(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
+    def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
         if len(heads.sharers) > 1:
             raise ConfigurationError(
-                f"plan: {name}.{self.fused}: has {heads.all_key} key/value heads for {state.ranks} ranks of tp in one "
+                f"plan: {name}.{self.fused}: has {heads.all_key} key/value heads for {tp.ranks} ranks of tp in one "
                 "weight with the queries; needs at least one for each rank"
             )
         all_heads = (heads.all_query, heads.all_key, heads.all_key)
@@ -89,16 +89,16 @@ class AttentionParallel:
         if self.interleaved:
             if heads.all_key != heads.all_query:
                 raise ConfigurationError(f"plan: {name}.{self.fused}: interleaved heads need one key/value head each")
-            make_column(layer, state, [in_elements(heads.query, 3 * width)], copies_input=not self.whole_input)
+            make_column(layer, tp, [in_elements(heads.query, 3 * width)], copies_input=not self.whole_input)
             return
         starts = (0, heads.all_query * width, (heads.all_query + heads.all_key) * width)
         runs = [
             in_elements(run, width, start)
             for run, start in zip((heads.query, heads.key, heads.key), starts, strict=True)
         ]
-        make_column(layer, state, runs, copies_input=not self.whole_input)
+        make_column(layer, tp, runs, copies_input=not self.whole_input)
 
-    def _cut_single(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
+    def _cut_single(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         for layer_name, run, count in (
             (self.query, heads.query, heads.all_query),
             (self.key, heads.key, heads.all_key),
@@ -106,30 +106,30 @@ class AttentionParallel:
         ):
             layer = child(name, module, layer_name)
             width = _width(f"{name}.{layer_name}", sizes_of(f"{name}.{layer_name}", layer)[1], count)
-            shared = layer_name != self.query and heads.all_key < state.ranks
-            first = not shared or heads.sharers[0] == state.rank
-            make_column(layer, state, [in_elements(run, width)], copies_input=self.each, counted=first)
+            shared = layer_name != self.query and heads.all_key < tp.ranks
+            first = not shared or heads.sharers[0] == tp.rank
+            make_column(layer, tp, [in_elements(run, width)], copies_input=self.each, counted=first)
             if shared:
                 for part in (base_of(layer), *(b for _, b in adapters(layer))):
-                    state.sum_gradients(part, heads.sharers, if_in_pieces=False)
+                    tp.sum_gradients(part, heads.sharers, if_in_pieces=False)
 
-    def _change_attributes(self, name: str, module: nn.Module, state: TensorParallel, heads: Heads) -> None:
+    def _change_attributes(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         for attributes, whole, here in (
             (self.scaled, heads.all_query, heads.queries),
             (self.scaled_keys, heads.all_key, heads.keys),
         ):
             for attribute in attributes:
-                _set_number(module, attribute, number(name, module, attribute) // whole * here, state)
+                _set_number(module, attribute, number(name, module, attribute) // whole * here, tp)
         if self.groups:
-            _set_number(module, self.groups, heads.queries // heads.keys, state)
+            _set_number(module, self.groups, heads.queries // heads.keys, tp)
         for inner in self.inside:
             found = _if_there(module, inner)
             if found is not None:
-                state.sum_gradients(found, if_in_pieces=False)
+                tp.sum_gradients(found, if_in_pieces=False)
         biases: Any = _if_there(module, self.bias_of_heads) if self.bias_of_heads else None
         if biases is not None:
             cut_parameter(biases.weight, 1, [heads.query])
-            state.set(biases, "embedding_dim", heads.queries)
+            tp.set(biases, "embedding_dim", heads.queries)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class FeedForwardParallel:
     input: str = "hidden_states"
     sequential = False
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layers."""
         output = child(name, module, self.output)
         features = sizes_of(f"{name}.{self.output}", output)[0]
@@ -163,14 +163,12 @@ class FeedForwardParallel:
                     f"plan: {name}.{layer_name}: has {size} output features; needs {self.segments} times the "
                     f"{features} input features of {self.output}"
                 )
-            runs = segments([features] * self.segments, state.ranks, state.rank)
-            make_column(layer, state, runs, copies_input=alone)
-        make_row(output, state, [run_of(features, state.ranks, state.rank)])
-        part = FeaturesHere(
-            name, segments([features] * self.segments, state.ranks, state.rank), features * self.segments
-        )
+            runs = segments([features] * self.segments, tp.ranks, tp.rank)
+            make_column(layer, tp, runs, copies_input=alone)
+        make_row(output, tp, [run_of(features, tp.ranks, tp.rank)])
+        part = FeaturesHere(name, segments([features] * self.segments, tp.ranks, tp.rank), features * self.segments)
         inner = submodule(name, module, self.inner)
-        Region(joined(name, self.inner), inner, state, self.input, None, copies=not alone, part=part)
+        Region(joined(name, self.inner), inner, tp, self.input, None, copies=not alone, part=part)
 
 
 def joined(name: str, inner: str) -> str:
@@ -221,18 +219,18 @@ class _OwnConfig:
         return getattr(self._config, name)
 
 
-def _set_number(module: nn.Module, attribute: str, value: int, state: TensorParallel) -> None:
+def _set_number(module: nn.Module, attribute: str, value: int, tp: TensorParallel) -> None:
     path, _, last = attribute.rpartition(".")
     owner: Any = module
     for part in path.split(".") if path else []:
         parent, owner = owner, getattr(owner, part)
         if isinstance(parent, nn.Module) and not isinstance(owner, nn.Module):
             owner = _OwnConfig(owner)
-            state.set(parent, part, owner)
+            tp.set(parent, part, owner)
     if isinstance(owner, _OwnConfig):
         setattr(owner, last, value)
     else:
-        state.set(owner, last, value)
+        tp.set(owner, last, value)
 
 
 def _if_there(module: nn.Module, name: str) -> nn.Module | None:

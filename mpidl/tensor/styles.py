@@ -24,7 +24,7 @@ from .functions import copy_to_region, cut_sequence, join_sequence, told_of_back
 from .linear import make_column, make_row, sizes_of
 from .parts import FeaturesHere, Part
 from .sizes import run_of, segments
-from .state import Dropouts, TensorParallel
+from .tensor_parallel import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary
 
 
@@ -33,7 +33,7 @@ class Style(Protocol):
 
     sequential: bool
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Changes the module in place. name: in the model, for messages. Collective over tp."""
 
 
@@ -47,22 +47,22 @@ class ColumnParallel:
     segments: int = 1
     sequential = False
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layer."""
         out = sizes_of(name, module)[1]
         if out % self.segments:
             raise ConfigurationError(f"plan: {name}: has {out} output features; needs {self.segments} equal segments")
-        runs = segments([out // self.segments] * self.segments, state.ranks, state.rank)
-        make_column(module, state, runs, copies_input=True)
+        runs = segments([out // self.segments] * self.segments, tp.ranks, tp.rank)
+        make_column(module, tp, runs, copies_input=True)
         part = FeaturesHere(name, tuple(runs), out)
 
         def begin(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             if module.training:
-                state.part = part
-                if state.region_length is None:
-                    state.begin_stream(output.device, of_region=True)
+                tp.part = part
+                if tp.region_length is None:
+                    tp.begin_stream(output.device, of_region=True)
 
-        state.keep(module.register_forward_hook(begin))
+        tp.keep(module.register_forward_hook(begin))
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class RowParallel:
 
     sequential = False
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layer."""
-        make_row(module, state, [run_of(sizes_of(name, module)[0], state.ranks, state.rank)])
+        make_row(module, tp, [run_of(sizes_of(name, module)[0], tp.ranks, tp.rank)])
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class VocabParallel:
 
     sequential = False
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layer."""
-        make_vocabulary(name, module, state)
+        make_vocabulary(name, module, tp)
 
 
 @dataclass(frozen=True)
@@ -97,22 +97,22 @@ class SequenceBegins:
     input: str = "hidden_states"
     sequential = True
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Registers a hook before the forward pass of the block."""
         dropouts = Dropouts(module)
-        argument = Argument(name, module, self.input)
+        argument = Argument(module, self.input)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             x = argument.of(args, kwargs)
             if not module.training:
-                state.length = None
+                tp.length = None
                 return None
-            state.begin_pieces(x.shape[1])
+            tp.begin_pieces(x.shape[1])
             if dropouts:
-                state.begin_stream(x.device)
-            return argument.replaced(args, kwargs, cut_sequence(x, state.activations))
+                tp.begin_stream(x.device)
+            return argument.replaced(args, kwargs, cut_sequence(x, tp.group))
 
-        state.keep(module.register_forward_pre_hook(before, with_kwargs=True))
+        tp.keep(module.register_forward_pre_hook(before, with_kwargs=True))
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class SequenceParallel:
 
     sequential = True
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Has the gradients summed."""
-        state.sum_gradients(module, if_in_pieces=True)
+        tp.sum_gradients(module, if_in_pieces=True)
 
 
 @dataclass(frozen=True)
@@ -132,29 +132,29 @@ class SequenceEnds:
 
     sequential = True
 
-    def apply(self, name: str, module: nn.Module, state: TensorParallel) -> None:
+    def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Registers a hook after the forward pass of the module."""
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            state.end_stream()
-            first, length = output[0] if isinstance(output, tuple) else output, state.length
+            tp.end_stream()
+            first, length = output[0] if isinstance(output, tuple) else output, tp.length
             if length is not None:
-                first = join_sequence(first, state.activations, length)
+                first = join_sequence(first, tp.group, length)
             if first.requires_grad:
-                first = told_of_backward(first, partial(state.in_backward, length))
+                first = told_of_backward(first, partial(tp.in_backward, length))
             return (first, *output[1:]) if isinstance(output, tuple) else first
 
-        state.keep(module.register_forward_hook(after))
+        tp.keep(module.register_forward_hook(after))
 
 
 class Argument:
     """An argument of a module's forward pass, by its name, wherever it stands in a call."""
 
-    def __init__(self, module_name: str, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         names = list(inspect.signature(module.forward).parameters)
         if name not in names:
             name = names[0]
-        self._module, self._name, self._place = module_name, name, names.index(name)
+        self._name, self._place = name, names.index(name)
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the argument; None if it is not given."""
@@ -179,35 +179,35 @@ class Region:
         self,
         name: str,
         module: nn.Module,
-        state: TensorParallel,
+        tp: TensorParallel,
         input: str,
         memory: str | None,
         *,
         copies: bool,
         part: Part,
     ) -> None:
-        self._state, self._copies, self._part = state, copies, part
-        state.regions.append(name)
+        self._tp, self._copies, self._part = tp, copies, part
+        tp.regions.append(name)
         self._dropouts = Dropouts(module)
-        self._input = Argument(name, module, input)
+        self._input = Argument(module, input)
         named = memory is not None and memory in inspect.signature(module.forward).parameters
-        self._memory = Argument(name, module, memory) if named and memory is not None else None
-        run_around(module, state, "Region", self)
+        self._memory = Argument(module, memory) if named and memory is not None else None
+        run_around(module, tp, "Region", self)
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Begins the region, runs the module, and ends the region."""
-        state, x = self._state, self._input.of(args, kwargs)
+        tp, x = self._tp, self._input.of(args, kwargs)
         if self._copies:
-            args, kwargs = self._input.replaced(args, kwargs, state.enter_region(x))
+            args, kwargs = self._input.replaced(args, kwargs, tp.enter_region(x))
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):
-                args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, state.activations))
-        state.part = self._part
-        if module.training and self._dropouts and not state.has_pieces(x):
-            state.begin_stream(x.device, of_region=True)
+                args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, tp.group))
+        tp.part = self._part
+        if module.training and self._dropouts and not tp.has_pieces(x):
+            tp.begin_stream(x.device, of_region=True)
         try:
             return forward(*args, **kwargs)
         finally:
-            state.end_region()  # the row-parallel layer has done so, unless the pass has failed before
+            tp.end_region()  # the row-parallel layer has done so, unless the pass has failed before

@@ -22,29 +22,29 @@ from torch.autograd.function import once_differentiable
 from ..compiling import uncompiled
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
-from .communication import Activations
+from .communication import TensorGroup
 from .functions import rows_of, sum_of_region
 from .linear import cut_parameter, make_column, sizes_of
 from .sizes import Run, run_of
-from .state import TensorParallel
+from .tensor_parallel import TensorParallel
 
 
-def make_vocabulary(name: str, layer: nn.Module, state: TensorParallel) -> None:
+def make_vocabulary(name: str, layer: nn.Module, tp: TensorParallel) -> None:
     """Keeps this rank's rows of an embedding, or its tokens of an output layer."""
     if isinstance(layer, nn.Embedding):
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
             raise ConfigurationError(
                 f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse needs all of its rows on a rank"
             )
-        start, stop = run = run_of(layer.num_embeddings, state.ranks, state.rank)
+        start, stop = run = run_of(layer.num_embeddings, tp.ranks, tp.rank)
         cut_parameter(layer.weight, 0, [run])
         padding = layer.padding_idx
-        state.set(layer, "forward", _Embedding(layer, state, run))
-        state.set(layer, "padding_idx", None if padding is None or not start <= padding < stop else padding - start)
+        tp.set(layer, "forward", _Embedding(layer, tp, run))
+        tp.set(layer, "padding_idx", None if padding is None or not start <= padding < stop else padding - start)
         return
     _, tokens = sizes_of(name, layer)
-    make_column(layer, state, [run_of(tokens, state.ranks, state.rank)], copies_input=True)
-    state.keep(layer.register_forward_hook(_AsLogits(state.activations, tokens)))
+    make_column(layer, tp, [run_of(tokens, tp.ranks, tp.rank)], copies_input=True)
+    tp.keep(layer.register_forward_hook(_AsLogits(tp.group, tokens)))
 
 
 class _Embedding:
@@ -53,13 +53,13 @@ class _Embedding:
     A derived class may do with each row what it wants, such as scale it.
     """
 
-    def __init__(self, layer: nn.Embedding, state: TensorParallel, run: Run) -> None:
-        self._layer, self._state, self._run = layer, state, run
+    def __init__(self, layer: nn.Embedding, tp: TensorParallel, run: Run) -> None:
+        self._layer, self._tp, self._run = layer, tp, run
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Integers [...] -> [..., width], the same on every rank."""
         start, stop = self._run
-        self._state.activations.check_inputs(tokens)
+        self._tp.group.check_inputs(tokens)
         if tokens.device.type == "cpu":  # a GPU would wait
             _refuse_out_of_range(tokens, self._layer.num_embeddings)
         elsewhere = (tokens < start) | (tokens >= stop)
@@ -69,7 +69,7 @@ class _Embedding:
         else:
             rows = type(self._layer).forward(self._layer, torch.where(elsewhere, 0, tokens - start))
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return sum_of_region(rows, self._state.activations)
+        return sum_of_region(rows, self._tp.group)
 
 
 @uncompiled
@@ -96,11 +96,11 @@ class VocabParallelEmbedding(nn.Embedding):
 class _AsLogits:
     """A forward hook that makes an output layer's result VocabLogits. tokens: of the whole vocabulary."""
 
-    def __init__(self, activations: Activations, tokens: int) -> None:
-        self._activations, self._tokens = activations, tokens
+    def __init__(self, group: TensorGroup, tokens: int) -> None:
+        self._group, self._tokens = group, tokens
 
     def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return VocabLogits.of(output, self._activations, self._tokens)
+        return VocabLogits.of(output, self._group, self._tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AsLogits:
         return self
@@ -113,14 +113,14 @@ class VocabLogits(torch.Tensor):
     and copying take the part alone.
     """
 
-    _activations: Activations
+    _group: TensorGroup
     _tokens: int
 
     @classmethod
-    def of(cls, local: torch.Tensor, activations: Activations, tokens: int) -> VocabLogits:
+    def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int) -> VocabLogits:
         """local: [..., this rank's run of `tokens`]."""
         made = local.as_subclass(cls)
-        made._activations, made._tokens = activations, tokens
+        made._group, made._tokens = group, tokens
         return made
 
     @property
@@ -131,17 +131,17 @@ class VocabLogits(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """[..., vocabulary], gathered. Collective."""
-        return _GatherLast.apply(self.local, self._activations, self._tokens)  # type: ignore[no-any-return, no-untyped-call]
+        return _GatherLast.apply(self.local, self._group, self._tokens)  # type: ignore[no-any-return, no-untyped-call]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        start, stop = run_of(self._tokens, self._activations.ranks, self._activations.rank)
+        start, stop = run_of(self._tokens, self._group.ranks, self._group.rank)
         return f"VocabLogits(shape={tuple(self.shape)}, tokens {start}..{stop} here:\n{self.local!r})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabLogits:
-        return VocabLogits.of(copy.deepcopy(self.local, memo), self._activations, self._tokens)
+        return VocabLogits.of(copy.deepcopy(self.local, memo), self._group, self._tokens)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(
@@ -196,7 +196,7 @@ def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with torch._C.DisableTorchFunctionSubclass():
         found = function(outputs, several, *args[2:], **given)
     return tuple(
-        VocabLogits.of(g, x._activations, x._tokens) if isinstance(x, VocabLogits) and g is not None else g
+        VocabLogits.of(g, x._group, x._tokens) if isinstance(x, VocabLogits) and g is not None else g
         for g, x in zip(found, several, strict=True)
     )
 
@@ -215,7 +215,7 @@ def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) 
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             result = function(logits.local, *changed, **kwargs)
-        return VocabLogits.of(result, logits._activations, logits._tokens) if torch.is_tensor(result) else result
+        return VocabLogits.of(result, logits._group, logits._tokens) if torch.is_tensor(result) else result
 
     return handler
 
@@ -283,7 +283,7 @@ def _plain(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: di
 
 def _grad(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _plain(logits, function, args, kwargs)
-    return None if found is None else VocabLogits.of(found, logits._activations, logits._tokens)
+    return None if found is None else VocabLogits.of(found, logits._group, logits._tokens)
 
 
 _T = torch.Tensor
@@ -363,7 +363,7 @@ def cross_entropy(
     autocast = torch.is_autocast_enabled(local.device.type)
     dtype = torch.promote_types(local.dtype, torch.float32) if autocast else local.dtype
     losses, smooth = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        local, flat, counted, logits._activations, logits._tokens, weight, label_smoothing > 0.0
+        local, flat, counted, logits._group, logits._tokens, weight, label_smoothing > 0.0
     )
     counts = factors = counted.to(losses.dtype)
     if weight is not None:
@@ -401,18 +401,18 @@ class _TokenLosses(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         counted: torch.Tensor,
-        activations: Activations,
+        group: TensorGroup,
         tokens: int,
         weight: torch.Tensor | None,
         smooths: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start, stop = run_of(tokens, activations.ranks, activations.rank)
+        start, stop = run_of(tokens, group.ranks, group.rank)
         wide = logits.float() if logits.element_size() < 4 else logits
         rows = wide.shape[0]
         most = wide.new_full((rows,), -torch.inf)
         if stop > start:
             torch.amax(wide, 1, out=most)
-        activations.reduce_rows(most, "max")
+        group.reduce_rows(most, "max")
         shifted = wide - most.unsqueeze(1)
         here = counted & (target >= start) & (target < stop)
         index = torch.where(here, target - start, 0)
@@ -425,7 +425,7 @@ class _TokenLosses(torch.autograd.Function):
             summed[2] = shifted.sum(1) if weights is None else shifted @ weights
         probabilities = shifted.exp_()
         summed[0] = probabilities.sum(1)
-        activations.reduce_rows(summed)
+        group.reduce_rows(summed)
         probabilities /= summed[0].unsqueeze(1)
         log_sum = summed[0].log()
         ctx.save_for_backward(probabilities, index, here, counted)
@@ -454,13 +454,13 @@ class _GatherLast(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
-    def forward(ctx: Any, local: torch.Tensor, activations: Activations, tokens: int) -> torch.Tensor:
-        ranks = activations.ranks
-        ctx.run = run_of(tokens, ranks, activations.rank)
+    def forward(ctx: Any, local: torch.Tensor, group: TensorGroup, tokens: int) -> torch.Tensor:
+        ranks = group.ranks
+        ctx.run = run_of(tokens, ranks, group.rank)
         rows = rows_of(local)
         whole = local.new_empty(tokens, rows.shape[0])
         counts = [(stop - start) * rows.shape[0] for start, stop in (run_of(tokens, ranks, r) for r in range(ranks))]
-        activations.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)
+        group.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)
         return whole.t().contiguous().view(*local.shape[:-1], tokens)
 
     @staticmethod

@@ -125,7 +125,7 @@ def test_sums_that_are_kept_are_not_made_again(comm: Communicator, sequence_para
         model = mpidl.parallelize(gpt2(), mesh, sequence_parallel=sequence_parallel)
         if settings:
             checkpoint_modules(model, **settings)
-        traffic = model._mpidl_tensor_parallel.activations.traffic  # type: ignore[union-attr]
+        traffic = model._mpidl_tensor_parallel.group.traffic  # type: ignore[union-attr]
         loss = loss_of(model, tokens(0))
         before = traffic.all_reduces, traffic.reduce_scatters, traffic.all_gathers
         loss.backward()

@@ -17,7 +17,7 @@ from mpidl import ConfigurationError, Mesh, TrainingError
 from mpidl.mesh import Cut
 from mpidl.tensor import dropout as by_index
 from mpidl.tensor.dropout import IndexedDropout, kept_elements
-from mpidl.tensor.state import TensorParallel
+from mpidl.tensor.tensor_parallel import TensorParallel
 from tests.mpidl.tensor.reference import all_in_float64, largest_difference, loss_of, tokens, train
 from tests.mpidl.tensor.test_lora import LLAMA, adapted
 from tests.mpidl.tensor.with_dropout import MODELS, build, seeded

@@ -115,7 +115,7 @@ def test_one_sum_a_norm_and_none_a_bias(comm: Communicator) -> None:
         model = build(GPT2)
         with Mesh(tp=comm.size, comm=comm) as mesh:
             mpidl.parallelize(model, mesh, sequence_parallel=sequence_parallel)
-            traffic: Traffic = model._mpidl_tensor_parallel.activations.traffic  # type: ignore[union-attr, assignment]
+            traffic: Traffic = model._mpidl_tensor_parallel.group.traffic  # type: ignore[union-attr, assignment]
             loss = loss_of(model, tokens(0))
             before = traffic.all_reduces
             loss.backward()

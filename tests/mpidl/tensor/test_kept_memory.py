@@ -14,7 +14,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import Mesh
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from mpidl.tensor.communication import Activations, Traffic
+from mpidl.tensor.communication import TensorGroup, Traffic
 from tests.mpidl.tensor.reference import loss_of, part_of
 from tests.mpidl.tensor.with_dropout import seeded
 
@@ -118,7 +118,7 @@ def test_with_whole_sequences_each_rank_keeps_norms_and_the_inputs_of_regions(
 
 
 def _traffic(model: nn.Module) -> Traffic:
-    return model._mpidl_tensor_parallel.activations.traffic  # type: ignore[return-value, union-attr]
+    return model._mpidl_tensor_parallel.group.traffic  # type: ignore[return-value, union-attr]
 
 
 def _elements(model: nn.Module) -> dict[str, int]:
@@ -208,14 +208,14 @@ def test_a_gathered_input_is_released_after_its_last_use(comm: Communicator) -> 
     with Mesh(tp=2, comm=comm) as mesh:
         mpidl.parallelize(model, mesh, sequence_parallel=True)
         with pytest.MonkeyPatch.context() as patch:
-            gather = Activations.all_gather
+            gather = TensorGroup.all_gather
 
             def noted(*args: Any) -> torch.Tensor:
                 assert sum(ref() is not None for ref in seen) <= 1
                 seen.append(weakref.ref(result := gather(*args)))
                 return result
 
-            patch.setattr(Activations, "all_gather", noted)
+            patch.setattr(TensorGroup, "all_gather", noted)
             loss = _loss(model)
             alive = [ref() for ref in seen if ref() is not None]
             assert len(alive) <= 1  # the hidden states that the output layer keeps

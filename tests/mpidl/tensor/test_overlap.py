@@ -13,7 +13,7 @@ import mpidl
 from collectives import Communicator, even_counts
 from mpidl import ConfigurationError, Mesh
 from mpidl.tensor import traffic
-from mpidl.tensor.communication import Activations
+from mpidl.tensor.communication import TensorGroup
 from mpidl.tensor.parallelize import gains_by_overlap
 from tests.mpidl.tensor.reference import all_in_float64, build, largest_difference, loss_of, tokens, train
 
@@ -56,7 +56,7 @@ def test_sequences_as_short_as_the_ranks_are_many(comm: Communicator) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_chunks_are_all_tokens_once(comm: Communicator, overlaps: bool) -> None:
-    activations = Activations(comm, overlaps=overlaps)
+    group = TensorGroup(comm, overlaps=overlaps)
     for length in (comm.size, 4 * comm.size + 3, 37):
         whole = torch.arange(2.0 * length * 3).view(2, length, 3)
         counts = even_counts(length, comm.size)
@@ -64,13 +64,13 @@ def test_chunks_are_all_tokens_once(comm: Communicator, overlaps: bool) -> None:
         own = whole[:, first : first + counts[comm.rank]].contiguous()
         for _ in range(3):  # the memory takes turns
             found, seen = torch.zeros_like(whole), torch.zeros(length)
-            for number, (start, some) in enumerate(activations.all_gather_by_chunks(own, length)):
+            for number, (start, some) in enumerate(group.all_gather_by_chunks(own, length)):
                 found[:, start : start + some.shape[1]] = some
                 seen[start : start + some.shape[1]] += 1
                 assert number > 0 or start == first  # no rank waits before it has computed with its own
             assert torch.equal(found, whole)
             assert (seen == 1).all()
-            assert torch.equal(activations.begin_all_gather(own, length)(), whole)
+            assert torch.equal(group.begin_all_gather(own, length)(), whole)
 
 
 @pytest.mark.mpi

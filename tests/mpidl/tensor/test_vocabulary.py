@@ -16,7 +16,7 @@ from mpidl import Mesh, TrainingError
 from mpidl.mesh import placement
 from mpidl.tensor import VocabLogits, VocabParallelEmbedding, cross_entropy
 from mpidl.tensor import vocabulary as module
-from mpidl.tensor.communication import Activations
+from mpidl.tensor.communication import TensorGroup
 from mpidl.tensor.sizes import run_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
@@ -26,7 +26,7 @@ def logits_of(comm: Communicator, whole: torch.Tensor) -> tuple[torch.Tensor, Vo
     """This rank's part of logits, which trains, and what a model makes of it."""
     start, stop = run_of(whole.shape[-1], comm.size, comm.rank)
     part = whole.detach()[..., start:stop].clone().requires_grad_(whole.requires_grad)
-    return part, VocabLogits.of(part * 1, Activations(comm), whole.shape[-1])
+    return part, VocabLogits.of(part * 1, TensorGroup(comm), whole.shape[-1])
 
 
 def random_logits(*shape: int, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_cross_entropy_has_two_all_reduces_forward_and_none_backward(
         assert calls == ["all_reduce"] * 2
         loss.backward()
     assert calls == ["all_reduce"] * 2
-    assert logits._activations.traffic.reduced == 8 * (4 if label_smoothing else 3)
+    assert logits._group.traffic.reduced == 8 * (4 if label_smoothing else 3)
 
 
 @pytest.mark.parametrize("wrong", [13, -1, -99])
@@ -182,9 +182,9 @@ def test_gradients_of_a_small_case_are_the_numerical_ones(comm: Communicator) ->
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         start, stop = run_of(5, comm.size, comm.rank)
-        return F.cross_entropy(VocabLogits.of(x[:, start:stop], activations, 5), target, label_smoothing=0.2)
+        return F.cross_entropy(VocabLogits.of(x[:, start:stop], group, 5), target, label_smoothing=0.2)
 
-    activations = Activations(comm)
+    group = TensorGroup(comm)
     loss(whole).backward()
     for row in range(2):
         for token in range(5):

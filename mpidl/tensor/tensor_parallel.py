@@ -21,7 +21,7 @@ from torch import nn
 from ..compiling import uncompiled
 from ..errors import TrainingError
 from ..mesh import Cut, Mesh
-from .communication import Activations
+from .communication import TensorGroup
 from .functions import Sums, copy_to_region, summed_gradients
 from .parts import Part
 from .regathered import GatheredInput
@@ -65,7 +65,7 @@ class TensorParallel:
         watch_steps()
         self.mesh, self.comm = mesh, mesh["tp"]
         self.rank, self.ranks = self.comm.rank, self.comm.size
-        self.activations = Activations(self.comm, overlaps=overlaps)
+        self.group = TensorGroup(self.comm, overlaps=overlaps)
         self.sequence_parallel = sequence_parallel and self.ranks > 1
         self.by_index = by_index
         self.length: int | None = None
@@ -78,7 +78,7 @@ class TensorParallel:
         self.summed: set[torch.Tensor] = set()
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
         self.kept_sums: Sums | None = None
-        self._groups: dict[int, Activations] = {}
+        self._sharers: dict[int, TensorGroup] = {}
         self._stream: _Stream | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
@@ -105,23 +105,23 @@ class TensorParallel:
         sharers: this rank's group of ranks that sum; None: all. if_in_pieces: only of passes in which sequences are in
         pieces.
         """
-        activations = self.activations if sharers is None else self._group_of(sharers)
+        group = self.group if sharers is None else self._group_of(sharers)
         self.summed.update(module.parameters())
-        self.set(module, "forward", _SumsGradients(module, self, activations, if_in_pieces))
+        self.set(module, "forward", _SumsGradients(module, self, group, if_in_pieces))
 
     @property
-    def all_activations(self) -> list[Activations]:
+    def groups(self) -> list[TensorGroup]:
         """Collectives over all ranks of tp, and over groups of them that share heads."""
-        return [self.activations, *self._groups.values()]
+        return [self.group, *self._sharers.values()]
 
-    def _group_of(self, sharers: tuple[int, ...]) -> Activations:
+    def _group_of(self, sharers: tuple[int, ...]) -> TensorGroup:
         if len(sharers) == self.ranks:
-            return self.activations
-        if sharers[0] not in self._groups:
+            return self.group
+        if sharers[0] not in self._sharers:
             group = self.comm.split(sharers[0], self.rank)
             assert group is not None
-            self._groups[sharers[0]] = Activations(group)
-        return self._groups[sharers[0]]
+            self._sharers[sharers[0]] = TensorGroup(group)
+        return self._sharers[sharers[0]]
 
     # ---- sequences in pieces -----------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class TensorParallel:
                 f"sequence parallelism: got an input of shape {tuple(x.shape)} of layers that are cut; needs "
                 "[batch, sequence, width]"
             )
-        if length is None or x.shape[1] == self.activations.pieces(length)[self.rank]:
+        if length is None or x.shape[1] == self.group.pieces(length)[self.rank]:
             return length
         if x.shape[1] != length:
             raise TrainingError(
@@ -170,8 +170,8 @@ class TensorParallel:
         """Begins a region, and returns its input: x, or what is gathered of its pieces, with the sum of gradients."""
         length = self.begin_region(x)
         if length is None:
-            return copy_to_region(x, self.activations)
-        self.gathered = GatheredInput(x, self.activations, length)
+            return copy_to_region(x, self.group)
+        self.gathered = GatheredInput(x, self.group, length)
         return self.gathered.x
 
     def end_region(self) -> None:
@@ -189,7 +189,7 @@ class TensorParallel:
         if self.part is not None:
             return self.part.cut(x.shape, dim)
         shape, length = tuple(x.shape), self.length
-        if length is not None and x.dim() > 2 and shape[1] == self.activations.pieces(length)[self.rank]:
+        if length is not None and x.dim() > 2 and shape[1] == self.group.pieces(length)[self.rank]:
             return Cut.along((shape[0], length, *shape[2:]), 1, [run_of(length, self.ranks, self.rank)])
         return Cut(shape, tuple(((0, size),) for size in shape))
 
@@ -222,8 +222,8 @@ class _SumsGradients:
     The module computes with what `summed_gradients` makes of its parameters, which are its own again afterwards.
     """
 
-    def __init__(self, module: nn.Module, state: TensorParallel, activations: Activations, if_in_pieces: bool) -> None:
-        self._module, self._state, self._activations, self._if_in_pieces = module, state, activations, if_in_pieces
+    def __init__(self, module: nn.Module, tp: TensorParallel, group: TensorGroup, if_in_pieces: bool) -> None:
+        self._module, self._tp, self._group, self._if_in_pieces = module, tp, group, if_in_pieces
         self._before = vars(module).get("forward")  # one that was set in place of the class's
 
     @uncompiled
@@ -231,10 +231,10 @@ class _SumsGradients:
         module = self._module
         forward = self._before or type(module).forward.__get__(module)
         trained = [p for p in module.parameters() if p.requires_grad]
-        whole = self._if_in_pieces and self._state.length is None
+        whole = self._if_in_pieces and self._tp.length is None
         if whole or not trained or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        summed = dict(zip(trained, summed_gradients(trained, self._activations), strict=True))
+        summed = dict(zip(trained, summed_gradients(trained, self._group), strict=True))
         owners = [(owner, owner._parameters) for owner in module.modules() if owner._parameters]
         try:
             for owner, own in owners:
