@@ -1,0 +1,36 @@
+"""A rank of tp that does not come to a layer is named, with its tp group and the operation, and the job ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROGRAM = """
+import time, torch, mpidl
+from mpidl.models.gpt2 import GPT2, GPT2Config
+mpidl.init()
+with mpidl.Mesh(tp=2) as mesh:
+    torch.manual_seed(0)
+    model = mpidl.parallelize(GPT2(GPT2Config(vocab_size=32, block_size=8, layers=1, heads=2, embd=8)), mesh)
+    x = torch.zeros(1, 4, dtype=torch.int64)
+    model(x, x).backward()
+    if mesh.comm.rank == mesh.comm.size - 1:
+        time.sleep(100)  # so late
+    model(x, x).backward()
+    mesh.comm.barrier()
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_layer_is_named_with_its_group(
+    mpirun: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    job = mpirun(4, path, timeout=90, MPIDL_TIMEOUT="3")
+    assert job.returncode != 0
+    assert "rank 2 of 4 has waited" in job.stderr
+    assert "in all_reduce (operation " in job.stderr
+    assert "of the communicator of ranks 2, 3)" in job.stderr
+    assert "not arrived: rank 3, which is after " in job.stderr
+    assert "# so late" in job.stderr
