@@ -1,7 +1,7 @@
 """Compressors of gradients, for every engine: `compress="int8"`.
 
 compressor   the interface: values in, the mean and what was not sent out
-casts, blockwise ...   a method each
+casts, blockwise, sign ...   a method each
 layout       which elements of a bucket a rank reduces with which others
 pipeline     several buckets at once, phase by phase
 remainders   what was not sent, kept for the next step

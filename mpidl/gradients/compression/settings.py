@@ -15,6 +15,7 @@ from ...errors import ConfigurationError
 from .blockwise import Blockwise
 from .casts import Cast
 from .compressor import Compressor
+from .sign import Sign
 
 WHERE = ("between_nodes", "everywhere")
 
@@ -24,6 +25,7 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "fp16": lambda given: _without("fp16", given, Cast(torch.float16)),
     "int8": lambda given: _without("int8", given, Blockwise(8)),
     "int4": lambda given: _without("int4", given, Blockwise(4)),
+    "sign": lambda given: _without("sign", given, Sign()),
 }
 
 

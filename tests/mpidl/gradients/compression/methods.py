@@ -12,7 +12,12 @@ from mpidl.gradients.compression import Compressor, Exchange, Matrix, Section
 from mpidl.gradients.compression.pipeline import Pipeline
 
 # The name for `compress=`, and the largest error of one reduction's mean of normal values, of their norm.
-METHODS = {"bf16": 8e-3, "fp16": 1e-3, "int8": 1.5e-2, "int4": 0.3}
+METHODS = {"bf16": 8e-3, "fp16": 1e-3, "int8": 1.5e-2, "int4": 0.3, "sign": 4.0}
+
+# How far losses may go from those of full precision in a few steps, where that is more than 0.05; and the steps in
+# which errors vanish, where these are more than 20.
+LOSS_TOLERANCES = {"sign": 0.25}
+STEPS_TO_VANISH = {"sign": 200}
 
 
 def reduce_section(
@@ -24,6 +29,7 @@ def reduce_section(
     parameters: Sequence[torch.nn.Parameter] = (),
     key: object = None,
     step: int = 0,
+    exchange: Exchange | None = None,
 ) -> torch.Tensor:
     """Reduces `values`, which then hold the remainder. Returns the mean, with needs_all=False of the own piece."""
     elements = values.numel()
@@ -42,7 +48,7 @@ def reduce_section(
         keeps_remainder=keeps_remainder,
         step=step,
     )
-    exchange = Exchange([comm.duplicate() for _ in range(compressor.phases)])
+    exchange = exchange or Exchange([comm.duplicate() for _ in range(compressor.phases)])
     Pipeline().start(compressor.reduce(section, exchange), lambda: None).wait()
     return section.result
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from collectives import Communicator
-from mpidl.gradients.compression import Compression, OwnedCompressor
+from mpidl.gradients.compression import Compression, Exchange, OwnedCompressor
 from mpidl.gradients.compression.blockwise import BLOCK, Blockwise
-from tests.mpidl.gradients.compression.methods import METHODS, contribution, reduce_section, total
+from mpidl.gradients.compression.sign import Sign
+from tests.mpidl.gradients.compression.methods import METHODS, STEPS_TO_VANISH, contribution, reduce_section, total
 
 SIZES = (1, 7, 255, 256, 257, 100_003)
 methods = pytest.mark.parametrize("method", METHODS)
@@ -61,10 +62,12 @@ def test_without_remainders_the_mean_is_the_same(comm: Communicator, method: str
 def test_errors_fed_back_vanish_in_the_mean_of_many_steps(comm: Communicator, method: str) -> None:
     compressor, gradient = Compression(method).compressor(), contribution(comm.rank, 2000)
     exact = total(comm, gradient) / comm.size
-    values, summed, steps = torch.zeros(2000), torch.zeros(2000, dtype=torch.float64), 20
+    values, summed = torch.zeros(2000), torch.zeros(2000, dtype=torch.float64)
+    steps = STEPS_TO_VANISH.get(method, 20)
+    exchange = Exchange([comm.duplicate() for _ in range(compressor.phases)])
     for step in range(steps):
         values += gradient
-        summed += reduce_section(compressor, comm, values, step=step)
+        summed += reduce_section(compressor, comm, values, step=step, exchange=exchange)
     without = float((reduce_section(compressor, comm, gradient.clone()) - exact).norm())
     assert float((summed / steps - exact).norm()) <= max(0.2 * without, 1e-4)
 
@@ -115,6 +118,28 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers(bits: int) -> None:
     assert torch.equal(sent + remainder, values)
 
 
+@pytest.mark.parametrize("count", [None, 50_000])
+def test_signs_have_the_root_mean_square_of_the_counted_values(count: int | None) -> None:
+    elements = 70_003
+    values = contribution(0, elements)
+    values[5:4000], values[7] = 0.0, -0.0
+    scale = float(np.linalg.norm(values.double().numpy()) / math.sqrt(count or elements))
+    message = torch.empty(Sign().message_bytes(elements), dtype=torch.uint8)
+    sent, remainder = torch.empty(elements), values.clone()
+    Sign().compress(remainder, message, remainder, count)
+    Sign().decompress(message, sent)
+    expected = np.where(values.numpy() >= 0, scale, -scale)
+    np.testing.assert_allclose(sent.numpy(), expected, rtol=1e-6)
+    assert torch.equal(remainder, values - sent)
+
+
+def test_a_message_of_zeros_is_of_zeros() -> None:
+    message, sent = torch.empty(Sign().message_bytes(9), dtype=torch.uint8), torch.ones(9)
+    Sign().compress(torch.zeros(9), message, None, count=0)
+    Sign().decompress(message, sent)
+    assert not sent.any()
+
+
 @owned
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_seen_and_leaves_no_trace(method: str, wrong: float) -> None:
@@ -130,7 +155,9 @@ def test_what_is_not_finite_is_seen_and_leaves_no_trace(method: str, wrong: floa
     assert torch.isfinite(remainder).all()
 
 
-@pytest.mark.parametrize(("method", "bytes_each"), [("int8", 1 + 4 / 256), ("int4", 0.5 + 4 / 256), ("bf16", 2.0)])
+@pytest.mark.parametrize(
+    ("method", "bytes_each"), [("int8", 1 + 4 / 256), ("int4", 0.5 + 4 / 256), ("bf16", 2.0), ("sign", 1 / 8)]
+)
 def test_bytes_sent_follow_the_formula(method: str, bytes_each: float) -> None:
     compressor = Compression(method).compressor()
     elements, ranks = 1 << 20, 4
