@@ -27,6 +27,7 @@ from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.groups import checked, data_group, refuse_part
 from ..mesh.placement import Cut, placement
+from ..optim.one_bit import OneBitOptimizer
 from ..optim.post_local import PostLocalSGDOptimizer
 from ..replicas.checksums import checksum, difference
 from ..trained_by import trainer_of_model
@@ -62,6 +63,8 @@ class Engine:
         if isinstance(optimizer, PostLocalSGDOptimizer):
             self.optimizer, self.averager = optimizer.optimizer, optimizer.averager
         self.owned = None if self.zero is None else self.zero.owned_state()
+        if isinstance(self.optimizer, OneBitOptimizer):
+            self.optimizer.gather_errors()  # collective, as `owned_state` is
         if self.owned is not None:
             self.comm = self.owned.comm
         elif self.ddp is not None:
@@ -305,7 +308,9 @@ class Engine:
     def hook_state(self) -> Any:
         """Returns the state of DDP's communication hook, or the hook itself, if it can be saved; else None."""
         for kept in self._hook():
-            if hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):
+            # That of an optimizer that sends one bit is the optimizer, whose states are saved as such.
+            fits = not isinstance(kept, OneBitOptimizer)
+            if fits and hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):
                 return kept
         return None
 
@@ -313,7 +318,7 @@ class Engine:
     def hook_lost(self) -> str:
         """Type of a hook's state that cannot be saved, in words; empty if there is none."""
         state, *_ = self._hook()
-        kept = state is None or isinstance(state, Communicator) or self.hook_state() is not None
+        kept = state is None or isinstance(state, Communicator | OneBitOptimizer) or self.hook_state() is not None
         return "" if kept else f"a {type(state).__name__}"
 
     def _hook(self) -> tuple[Any, Any, Any]:

@@ -22,6 +22,7 @@ from ..trained_by import trainer_of
 
 _REFUSED = {
     "LBFGS": "it works on all gradients at once",
+    "OneBitOptimizer": "it exchanges all gradients at once",
     "PostLocalSGDOptimizer": "it counts steps and averages weights in them; step_in_backward takes the optimizer in it",
 }
 

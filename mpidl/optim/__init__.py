@@ -1,4 +1,4 @@
-"""Training with large batches and with little communication: LARS and LAMB, schedules, post-local SGD; averages."""
+"""Training with large batches and little communication: LARS, LAMB, schedules, 1-bit Adam, local SGD; averages."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .ema import EMA
     from .lamb import LAMB
     from .lars import LARS
+    from .one_bit import OneBitAdam, one_bit_hook
     from .post_local import PeriodicAverager, PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook
     from .schedules import (
         scale_learning_rate,
@@ -21,6 +22,7 @@ else:  # the engines need two modules of this package alone
         "ema": ("EMA",),
         "lamb": ("LAMB",),
         "lars": ("LARS",),
+        "one_bit": ("OneBitAdam", "one_bit_hook"),
         "post_local": ("PeriodicAverager", "PostLocalSGDOptimizer", "PostLocalSGDState", "post_local_sgd_hook"),
         "schedules": (
             "scale_learning_rate",
@@ -35,9 +37,11 @@ __all__ = [
     "EMA",
     "LAMB",
     "LARS",
+    "OneBitAdam",
     "PeriodicAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
+    "one_bit_hook",
     "post_local_sgd_hook",
     "scale_learning_rate",
     "warmup_constant",

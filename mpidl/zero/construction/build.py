@@ -33,6 +33,7 @@ from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
 from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
+from ...optim.one_bit import OneBitOptimizer, one_bit_hook
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import StepNeeds, comparable
 from ...replicas.broadcast import broadcast_states
@@ -60,8 +61,10 @@ from ..stepping.inner import InnerOptimizer, SliceSteps
 from ..stepping.optimizer_class import find_needs, prototype
 from ..stepping.precision import Conversion
 from ..stepping.whole_steps import WholeSteps
+from ..stepping.whole_updates import WholeUpdates
 from . import arguments
 from .initial_values import Construction
+from .one_bit import refuse_combinations
 from .options import Options
 
 
@@ -124,7 +127,13 @@ def build(
         parameters.publish()
     parameters.start()
 
-    inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
+    inner: InnerOptimizer
+    if issubclass(optimizer_class, OneBitOptimizer):
+        wholes = parameters.held_tensors()["parameters"]
+        inner = WholeUpdates(optimizer_class, kwargs, plan.groups, group, shards, wholes, slices, shard_reducer)
+        shard_reducer.sums_whole, shard_reducer.hook = True, (inner.optimizer, one_bit_hook)
+    else:
+        inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
     hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
     hooks += divide_contributions(model.parameters(), divisor)
     refuse_copies(model)
@@ -205,6 +214,7 @@ def _check(
     groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
     offload = check_everywhere(world, lambda: Offload.of(options.offload))
     place = check_everywhere(world, lambda: place_of_model("model", model, device=options.device))
+    check_everywhere(world, lambda: refuse_combinations(model, optimizer_class, options))
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
     compress = check_everywhere(world, lambda: None if options.compress is None else compression(options.compress))
     compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type, "compress": compress}

@@ -2,6 +2,9 @@
 
 Every rank holds its shards of the mean over the ranks. A norm is a sum over all shards. A rank makes a change on its
 own shards, and `GradAttributes` notes it, so that the step refuses changes that differ over the ranks.
+
+Where the optimizer updates whole parameters (OneBitAdam), every rank has whole buckets, of means or of its own
+gradients. Norms and changes are then of what it has.
 """
 
 from __future__ import annotations
@@ -39,8 +42,10 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
     refuse_used(parts, "clip_grad_norm_")
     parts.parameters.release()
     parts.shard_reducer.promote_to_fp32()
-    shards = _shards(parts)
-    if parts.mesh is None or not parts.mesh.layout.model_axes:
+    shards = _changed(parts)
+    if parts.inner.updates_wholes:
+        norm = norm_over_shards(shards, norm_type, None)
+    elif parts.mesh is None or not parts.mesh.layout.model_axes:
         norm = norm_over_shards(shards, norm_type, parts.group.shards)
     else:
         power = check_norm_type(norm_type)
@@ -55,7 +60,7 @@ def clip_value(parts: Parts, limit: float) -> None:
     """Brings every element of the gradients into -limit .. limit."""
     refuse_used(parts, "clip_grad_value_")
     parts.shard_reducer.promote_to_fp32()
-    clamp_(_shards(parts), limit)
+    clamp_(_changed(parts), limit)
     parts.grad_attributes.note(f"clip_grad_value_({float(limit)})")
 
 
@@ -64,7 +69,7 @@ def unscale(parts: Parts, inverse_scale: float) -> bool:
     refuse_used(parts, "unscale_")
     parts.parameters.release()
     parts.shard_reducer.promote_to_fp32()
-    shards = _shards(parts)
+    shards = _changed(parts)
     for shard in shards:
         shard.mul_(inverse_scale)
     return not all(are_finite(shards))
@@ -76,8 +81,15 @@ def find_nonfinite(parts: Parts, nonfinite: NonfiniteWatch | None) -> list[tuple
     watched = None if nonfinite is None else nonfinite.find(parts.comm)
     if watched is not None or parts.backward_steps is not None:
         return None if watched is None else [*watched]
-    reduced = _shards(parts)
-    fine = are_finite(part.of(reduced[part.number]) for part in parts.slices.values())
+    reduced = _changed(parts)
+    if parts.inner.updates_wholes:
+        views: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for shard, flat in zip(parts.shards, reduced, strict=True):
+            shapes = [p.shape for p in shard.parameters]
+            views |= dict(zip(shard.parameters, shard.layout.views(flat, shapes), strict=True))
+        fine = are_finite(views[p] for p in parts.slices)
+    else:
+        fine = are_finite(part.of(reduced[part.number]) for part in parts.slices.values())
     flags = np.array([not each for each in fine], np.uint8)
     parts.comm.all_reduce(flags, "max")
     found = [p for p, flag in zip(parts.slices, flags, strict=True) if flag]
@@ -93,7 +105,8 @@ def refuse_used(parts: Parts, what: str) -> None:
         )
 
 
-def _shards(parts: Parts) -> list[torch.Tensor]:
-    """This rank's shards of the reduced gradients."""
+def _changed(parts: Parts) -> list[torch.Tensor]:
+    """The gradients on which this rank acts: its shards, or whole buckets where its step updates whole parameters."""
     parts.grad_attributes.update()
-    return [parts.shard_reducer.shard(number) for number in range(len(parts.shards))]
+    take = parts.shard_reducer.whole if parts.inner.updates_wholes else parts.shard_reducer.shard
+    return [take(number) for number in range(len(parts.shards))]

@@ -66,6 +66,7 @@ class GradientShards:
     place: where the parameters lie.
     keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
 
+    sums_whole: stage 1 with a hook that leaves a whole bucket reduced: what several passes give adds up in all of it.
     stepper: if there is one, gradients are given to it as they are reduced, and then forgotten; may be set.
     counted: as of `ZeroTraffic`.
 
@@ -90,6 +91,7 @@ class GradientShards:
         # Not for replicas, whose own reduction is without copies in symmetric memory.
         fresh_memory = keep_whole or place.keeps_freed or over.replicas is not None
         self._keeps_shard_memory = keeps_shard_memory and not fresh_memory
+        self.sums_whole = False
         self._buffer_readers: set[Any] = set()  # streams that were the last to read a buffer
         self._over, self._comm = over, over.shards
         self._names = names
@@ -154,6 +156,22 @@ class GradientShards:
             gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype, device=self._place.device)
         self._place.keep(gradients.shard)
         return gradients.shard
+
+    def whole(self, number: int) -> torch.Tensor:
+        """All gradients of bucket `number`, with `sums_whole`; zeros if there was no pass. TrainingError as `shard`."""
+        self.refuse_unreduced()
+        self._finish_reductions()
+        gradients = self._of[self.queue.buckets[number]]
+        flat = gradients.bucket.flat
+        assert flat is not None
+        if gradients.shard is None:
+            gradients.shard = gradients.bucket.layout.shard(flat.zero_(), self._comm.rank)
+        elif gradients.shard.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            raise TrainingError(
+                "gradients of earlier passes were loaded, of which each rank has its shard, and the optimizer needs "
+                "whole ones; needs a checkpoint after a step"
+            )
+        return flat
 
     def refuse_unreduced(self) -> None:
         """Raises TrainingError if there were passes that did not communicate."""
@@ -312,7 +330,10 @@ class GradientShards:
             gradients = self._of[bucket]
             self._ensure_storage(gradients)
             for index, gradient in self._gradients_after_launch.pop(bucket, {}).items():
-                bucket.views[index].copy_(gradient)
+                if gradients.filled[index]:
+                    bucket.views[index].add_(gradient)
+                else:
+                    bucket.views[index].copy_(gradient)
                 gradients.filled[index] = True
             self._launch(bucket)
         self._finish_reductions()
@@ -331,7 +352,11 @@ class GradientShards:
             self._place.wait_for_streams(self._buffer_readers)
             bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
-            gradients.shard = gradients.shard.clone()
+            if self.sums_whole:
+                self.whole(gradients.number)  # refuses what is not whole
+                gradients.filled, gradients.shard = list(gradients.reached), None
+            else:
+                gradients.shard = gradients.shard.clone()
 
     def _launch(self, bucket: GradientBucket) -> None:
         gradients = self._of[bucket]

@@ -2,6 +2,7 @@
 
 `SliceSteps`           a torch optimizer whose step treats every element by itself, on the slices' values
 `WholeSteps`           one that needs whole parameters: each parameter has one rank that gets it whole for the step
+`WholeUpdates`         one that exchanges by itself what it needs, and updates all parameters on every rank
 `OffloadedOptimizer`   one for each sub-group of slices, whose state is offloaded
 """
 
@@ -24,11 +25,13 @@ class InnerOptimizer(Protocol):
         settings, and may note something in them.
     state: mapping of a slice's values to a dict; the state of its parameter, cut like that, after `cut_state`.
     needs_wholes: bool; whether a step may be one on whole parameters.
+    updates_wholes: bool; whether a step updates whole parameters on every rank, by whole gradients.
     """
 
     param_groups: list[dict[str, Any]]
     state: MutableMapping[Any, Any]
     needs_wholes: ClassVar[bool] = False
+    updates_wholes: ClassVar[bool] = False
 
     @abstractmethod
     def step(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError
+from ...optim.one_bit import OneBitOptimizer
 from ...optim.trust import TrustRatioOptimizer
 from ...optimizer_trial import (
     NOT_SEQUENTIAL,
@@ -84,6 +85,8 @@ def find_needs(
             raise ConfigurationError(
                 f"step_in_backward: {name} needs norms over all ranks' slices, for which a backward pass cannot wait"
             )
+    if issubclass(optimizer_class, OneBitOptimizer):
+        return StepNeeds(wholes=False)  # it has whole ones anyway
     declared, noted = declared_needs(optimizer_class), frozenset[str]()
     if declared is not None:
         found = declared

@@ -6,7 +6,8 @@
                  after it no rank reads a parameter any more, whatever the strategy
     collective   rank 0's buffers are broadcast
     mostly local the inner optimizer steps on the slices; masters are rounded into the shards
-    collective   publish(): every rank sees the new parameters, at once or before it next reads one
+    collective   publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
+                 inner optimizer has updated them whole on every rank (OneBitAdam)
 
 The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), and where an
 offloaded update was delayed, on whose success the ranks agree.
@@ -66,7 +67,8 @@ def make_step(
         mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there
     for own_slice in parts.slices.values():
         own_slice.write_back()
-    parts.parameters.publish()
+    if not parts.inner.updates_wholes:
+        parts.parameters.publish()
     parts.guard.stepped(reached)
     return loss
 

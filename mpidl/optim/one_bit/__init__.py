@@ -1,0 +1,13 @@
+"""Optimizers that send one bit an element: 1-bit Adam.
+
+flat       buckets: parameters side by side, and a flat array for each state
+exchange   the mean of an array over the ranks, in one bit, with error feedback
+base       what the optimizers share: the hook, the states, one exchange after the other
+steps      arithmetic on the parameters of a bucket
+adam       1-bit Adam
+"""
+
+from .adam import OneBitAdam
+from .base import OneBitOptimizer, one_bit_hook
+
+__all__ = ["OneBitAdam", "OneBitOptimizer", "one_bit_hook"]

@@ -1,0 +1,156 @@
+"""1-bit Adam: Adam at first; then the mean squares of the gradients stay, and the momentum is sent in one bit.
+
+    steps       1 ... freeze              freeze + 1 ...
+    gradients   averaged                  each rank's own, g_r
+    m           of their mean             mean over the ranks of beta1 m + (1 - beta1) g_r, in one bit, with errors
+    v           of their mean             stays
+
+Source: Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
+Algorithm 1, and section 7.1 for the freeze.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from collectives import Communicator
+
+from ...optimizer_trial import StepNeeds
+from ..trust import integer, require
+from .base import OneBitOptimizer
+from .steps import advance_first_moment, advance_moments, decay, denominators, descend
+
+
+class FreezingOptimizer(OneBitOptimizer):
+    """Base of the methods that freeze v once: when it has become steady, or at a given step.
+
+    v is steady when |v_t|_1 / |v_(t-D)|_1 >= freeze_ratio, with D = 1 / (1 - beta2) steps and v without its bias
+    towards zero, in a step after `lr_warmup_steps`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        progress: dict[str, Any],
+        freeze_step: int | None,
+        freeze_ratio: float,
+        lr_warmup_steps: int,
+        *others: Any,
+    ) -> None:
+        self._freeze_step = None if freeze_step is None else integer("freeze_step", freeze_step, 1)
+        fits = isinstance(freeze_ratio, int | float) and not isinstance(freeze_ratio, bool) and 0 < freeze_ratio <= 1
+        require("freeze_ratio", freeze_ratio, fits, "a number above 0 and at most 1")
+        self._ratio, self._warmup = freeze_ratio, integer("lr_warmup_steps", lr_warmup_steps, 0)
+        super().__init__(params, defaults, {"steps": 0, "frozen_at": None, "norms": [], **progress}, *others)
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step after which v has stayed; None before."""
+        found: int | None = self.progress["frozen_at"]
+        return found
+
+    @property
+    def averages_gradients(self) -> bool:
+        """True until v is frozen."""
+        return self.frozen_at is None
+
+    def _corrections(self, step: int) -> tuple[float, float]:
+        """What m and v are divided by, as they began as zeros."""
+        beta1, beta2 = self.defaults["betas"]
+        return 1 - beta1**step, 1 - beta2 ** (step if self.frozen_at is None else self.frozen_at)
+
+    def _freezes(self, step: int) -> bool:
+        """Tells if v stays from this step on, and keeps its norm. Collective where v decides."""
+        if self._freeze_step is not None:
+            return step >= self._freeze_step
+        beta2 = self.defaults["betas"][1]
+        span = max(1, round(1 / (1 - beta2)))
+        norm = sum(float(bucket.arrays["exp_avg_sq"].sum(dtype=torch.float64)) for bucket in self._buckets)
+        norms = [*self.progress["norms"], norm / (1 - beta2**step)][-span - 1 :]
+        self._count(norms=norms)
+        if step <= self._warmup or len(norms) <= span:
+            return False
+        # Sums may round otherwise on another kind of processor: one decision of all.
+        return self._all_agree(norms[-1] >= self._ratio * norms[0] > 0)
+
+    def _freeze(self, step: int) -> None:
+        self._count(frozen_at=step, norms=[])
+
+
+class OneBitAdam(FreezingOptimizer):
+    """Adam that sends 97 % less once v is frozen. For each parameter w with the ranks' gradients g_r, at step t
+
+        before the freeze    g = mean of g_r;   m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g g
+        after it             m = 1-bit mean over the ranks of beta1 m + (1 - beta1) g_r
+        w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^f)) + eps) + weight_decay w),  f = t until the freeze
+
+    params: parameters or groups of them, of 32 or 16 bits. Their gradients lie on this rank after the freeze, so that
+        clipping and unscaling before a step is of the rank's own gradients.
+    freeze_step: the last step of plain Adam; None: found by v (`freeze_ratio`, 0.96 in the paper).
+    lr_warmup_steps: steps in which the learning rate rises; v is not found steady in them.
+    process_group, where, error_feedback, bucket_cap_mb: as of `OneBitOptimizer`.
+
+    An element whose v is zero at the freeze, which never had a gradient, gets no update from then on, but its decay.
+    A parameter without a gradient in a step has, after the freeze, one of zeros.
+
+    State of a parameter: `exp_avg` (m), `exp_avg_sq` (v), fp32; `error` in a state_dict. With ZeroOptimizer, stage 1,
+    states are not cut: every rank needs whole ones.
+
+    Raises ConfigurationError for wrong settings; ModelMismatch in the first step where the ranks' settings differ.
+    """
+
+    step_needs: ClassVar = StepNeeds(wholes=True, together=True)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int | None = None,
+        freeze_ratio: float = 0.96,
+        lr_warmup_steps: int = 0,
+        process_group: Communicator | None = None,
+        where: str | None = None,
+        error_feedback: bool = True,
+        bucket_cap_mb: float = 25.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        exchange = process_group, where, error_feedback, bucket_cap_mb
+        super().__init__(params, defaults, {}, freeze_step, freeze_ratio, lr_warmup_steps, *exchange)
+
+    def _update(self) -> None:
+        step = self.progress["steps"] + 1
+        if self.frozen_at is None:
+            for bucket in self._buckets:
+                gradients = bucket.gradients()
+                advance_moments(bucket, gradients, self.defaults["betas"])
+                self._descend(bucket, step, [g is not None for g in gradients])
+            if self._freezes(step):
+                self._freeze(step)
+        else:
+            self._mask()
+            exchanged = []
+            for bucket in self._buckets:
+                local = advance_first_moment(bucket, bucket.gradients(), self.defaults["betas"][0])
+                exchanged.append((bucket, self._start(bucket, local)))
+            for bucket, exchange in exchanged:
+                exchange.wait()
+                self._descend(bucket, step)
+        self._count(steps=step)
+
+    def _descend(self, bucket: Any, step: int, reached: list[bool] | None = None) -> None:
+        """Updates the weights of a bucket by m. reached: per parameter, whether to do so."""
+        first, second = self._corrections(step)
+        divided = bucket.places(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
+        groups = bucket.of_group(self.param_groups)
+        kept = range(len(groups)) if reached is None else [n for n, flag in enumerate(reached) if flag]
+        decay([bucket.parameters[n] for n in kept], [groups[n] for n in kept])
+        for n in kept:
+            descend(bucket.parameters[n], bucket.views["exp_avg"][n], divided[n], float(groups[n]["lr"]) / first)

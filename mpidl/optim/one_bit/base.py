@@ -1,0 +1,306 @@
+"""Base of the optimizers that send one bit an element: hook, buckets, states.
+
+    backward     `one_bit_hook`: the mean over the ranks while the optimizer asks for it; later each rank's own
+                 gradients (or the mean of a node's, where only nodes exchange)
+    step         for each bucket: what is to be sent, in its flat array -> start its exchange
+                 for each bucket: wait for its exchange -> update the weights, on every rank the same
+
+Every rank holds whole states, as it updates all weights by what it receives, and makes the same steps. A step is
+collective once gradients are no longer averaged; the first step always is.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from ...comm_hooks import GradBucket, Handle, Then, completed
+from ...errors import ConfigurationError, TrainingError
+from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
+from ...gradients.compression.pipeline import Reduction
+from ...mesh.groups import data_group
+from ...replicas.consistency import check_settings_agree
+from ..trust import require
+from .exchange import WHERE, Errors, OneBitExchange
+from .flat import FlatBucket
+
+_ERROR = "error"
+Buckets = Sequence[tuple[Sequence[torch.nn.Parameter], BucketLayout]]
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers, which say what is sent when.
+
+    process_group: the Communicator of the ranks whose gradients are averaged; by default the world.
+    where: "between_nodes": gradients are averaged inside each node in full precision, and only nodes exchange bits;
+        "everywhere"; None: between nodes if there are several, with as many ranks each, numbered node by node.
+    error_feedback: adds what an exchange did not send to the next one. False is worse, and there to be compared.
+    bucket_cap_mb: MiB of parameters in a bucket; one is compressed while others are sent.
+
+    progress: dict; the counters of the method, kept in the first group's "progress", the same on every rank.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # of states with an element for each of the parameter's
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        progress: dict[str, Any],
+        process_group: Communicator | None,
+        where: str | None,
+        error_feedback: bool,
+        bucket_cap_mb: float,
+    ) -> None:
+        betas, eps = defaults["betas"], defaults["eps"]
+        fits = isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
+        require("betas", betas, fits, "two numbers of at least 0 and below 1")
+        require("eps", eps, _is_number(eps) and eps > 0, "a number above 0")
+        require("where", where, where is None or where in WHERE, f"one of {', '.join(WHERE)}, or None")
+        require("error_feedback", error_feedback, isinstance(error_feedback, bool), "True or False")
+        require("bucket_cap_mb", bucket_cap_mb, _is_number(bucket_cap_mb) and bucket_cap_mb > 0, "a number above 0")
+        if process_group is not None and not isinstance(process_group, Communicator):
+            raise ConfigurationError(f"process_group: got {type(process_group).__name__}; needs a Communicator")
+        self._process_group, self._where, self._feeds_back = process_group, where, error_feedback
+        self._cap = bucket_cap_mb * MIB
+        self._buckets: list[FlatBucket] = []
+        self._errors: dict[FlatBucket, Errors] = {}
+        self._exchange: OneBitExchange | None = None
+        self._given: tuple[Communicator, Buckets] | None = None
+        self._is_hooked = self._has_errors = False
+        super().__init__(params, defaults)
+        self.param_groups[0]["progress"] = progress
+
+    # ---- what a method defines --------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def averages_gradients(self) -> bool:
+        """True if the next step needs the gradients' means over the ranks, in full precision."""
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Makes a step: `self._buckets` have states, and their parameters gradients."""
+
+    def _refuse_state(self) -> None:
+        """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
+
+    # ---- settings ---------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The counters of the method."""
+        found: dict[str, Any] = self.param_groups[0]["progress"]
+        return found
+
+    def _count(self, **changed: Any) -> None:
+        """Changes counters. A new dictionary, as states refer to the former one."""
+        self.param_groups[0]["progress"] = {**self.progress, **changed}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, at construction only. Its betas and eps are those of all groups."""
+        if self._buckets:
+            raise ConfigurationError("add_param_group: the buckets are laid out; make the optimizer anew")
+        settings = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay"):
+            value = settings[name]
+            fits = (_is_number(value) or isinstance(value, torch.Tensor)) and bool(value >= 0)
+            require(name, value, fits, "a number of at least 0")
+        for name in ("betas", "eps"):
+            own = self.defaults[name]
+            require(name, settings[name], settings[name] == own, f"{own!r}, as all groups, which are sent together")
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if not p.dtype.is_floating_point or p.dtype == torch.float64:
+                raise ConfigurationError(f"params: got {p.dtype}; needs parameters of 32 or 16 bits, floating-point")
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self, bucket: GradBucket) -> Handle:
+        """Starts the reduction of a bucket that the next step asks for."""
+        self._is_hooked = True
+        flat = bucket.buffer()
+        if self.averages_gradients:
+            if bucket.needed() == slice(0, flat.numel()):
+                return bucket.reduce(process_group=self._group())
+            comm = self._ready_exchange().averaging
+        else:
+            inside = self._ready_exchange().inside
+            if inside is None or inside.size == 1:
+                return completed()
+            comm = inside
+        work = comm.all_reduce(flat, "avg", async_op=True)
+        assert work is not None
+        return Then(work, lambda: None)
+
+    def use(self, world: Communicator, buckets: Buckets) -> None:
+        """Takes an engine's ranks and buckets, of the optimizer's parameters, whose shards are the owners' chunks."""
+        self._given = world, buckets
+
+    def _group(self) -> Communicator:
+        if self._given is not None:
+            return self._given[0]
+        return data_group(type(self).__name__, self._process_group, needed="process_group=")
+
+    def _ready_exchange(self) -> OneBitExchange:
+        """Makes the exchange, at its first use. Collective then."""
+        if self._exchange is None:
+            world = self._group()
+            told = {key: value for key, value in self.defaults.items() if key not in ("lr", "weight_decay")}
+            told |= {"where": self._where, "error_feedback": self._feeds_back, "bucket_cap_mb": self._cap / MIB}
+            told |= self.progress
+            told["shapes of params"] = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
+            check_settings_agree(world, type(self).__name__, told)
+            self._exchange = OneBitExchange(world, self._where, self._feeds_back)
+        return self._exchange
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that this rank has sent in exchanges of bits so far, without headers of messages."""
+        return 0.0 if self._exchange is None else self._exchange.sent_bytes
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """The states' arrays, and the errors."""
+        errors = [errors.values for errors in self._errors.values() if errors.values is not None]
+        return [array for bucket in self._buckets for array in bucket.arrays.values()] + errors
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; returns what `closure` does, called with gradients on. Collective.
+
+        Raises TrainingError on every rank unless the engine calls `one_bit_hook`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        if any(p.grad is not None and p.grad.is_sparse for bucket in self._buckets for p in bucket.parameters):
+            raise ConfigurationError(f"{type(self).__name__}: got a sparse gradient; needs dense ones")
+        self._update()
+        return loss
+
+    def _prepare(self) -> None:
+        """Lays the states out, and takes over those that were loaded. Collective at the first step."""
+        exchange = self._ready_exchange()
+        if not self._is_hooked and exchange.world.size > 1:
+            raise TrainingError(
+                f"{type(self).__name__}: no engine asks it what to reduce; needs register_comm_hook(optimizer, "
+                "mpidl.optim.one_bit_hook) of DistributedDataParallel, or to be ZeroOptimizer's class"
+            )
+        if not self._buckets:
+            self._lay_out(exchange)
+        key = self.keys[0]
+        of_bucket = (zip(bucket.parameters, bucket.views[key], strict=True) for bucket in self._buckets)
+        if any(self.state.get(p, {}).get(key) is not view for pairs in of_bucket for p, view in pairs):
+            self._take_over(exchange)
+        self.forget_errors()
+
+    def _lay_out(self, exchange: OneBitExchange) -> None:
+        if self._given is not None:
+            buckets = self._given[1]
+        else:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            cut = assign(reversed(parameters), self._cap)
+            buckets = [(group, layout_of(group, exchange.world.size)) for group in cut]
+        self._buckets = [FlatBucket(parameters, layout, self.keys) for parameters, layout in buckets]
+        self._errors = {bucket: exchange.errors_of(bucket.layout, bucket.device) for bucket in self._buckets}
+
+    def _take_over(self, exchange: OneBitExchange) -> None:
+        """Copies loaded states into the arrays, of which each parameter's state is a view from then on."""
+        for bucket in self._buckets:
+            mean = torch.zeros(bucket.layout.padded, device=bucket.device)
+            for number, (p, place) in enumerate(zip(bucket.parameters, bucket.places(mean), strict=True)):
+                loaded = self.state.get(p, {})
+                for key in self.keys:
+                    view = bucket.views[key][number]
+                    if key not in loaded:
+                        view.zero_()
+                    elif loaded[key] is not view:
+                        view.copy_(loaded[key])
+                if _ERROR in loaded:
+                    place.copy_(loaded[_ERROR])
+                self.state[p] = {key: bucket.views[key][number] for key in self.keys}
+            exchange.take_over(self._errors[bucket], mean)
+            self._has_errors = self._feeds_back
+            self._errors[bucket].mask(None)
+
+    def _mask(self) -> None:
+        """Leaves elements out of exchanges whose mean square is zero: those that never had a gradient."""
+        for bucket, errors in self._errors.items():
+            if errors.masked is None:
+                errors.mask(bucket.masked(bucket.arrays["exp_avg_sq"]))
+
+    def _start(self, bucket: FlatBucket, array: torch.Tensor) -> Reduction:
+        """Starts to exchange an array of a bucket."""
+        assert self._exchange is not None
+        self._has_errors = self._feeds_back
+        return self._exchange.start(array, self._errors[bucket])
+
+    def _all_agree(self, on: bool) -> bool:
+        """Tells if all ranks say yes. Collective."""
+        flag = np.array([not on], np.uint8)
+        self._ready_exchange().averaging.all_reduce(flag, "max")
+        return not flag[0]
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather_errors(self) -> None:
+        """Puts the mean errors into the parameters' states, as "error", until `forget_errors`. Collective."""
+        self._refuse_state()
+        if self._exchange is None or not self._has_errors:
+            return
+        for bucket in self._buckets:
+            whole = self._exchange.mean_errors(self._errors[bucket], bucket.layout.padded)
+            for p, place in zip(bucket.parameters, bucket.places(whole), strict=True):
+                if p in self.state:
+                    self.state[p][_ERROR] = place
+
+    def forget_errors(self) -> None:
+        """Takes the mean errors out of the states, once they are saved."""
+        if self._has_errors:
+            for entry in self.state.values():
+                entry.pop(_ERROR, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, and each parameter's mean error, as "error". The same on every rank. Collective.
+
+        Fits any number of ranks, which take over the mean of the errors.
+        """
+        self.gather_errors()
+        found = super().state_dict()
+        found["state"] = {number: dict(entry) for number, entry in found["state"].items()}
+        self.forget_errors()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave, on every rank the same."""
+        super().load_state_dict(dict(state_dict))
+        self._has_errors = False
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, number in zip(group["params"], saved["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    if torch.is_tensor(value) and key in (*self.keys, _ERROR):  # torch rounds to the parameter's dtype
+                        self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
+
+
+def one_bit_hook(optimizer: OneBitOptimizer, bucket: GradBucket) -> Handle:
+    """DDP's communication hook: averages gradients as long as the optimizer asks for it; its state is the optimizer.
+
+    ddp.register_comm_hook(optimizer, mpidl.optim.one_bit_hook)
+    """
+    return optimizer.reduce_gradients(bucket)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

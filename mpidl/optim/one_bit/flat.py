@@ -1,0 +1,60 @@
+"""Buckets: parameters side by side, and a flat fp32 array for each state of theirs.
+
+parameters     p9 | p8 | p7 ...            of the model, where they lie
+"exp_avg"     [ m9 | m8 | m7 ... | 0 ]     a view of each parameter's shape; the state of the parameter
+chunks        [ rank 0 | rank 1 | ...]     the owners of an exchange: the shards of ZeRO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...gradients.buckets import BucketLayout
+
+
+class FlatBucket:
+    """Some parameters, and arrays of their states.
+
+    parameters: of the optimizer. layout: where each lies in an array, and the chunks. keys: of the states.
+    arrays: by key, fp32, `layout.padded` elements. views: by key, each parameter's place, of its shape.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: BucketLayout, keys: Sequence[str]) -> None:
+        self.parameters, self.layout = list(parameters), layout
+        self.device = self.parameters[0].device
+        self.arrays: dict[str, torch.Tensor] = {}
+        self.views: dict[str, list[torch.Tensor]] = {}
+        for key in keys:
+            self.array(key)
+
+    def array(self, key: str) -> torch.Tensor:
+        """The array of a state, of zeros where it is new."""
+        if key not in self.arrays:
+            self.arrays[key] = torch.zeros(self.layout.padded, device=self.device)
+            self.views[key] = self.places(self.arrays[key])
+        return self.arrays[key]
+
+    def drop(self, key: str) -> None:
+        """Forgets a state."""
+        self.arrays.pop(key, None)
+        self.views.pop(key, None)
+
+    def places(self, array: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's place in an array, of its shape."""
+        return self.layout.views(array, [p.shape for p in self.parameters])
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Each parameter's gradient in fp32; None where it has none."""
+        return [None if p.grad is None else p.grad.float() for p in self.parameters]
+
+    def masked(self, array: torch.Tensor) -> torch.Tensor:
+        """The numbers of the elements that are zero, those between the parameters among them: int64."""
+        return (array == 0).nonzero().flatten()
+
+    def of_group(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The group of each parameter."""
+        found = {p: group for group in groups for p in group["params"]}
+        return [found[p] for p in self.parameters]

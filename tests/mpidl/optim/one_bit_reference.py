@@ -1,0 +1,111 @@
+"""The optimizers that send one bit an element, in float64 numpy: all ranks in one process, by the papers' formulas.
+
+A state is an array of a parameter's elements, or of a rank's. `exchange` has the chunks and their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from mpidl.gradients.buckets import layout_of
+
+Arrays = list[np.ndarray]
+Gradients = Callable[[int, int], Arrays]  # of a step and a rank: each parameter's
+
+
+def signs(values: np.ndarray, counted: int) -> np.ndarray:
+    """Returns what a message says of values."""
+    scale = np.sqrt((values**2).sum() / counted) if counted else 0.0
+    return np.where(values >= 0, scale, -scale)
+
+
+class Exchange:
+    """The exchange of one bucket with all parameters, in the reverse of their order.
+
+    groups: of ranks that exchange as one, the mean of theirs; by default each alone.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], ranks: int, nodes: int | None = None) -> None:
+        self.ranks, self.shapes, self.nodes = ranks, list(shapes), nodes or ranks
+        self.layout = layout_of([torch.empty(shape) for shape in reversed(self.shapes)], ranks)
+        self.errors = np.zeros((self.nodes, self.layout.padded))
+        self.feeds_back = True
+
+    def flat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """One array of the parameters'."""
+        found = np.zeros(self.layout.padded)
+        for offset, each in zip(self.layout.offsets, reversed(list(arrays)), strict=True):
+            found[offset : offset + each.size] = each.ravel()
+        return found
+
+    def parts(self, flat: np.ndarray) -> Arrays:
+        """Each parameter's of one array."""
+        places = zip(self.layout.offsets, reversed(self.shapes), strict=True)
+        return [flat[offset : offset + int(np.prod(shape))].reshape(shape) for offset, shape in places][::-1]
+
+    def chunks(self) -> list[list[tuple[slice, int]]]:
+        """For each set of elements that is exchanged by itself, the chunks with their owners."""
+        size = self.layout.shard_size
+        local = self.ranks // self.nodes
+        return [
+            [(slice(rank * size, (rank + 1) * size), rank // local) for rank in range(each, self.ranks, local)]
+            for each in range(local)
+        ]
+
+    def mean(self, of_nodes: Sequence[Arrays], used: Arrays) -> Arrays:
+        """The mean that all ranks get. used: which elements are not masked."""
+        kept = self.flat([each.astype(float) for each in used])
+        values = np.stack([self.flat(each) for each in of_nodes]) * kept
+        if self.nodes == 1:
+            return self.parts(values[0])
+        values += self.errors
+        result, left = np.zeros(self.layout.padded), np.zeros_like(values)
+        for chunks in self.chunks():
+            for chunk, owner in chunks:
+                counted, total = int(kept[chunk].sum()), values[owner, chunk].copy()
+                for node in range(self.nodes):
+                    if node != owner:
+                        sent = signs(values[node, chunk], counted) * kept[chunk]
+                        total += sent
+                        left[node, chunk] = values[node, chunk] - sent
+                total /= self.nodes
+                result[chunk] = signs(total, counted) * kept[chunk]
+                left[owner, chunk] = (total - result[chunk]) * self.nodes
+        self.errors = left if self.feeds_back else self.errors
+        return self.parts(result)
+
+
+class Adam:
+    """1-bit Adam."""
+
+    def __init__(self, weights: Arrays, exchange: Exchange, freeze_step: int, lr: float, wd: float) -> None:
+        self.w, self.exchange, self.freeze, self.lr, self.wd = (
+            [x.copy() for x in weights],
+            exchange,
+            freeze_step,
+            lr,
+            wd,
+        )
+        self.m, self.v = [np.zeros_like(x) for x in weights], [np.zeros_like(x) for x in weights]
+        self.b1, self.b2, self.eps, self.t = 0.9, 0.999, 1e-8, 0
+
+    def step(self, of_nodes: Sequence[Arrays]) -> None:
+        """A step by the gradients of each node."""
+        self.t += 1
+        self._advance(of_nodes)
+        first, second = 1 - self.b1**self.t, 1 - self.b2 ** min(self.t, self.freeze)
+        for w, m, v in zip(self.w, self.m, self.v, strict=True):
+            w -= self.lr * (m / first / (np.sqrt(v / second) + self.eps) + self.wd * w)
+
+    def _advance(self, of_nodes: Sequence[Arrays]) -> None:
+        b1, b2 = self.b1, self.b2
+        if self.t <= self.freeze:
+            mean = [np.mean(each, 0) for each in zip(*of_nodes, strict=True)]
+            self.m = [b1 * m + (1 - b1) * g for m, g in zip(self.m, mean, strict=True)]
+            self.v = [b2 * v + (1 - b2) * g * g for v, g in zip(self.v, mean, strict=True)]
+            return
+        local = [[b1 * m + (1 - b1) * g for m, g in zip(self.m, each, strict=True)] for each in of_nodes]
+        self.m = self.exchange.mean(local, [v > 0 for v in self.v])

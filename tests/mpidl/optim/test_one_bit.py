@@ -1,0 +1,329 @@
+"""Optimizers that send one bit an element, against float64 numpy that simulates all ranks; DDP and ZeRO-1 alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl.job.objects import broadcast_object
+from mpidl.optim.one_bit import OneBitOptimizer
+from tests.mpidl.optim import one_bit_reference as reference
+
+ENGINES = ("ddp", "zero1")
+SHAPES = [(5, 3), (40,), (1,), (9, 11)]
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+class Slopes(nn.Module):
+    """Parameters whose gradients are what a forward pass is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList([torch.randn(shape, generator=random) for shape in SHAPES])
+
+    def forward(self, slopes: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(w * g).sum() for w, g in zip(self.weights, slopes, strict=True)]).sum()
+
+
+def slopes(step: int, rank: int) -> list[torch.Tensor]:
+    """Gradients of sizes that differ, with elements that are always zero."""
+    random = np.random.default_rng([step, rank])
+    made = [torch.from_numpy(random.normal(size=shape) * 10.0**n + 0.3) for n, shape in enumerate(SHAPES)]
+    made[3][4] = 0.0
+    return made
+
+
+class Training:
+    """An engine with an optimizer on slopes."""
+
+    def __init__(
+        self, comm: Communicator, engine: str, optimizer_class: Any, model: nn.Module, **settings: Any
+    ) -> None:
+        self.comm, self.model, self.called = comm, model, model
+        if engine == "ddp":
+            wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+            self.called = wrapped
+            self.inner: OneBitOptimizer = optimizer_class(model.parameters(), process_group=comm, **settings)
+            self.optimizer: Any = self.inner
+            wrapped.register_comm_hook(self.inner, mpidl.optim.one_bit_hook)
+        else:
+            self.optimizer = mpidl.ZeroOptimizer(model, optimizer_class, stage=1, process_group=comm, **settings)
+            self.inner = self.optimizer._parts.inner.optimizer
+
+    def step(self, *inputs: Any, scale: float = 1.0) -> None:
+        (self.called(*inputs) * scale).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, first: int, steps: int) -> None:
+        for step in range(first, first + steps):
+            self.step([g.float() for g in slopes(step, self.comm.rank)])
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    def check_equal_on_all_ranks(self) -> None:
+        theirs = self.weights().clone()
+        self.comm.broadcast(theirs)
+        assert torch.equal(theirs, self.weights())
+
+
+def nodes_of(comm: Communicator, where: str | None) -> int:
+    return comm.nodes if where == "between_nodes" else comm.size
+
+
+def of_nodes(step: int, ranks: int, nodes: int) -> list[list[np.ndarray]]:
+    """The gradients of each node: the means of its ranks'."""
+    local = ranks // nodes
+    everyone = [[g.float().double().numpy() for g in slopes(step, rank)] for rank in range(ranks)]
+    groups = [everyone[node * local : (node + 1) * local] for node in range(nodes)]
+    return [[np.mean(each, 0) for each in zip(*group, strict=True)] for group in groups]
+
+
+def check_against(training: Training, expected: Any, steps: int, nodes: int, rtol: float = 2e-4) -> None:
+    """Steps, and compares the weights with the reference's after each."""
+    for step in range(steps):
+        training.run(step, 1)
+        expected.step(of_nodes(step, training.comm.size, nodes))
+        for p, w in zip(training.model.parameters(), expected.w, strict=True):
+            np.testing.assert_allclose(p.detach().double().numpy(), w, rtol=rtol, atol=rtol)
+        training.check_equal_on_all_ranks()
+
+
+def start() -> list[np.ndarray]:
+    return [p.detach().double().numpy() for p in Slopes().parameters()]
+
+
+# ---- 1-bit Adam ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@engines
+@pytest.mark.parametrize("where", ["everywhere", "between_nodes"])
+def test_adam_follows_the_papers_formulas(comm: Communicator, engine: str, where: str) -> None:
+    nodes = nodes_of(comm, where)
+    expected = reference.Adam(start(), reference.Exchange(SHAPES, comm.size, nodes), freeze_step=6, lr=0.01, wd=0.1)
+    settings = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 6, "where": where}
+    check_against(Training(comm, engine, mpidl.optim.OneBitAdam, Slopes(), **settings), expected, 16, nodes)
+
+
+@pytest.mark.mpi
+def test_the_warm_up_is_adam(comm: Communicator) -> None:
+    ours = Training(comm, "ddp", mpidl.optim.OneBitAdam, Slopes(), lr=0.01, weight_decay=0.1, freeze_step=100)
+    ours.run(0, 5)
+    plain = Slopes()
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(5):
+        for n, p in enumerate(plain.parameters()):
+            p.grad = torch.stack([slopes(step, rank)[n].float() for rank in range(comm.size)]).mean(0)
+        adam.step()
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    torch.testing.assert_close(ours.weights(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.mpi
+def test_v_is_frozen_when_it_is_steady_after_the_warm_up_of_the_rate(comm: Communicator) -> None:
+    """D = 1 / (1 - 0.8) = 5 steps. Gradients shrink by 0.9 a step, so that v does by 0.81, until step 12."""
+    training = Training(comm, "ddp", mpidl.optim.OneBitAdam, Slopes(), betas=(0.9, 0.8), lr_warmup_steps=3)
+    found = None
+    sizes = [0.9 ** min(step, 12) for step in range(60)]
+    norms: list[float] = []
+    v = 0.0
+    for step, size in enumerate(sizes, 1):
+        v = 0.8 * v + 0.2 * size**2
+        norms.append(v / (1 - 0.8**step))
+        if found is None and step > 5 and norms[-1] >= 0.96 * norms[-6]:
+            found = step
+        training.step([torch.full(shape, size) for shape in SHAPES])
+        assert training.inner.progress["frozen_at"] == found, step  # type: ignore[attr-defined]
+    assert found is not None
+    late = Training(comm, "ddp", mpidl.optim.OneBitAdam, Slopes(), betas=(0.9, 0.8), lr_warmup_steps=found + 3)
+    for size in sizes[: found + 4]:
+        late.step([torch.full(shape, size) for shape in SHAPES])
+    assert late.inner.progress["frozen_at"] == found + 4
+
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (mpidl.optim.OneBitAdam, {"freeze_step": 4}),
+}
+classes = pytest.mark.parametrize("name", CLASSES)
+
+
+@pytest.mark.mpi
+@classes
+def test_a_parameter_that_never_had_a_gradient_stays(comm: Communicator, name: str) -> None:
+    training = Training(comm, "ddp", CLASSES[name][0], Slopes(), lr=0.01, **{"weight_decay": 0.0, **CLASSES[name][1]})
+    before = training.model.weights[3][4].detach().clone()
+    training.run(0, 12)
+    assert torch.equal(training.model.weights[3][4], before)
+
+
+@pytest.mark.mpi
+@classes
+def test_ddp_and_stage_1_have_the_same_bits(comm: Communicator, name: str) -> None:
+    """Accumulated under no_sync, and with a pass that communicates before the last one."""
+    found = []
+    for engine in ENGINES:
+        training = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+        owner = training.called if engine == "ddp" else training.optimizer
+        for step in range(12):
+            inputs = [g.float() for g in slopes(step, comm.rank)]
+            with owner.no_sync():
+                training.called(inputs).backward()
+            training.called(inputs).backward()
+            training.step(inputs, scale=0.5)
+        training.check_equal_on_all_ranks()
+        found.append(training.weights())
+    assert torch.equal(*found)
+
+
+@pytest.mark.mpi
+@engines
+@classes
+def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(comm: Communicator, engine: str, name: str) -> None:
+    """After the freeze a rank clips what it has; an overflow on one rank skips the step on all, without a trace."""
+    made = [Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1]) for _ in range(2)]
+    scaler = mpidl.GradScaler(init_scale=4.0, process_group=comm)
+    for step in range(10):
+        inputs = [g.float() for g in slopes(step, comm.rank)]
+        size = torch.cat([g.flatten() for g in inputs]).norm()
+        clipped = step > 6
+        made[0].step([g / max(1.0, float(size) / 50.0) for g in inputs] if clipped else inputs)
+        for wrong in [True, False] if step == 8 else [False]:
+            loss = made[1].called(inputs)
+            scaler.scale(loss * float("inf") if wrong and comm.rank == 0 else loss).backward()
+            scaler.unscale_(made[1].optimizer)
+            if clipped and engine == "ddp":
+                mpidl.clip_grad_norm_(made[1].model, 50.0)
+            elif clipped:
+                made[1].optimizer.clip_grad_norm_(50.0)
+            scaler.step(made[1].optimizer)
+            scaler.update(4.0)
+            made[1].optimizer.zero_grad()
+    assert scaler.skipped_steps == 1
+    made[1].check_equal_on_all_ranks()
+    torch.testing.assert_close(made[1].weights(), made[0].weights(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.mpi
+@engines
+@classes
+def test_training_goes_on_from_a_state(comm: Communicator, engine: str, name: str) -> None:
+    """With the mean of the errors, in either engine, which a new state tells again."""
+    first = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+    first.run(0, 9)
+    state = first.optimizer.state_dict()
+    again = first.optimizer.state_dict()
+    if comm.rank == 0:
+        assert all(torch.equal(state["state"][0][key], again["state"][0][key]) for key in state["state"][0])
+        assert comm.size == 1 or any(entry["error"].any() for entry in state["state"].values())
+    weights = first.weights()
+    for other in ENGINES:
+        model = Slopes()
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), first.model.parameters(), strict=True):
+                p.copy_(q)
+        second = Training(comm, other, CLASSES[name][0], model, lr=0.01, **CLASSES[name][1])
+        given = state
+        if other == "ddp" and engine == "zero1":
+            given = broadcast_object(comm, state)
+        second.optimizer.load_state_dict(given)
+        assert torch.equal(second.weights(), weights)
+        told = second.optimizer.state_dict()
+        if comm.rank == 0:
+            for number, entry in state["state"].items():
+                for key, value in entry.items():
+                    torch.testing.assert_close(told["state"][number][key], value, rtol=1e-6, atol=1e-7)
+        second.run(9, 3)
+        second.check_equal_on_all_ranks()
+
+
+@pytest.mark.mpi
+@engines
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"betas": (0.9,)}, r"betas: got \(0\.9,\); needs two numbers"),
+        ({"eps": 0}, "eps: got 0; needs a number above 0"),
+        ({"lr": -1.0}, "lr: got -1.0; needs a number of at least 0"),
+        ({"freeze_step": 0}, "freeze_step: got 0; needs an integer of at least 1"),
+        ({"freeze_ratio": 1.5}, "freeze_ratio: got 1.5; needs a number above 0 and at most 1"),
+        ({"lr_warmup_steps": -1}, "lr_warmup_steps: got -1"),
+        ({"where": "here"}, "where: got 'here'; needs one of between_nodes, everywhere, or None"),
+        ({"error_feedback": 1}, "error_feedback: got 1; needs True or False"),
+    ],
+)
+def test_wrong_settings_are_one_error_on_every_rank(
+    comm: Communicator, engine: str, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(mpidl.ConfigurationError, match=message):
+        Training(comm, engine, mpidl.optim.OneBitAdam, Slopes(), **wrong)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 2}, "stage: got 2 with OneBitAdam, which needs each rank's own gradients whole"),
+        ({"stage": 3}, "stage: got 3 with OneBitAdam"),
+        ({"stage": 1, "offload": "cpu"}, "offload: OneBitAdam keeps whole fp32 states"),
+        ({"stage": 1, "compress": "int8"}, "compress: OneBitAdam"),
+        ({"stage": 1, "step_in_backward": True}, "step_in_backward: OneBitAdam exchanges all gradients at once"),
+        ({"stage": 1, "precision": mpidl.zero.Precision(torch.bfloat16)}, "precision: OneBitAdam"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(comm: Communicator, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(mpidl.ConfigurationError, match=message):
+        mpidl.ZeroOptimizer(Slopes(), mpidl.optim.OneBitAdam, process_group=comm, **options)
+
+
+@pytest.mark.mpi
+def test_an_engine_without_the_hook_and_ranks_with_other_settings_are_refused(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    model = Slopes()
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    optimizer = mpidl.optim.OneBitAdam(model.parameters(), process_group=comm)
+    wrapped([g.float() for g in slopes(0, comm.rank)]).backward()
+    with pytest.raises(mpidl.TrainingError, match="OneBitAdam: no engine asks it what to reduce"):
+        optimizer.step()
+    with pytest.raises(mpidl.ConfigurationError, match="step_in_backward"):
+        wrapped.step_in_backward(optimizer)
+    other = Training(comm, "ddp", mpidl.optim.OneBitAdam, Slopes(), eps=1e-8 * (1 + comm.rank))
+    with pytest.raises(mpidl.errors.ModelMismatch, match="OneBitAdam: rank 0 has eps=1e-08, rank 1 has eps=2e-08"):
+        other.run(0, 1)
+
+
+@pytest.mark.mpi
+@classes
+def test_checkpoints_keep_states_and_the_mean_errors(comm: Communicator, name: str, tmp_path: Path) -> None:
+    """Saved by either engine, loaded by the other one, which then steps as one that has loaded the state_dict."""
+    folder = Path(broadcast_object(comm, str(tmp_path)))
+    for engine, other in (ENGINES, ENGINES[::-1]):
+        first = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+        first.run(0, 9)
+        path = folder / engine
+        mpidl.checkpoint.save(path, first.called, first.optimizer, step=9)
+        state = broadcast_object(comm, first.optimizer.state_dict())
+        made = []
+        for way in ("checkpoint", "state"):
+            second = Training(comm, other, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+            if way == "checkpoint":
+                mpidl.checkpoint.load(path, second.called, second.optimizer)
+            else:
+                with torch.no_grad():
+                    for p, q in zip(second.model.parameters(), first.model.parameters(), strict=True):
+                        p.copy_(q)
+                second.optimizer.load_state_dict(state)
+            second.run(9, 3)
+            second.check_equal_on_all_ranks()
+            made.append(second.weights())
+        assert torch.equal(*made)
