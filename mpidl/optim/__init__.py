@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .ema import EMA
     from .lamb import LAMB
     from .lars import LARS
-    from .one_bit import OneBitAdam, one_bit_hook
+    from .one_bit import OneBitAdam, ZeroOneAdam, one_bit_hook
     from .post_local import PeriodicAverager, PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook
     from .schedules import (
         scale_learning_rate,
@@ -22,7 +22,7 @@ else:  # the engines need two modules of this package alone
         "ema": ("EMA",),
         "lamb": ("LAMB",),
         "lars": ("LARS",),
-        "one_bit": ("OneBitAdam", "one_bit_hook"),
+        "one_bit": ("OneBitAdam", "ZeroOneAdam", "one_bit_hook"),
         "post_local": ("PeriodicAverager", "PostLocalSGDOptimizer", "PostLocalSGDState", "post_local_sgd_hook"),
         "schedules": (
             "scale_learning_rate",
@@ -41,6 +41,7 @@ __all__ = [
     "PeriodicAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
+    "ZeroOneAdam",
     "one_bit_hook",
     "post_local_sgd_hook",
     "scale_learning_rate",

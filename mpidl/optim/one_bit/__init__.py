@@ -1,13 +1,14 @@
-"""Optimizers that send one bit an element: 1-bit Adam.
+"""Optimizers that send one bit an element: 1-bit Adam, 0/1 Adam.
 
 flat       buckets: parameters side by side, and a flat array for each state
 exchange   the mean of an array over the ranks, in one bit, with error feedback
 base       what the optimizers share: the hook, the states, one exchange after the other
 steps      arithmetic on the parameters of a bucket
-adam       1-bit Adam
+adam, zero_one   a method each
 """
 
 from .adam import OneBitAdam
 from .base import OneBitOptimizer, one_bit_hook
+from .zero_one import ZeroOneAdam
 
-__all__ = ["OneBitAdam", "OneBitOptimizer", "one_bit_hook"]
+__all__ = ["OneBitAdam", "OneBitOptimizer", "ZeroOneAdam", "one_bit_hook"]

@@ -109,3 +109,86 @@ class Adam:
             return
         local = [[b1 * m + (1 - b1) * g for m, g in zip(self.m, each, strict=True)] for each in of_nodes]
         self.m = self.exchange.mean(local, [v > 0 for v in self.v])
+
+
+class ZeroOne(Adam):
+    """0/1 Adam: each node's weights, of which `w` are the first one's."""
+
+    def __init__(
+        self,
+        weights: Arrays,
+        exchange: Exchange,
+        lr: float,
+        wd: float,
+        renewals: int,
+        local_after: int,
+        interval_steps: int,
+        largest: int,
+    ) -> None:
+        super().__init__(weights, exchange, 0, lr, wd)
+        self.renewals, self.local_after, self.interval_steps, self.largest = (
+            renewals,
+            local_after,
+            interval_steps,
+            largest,
+        )
+        self.interval, self.renewed, self.at_interval = 1, 0, 0
+        self.h, self.since, self.local_steps = 1, 0, 0
+        self.of_nodes = [[x.copy() for x in weights] for _ in range(exchange.nodes)]
+        self.m_of = [[np.zeros_like(x) for x in weights] for _ in range(exchange.nodes)]
+        self.sums = [[np.zeros_like(x) for x in weights] for _ in range(exchange.nodes)]
+        self.anchor, self.rates = [x.copy() for x in weights], 0.0
+
+    def step(self, of_nodes: Sequence[Arrays]) -> None:
+        self.t += 1
+        if self.t > self.local_after:
+            self._alone(of_nodes)
+        else:
+            self._together(of_nodes)
+        self.w = self.of_nodes[0]
+
+    def _scale(self) -> Arrays:
+        return [np.sqrt(v / (1 - self.b2**self.renewed)) + self.eps for v in self.v]
+
+    def _together(self, of_nodes: Sequence[Arrays]) -> None:
+        if self.t % self.interval == 0:
+            mean = [np.mean(each, 0) for each in zip(*of_nodes, strict=True)]
+            self.v = [self.b2 * v + (1 - self.b2) * g * g for v, g in zip(self.v, mean, strict=True)]
+            self.renewed, self.at_interval = self.renewed + 1, self.at_interval + 1
+            if self.at_interval == self.renewals:
+                self.interval, self.at_interval = 2 * self.interval, 0
+        else:
+            mean = self.exchange.mean(of_nodes, [v > 0 for v in self.v])
+        self.m = [self.b1 * m + (1 - self.b1) * g for m, g in zip(self.m, mean, strict=True)]
+        rate = self.lr / (1 - self.b1**self.t)
+        self.w = [
+            (1 - self.lr * self.wd) * w - rate * m / d for w, m, d in zip(self.w, self.m, self._scale(), strict=True)
+        ]
+        self.of_nodes = [[w.copy() for w in self.w] for _ in self.of_nodes]
+        self.m_of = [[m.copy() for m in self.m] for _ in self.m_of]
+        self.anchor = [w.copy() for w in self.w]
+
+    def _alone(self, of_nodes: Sequence[Arrays]) -> None:
+        if self.t == self.local_after + 1:
+            self.exchange.errors[:] = 0.0
+        self.since += 1
+        rate, decay = self.lr / (1 - self.b1**self.t), 1 - self.lr * self.wd
+        self.rates += rate
+        scales, used = self._scale(), [v > 0 for v in self.v]
+        self.anchor = [decay * w for w in self.anchor]
+        for node, gradients in enumerate(of_nodes):
+            for n, g in enumerate(gradients):
+                self.m_of[node][n] = (self.b1 * self.m_of[node][n] + (1 - self.b1) * g) * used[n]
+                self.sums[node][n] += rate * self.m_of[node][n]
+                self.of_nodes[node][n] = decay * self.of_nodes[node][n] - rate * self.m_of[node][n] / scales[n]
+        if self.since < self.h:
+            return
+        mean = self.exchange.mean(self.sums, used)
+        self.anchor = [w - s / d for w, s, d in zip(self.anchor, mean, scales, strict=True)]
+        self.of_nodes = [[w.copy() for w in self.anchor] for _ in self.of_nodes]
+        self.m_of = [[s / self.rates for s in mean] for _ in self.m_of]
+        self.sums = [[np.zeros_like(s) for s in mean] for _ in self.sums]
+        self.rates, self.since = 0.0, 0
+        self.local_steps += self.h
+        if self.local_steps >= self.interval_steps:
+            self.h, self.local_steps = min(2 * self.h, self.largest), 0

@@ -153,6 +153,7 @@ def test_v_is_frozen_when_it_is_steady_after_the_warm_up_of_the_rate(comm: Commu
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (mpidl.optim.OneBitAdam, {"freeze_step": 4}),
+    "zero_one": (mpidl.optim.ZeroOneAdam, {"renewals": 2, "local_after": 6}),
 }
 classes = pytest.mark.parametrize("name", CLASSES)
 
@@ -327,3 +328,43 @@ def test_checkpoints_keep_states_and_the_mean_errors(comm: Communicator, name: s
             second.check_equal_on_all_ranks()
             made.append(second.weights())
         assert torch.equal(*made)
+
+
+# ---- 0/1 Adam ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@engines
+@pytest.mark.parametrize("where", ["everywhere", "between_nodes"])
+def test_zero_one_adam_follows_the_papers_formulas(comm: Communicator, engine: str, where: str) -> None:
+    """Every interval of v up to 4, then local steps of 1, 2 and 4; weights are compared where they are the same."""
+    nodes = nodes_of(comm, where)
+    schedule = {"renewals": 2, "local_after": 12, "local_interval_steps": 2, "max_local_interval": 4}
+    exchange = reference.Exchange(SHAPES, comm.size, nodes)
+    expected = reference.ZeroOne(start(), exchange, 0.01, 0.1, *schedule.values())
+    settings = {"lr": 0.01, "weight_decay": 0.1, "where": where, **schedule}
+    training = Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), **settings)
+    exchanged = 0
+    for step in range(26):
+        training.run(step, 1)
+        expected.step(of_nodes(step, comm.size, nodes))
+        own = comm.rank // (comm.size // nodes)
+        for p, w in zip(training.model.parameters(), expected.of_nodes[own], strict=True):
+            np.testing.assert_allclose(p.detach().double().numpy(), w, rtol=5e-4, atol=5e-4)
+        assert training.inner.is_synchronised == (expected.since == 0)  # type: ignore[attr-defined]
+        if training.inner.is_synchronised:  # type: ignore[attr-defined]
+            exchanged += 1
+            training.check_equal_on_all_ranks()
+    assert exchanged == 12 + 2 + 1 + 2
+
+
+@pytest.mark.mpi
+@engines
+def test_zero_one_adam_gives_no_state_between_exchanges(comm: Communicator, engine: str) -> None:
+    settings = {"local_after": 2, "local_interval_steps": 1, "max_local_interval": 4}
+    training = Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), **settings)
+    training.run(0, 4)  # an exchange at step 3, the next one at step 5
+    with pytest.raises(mpidl.TrainingError, match="a state after step 4, when each rank has weights of its own; needs"):
+        training.optimizer.state_dict()
+    training.run(4, 1)
+    training.optimizer.state_dict()
