@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .ema import EMA
     from .lamb import LAMB
     from .lars import LARS
-    from .one_bit import OneBitAdam, ZeroOneAdam, one_bit_hook
+    from .one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam, one_bit_hook
     from .post_local import PeriodicAverager, PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook
     from .schedules import (
         scale_learning_rate,
@@ -22,7 +22,7 @@ else:  # the engines need two modules of this package alone
         "ema": ("EMA",),
         "lamb": ("LAMB",),
         "lars": ("LARS",),
-        "one_bit": ("OneBitAdam", "ZeroOneAdam", "one_bit_hook"),
+        "one_bit": ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "one_bit_hook"),
         "post_local": ("PeriodicAverager", "PostLocalSGDOptimizer", "PostLocalSGDState", "post_local_sgd_hook"),
         "schedules": (
             "scale_learning_rate",
@@ -38,6 +38,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "OneBitAdam",
+    "OneBitLamb",
     "PeriodicAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",

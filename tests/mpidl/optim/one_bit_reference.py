@@ -192,3 +192,46 @@ class ZeroOne(Adam):
         self.local_steps += self.h
         if self.local_steps >= self.interval_steps:
             self.h, self.local_steps = min(2 * self.h, self.largest), 0
+
+
+class Lamb(Adam):
+    """1-bit LAMB."""
+
+    def __init__(self, weights: Arrays, exchange: Exchange, freeze_step: int, lr: float, wd: float) -> None:
+        super().__init__(weights, exchange, freeze_step, lr, wd)
+        self.eps, count = 1e-6, len(weights)
+        self.averages, self.factors, self.scalings = [0.0] * count, [1.0] * count, [1.0] * count
+        self.fresh: Arrays = []
+
+    def step(self, of_nodes: Sequence[Arrays]) -> None:
+        self.t += 1
+        before = self.m
+        if self.t <= self.freeze:
+            self._advance(of_nodes)
+        else:
+            b1 = self.b1
+            local = [
+                [s * (b1 * m + (1 - b1) * g) for s, m, g in zip(self.scalings, self.m, each, strict=True)]
+                for each in of_nodes
+            ]
+            mean = self.exchange.mean(local, [v > 0 for v in self.v])
+            self.m = [m / s for m, s in zip(mean, self.scalings, strict=True)]
+        first, second = 1 - self.b1**self.t, 1 - self.b2 ** min(self.t, self.freeze)
+        steady = [np.sqrt(v / second) + self.eps for v in self.v]
+        for n, w in enumerate(self.w):
+            update = self.m[n] / first / steady[n] + self.wd * w
+            if self.t <= self.freeze:
+                ratio = float(np.linalg.norm(w) / np.linalg.norm(update))
+                self.averages[n] = 0.9 * self.averages[n] + 0.1 * ratio
+            else:
+                gradient = (self.m[n] - self.b1 * before[n]) / (1 - self.b1)
+                self.fresh[n] = self.b2 * self.fresh[n] + (1 - self.b2) * gradient**2
+                found = float((steady[n] / (np.sqrt(self.fresh[n] / (1 - self.b2**self.t)) + self.eps)).max())
+                near = min(max(found, 0.9 * self.factors[n]), 1.1 * self.factors[n])
+                self.factors[n] = min(max(near, 0.5), 4.0)
+                ratio = self.averages[n] / (1 - 0.9**self.freeze) * self.factors[n]
+            w -= self.lr * ratio * update
+        if self.t == self.freeze:
+            roots = [float(np.sqrt((m**2).mean())) for m in self.m]
+            self.scalings = [float(np.mean(roots)) / root for root in roots]
+            self.fresh = [v.copy() for v in self.v]

@@ -154,6 +154,7 @@ def test_v_is_frozen_when_it_is_steady_after_the_warm_up_of_the_rate(comm: Commu
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (mpidl.optim.OneBitAdam, {"freeze_step": 4}),
     "zero_one": (mpidl.optim.ZeroOneAdam, {"renewals": 2, "local_after": 6}),
+    "lamb": (mpidl.optim.OneBitLamb, {"freeze_step": 4}),
 }
 classes = pytest.mark.parametrize("name", CLASSES)
 
@@ -368,3 +369,30 @@ def test_zero_one_adam_gives_no_state_between_exchanges(comm: Communicator, engi
         training.optimizer.state_dict()
     training.run(4, 1)
     training.optimizer.state_dict()
+
+
+# ---- 1-bit LAMB ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@engines
+@pytest.mark.parametrize("where", ["everywhere", "between_nodes"])
+def test_lamb_follows_the_papers_formulas(comm: Communicator, engine: str, where: str) -> None:
+    nodes = nodes_of(comm, where)
+    expected = reference.Lamb(start(), reference.Exchange(SHAPES, comm.size, nodes), freeze_step=6, lr=0.01, wd=0.1)
+    settings = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 6, "where": where}
+    check_against(Training(comm, engine, mpidl.optim.OneBitLamb, Slopes(), **settings), expected, 16, nodes)
+
+
+@pytest.mark.mpi
+def test_the_warm_up_is_lamb(comm: Communicator) -> None:
+    ours = Training(comm, "ddp", mpidl.optim.OneBitLamb, Slopes(), lr=0.01, freeze_step=100)
+    ours.run(0, 5)
+    plain = Slopes()
+    lamb = mpidl.optim.LAMB(plain.parameters(), lr=0.01)
+    for step in range(5):
+        for n, p in enumerate(plain.parameters()):
+            p.grad = torch.stack([slopes(step, rank)[n].float() for rank in range(comm.size)]).mean(0)
+        lamb.step()
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    torch.testing.assert_close(ours.weights(), expected, rtol=1e-5, atol=1e-5)
