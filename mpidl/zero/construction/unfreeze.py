@@ -38,6 +38,11 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
+    if parts.inner.updates_wholes:
+        raise ConfigurationError(
+            f"add_param_group: {type(parts.prototype).__name__} has laid its buckets out; give all that train "
+            "at construction"
+        )
     if parts.find_needs([group]).wholes and not parts.inner.needs_wholes:
         raise ConfigurationError(
             f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
