@@ -26,10 +26,14 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call."""
+    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call.
+
+    exchanges: whole parameters and gradients on every rank, which the step itself averages (`optim.one_bit`).
+    """
 
     wholes: bool
     together: bool = False
+    exchanges: bool = False
 
 
 def declared_needs(optimizer_class: type[torch.optim.Optimizer]) -> StepNeeds | None:
@@ -40,6 +44,12 @@ def declared_needs(optimizer_class: type[torch.optim.Optimizer]) -> StepNeeds | 
     """
     found = vars(optimizer_class).get("step_needs")
     return found if isinstance(found, StepNeeds) else None
+
+
+def exchanges_gradients(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Tells if steps of a class, or of one derived from it, average gradients themselves: a OneBitOptimizer's."""
+    found = getattr(optimizer_class, "step_needs", None)
+    return isinstance(found, StepNeeds) and found.exchanges
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ...errors import ConfigurationError
 from .blockwise import Blockwise
 from .casts import Cast
 from .compressor import Compressor
-from .sign import Sign
 
 WHERE = ("between_nodes", "everywhere")
 
@@ -25,7 +24,7 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "fp16": lambda given: _without("fp16", given, Cast(torch.float16)),
     "int8": lambda given: _without("int8", given, Blockwise(8)),
     "int4": lambda given: _without("int4", given, Blockwise(4)),
-    "sign": lambda given: _without("sign", given, Sign()),
+    "sign": lambda given: _without("sign", given, _sign()),
 }
 
 
@@ -75,6 +74,12 @@ class Compression:
 def compression(given: Compression | Compressor | str) -> Compression:
     """The settings from an engine's argument `compress`. Raises ConfigurationError for wrong ones."""
     return given if isinstance(given, Compression) else Compression(given)
+
+
+def _sign() -> Compressor:
+    from .sign import Sign  # which few programs need
+
+    return Sign()
 
 
 def _without(name: str, given: str | None, made: Compressor) -> Compressor:

@@ -103,7 +103,7 @@ class OneBitAdam(FreezingOptimizer):
     Raises ConfigurationError for wrong settings; ModelMismatch in the first step where the ranks' settings differ.
     """
 
-    step_needs: ClassVar = StepNeeds(wholes=True, together=True)
+    step_needs: ClassVar = StepNeeds(wholes=True, together=True, exchanges=True)
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class OneBitLamb(FreezingOptimizer):
     state_dict; c, r and the scaling in `progress`.
     """
 
-    step_needs: ClassVar = StepNeeds(wholes=True, together=True)
+    step_needs: ClassVar = StepNeeds(wholes=True, together=True, exchanges=True)
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", _FRESH)
 
     def __init__(

@@ -59,7 +59,7 @@ class ZeroOneAdam(OneBitOptimizer):
     local step on the sum of updates.
     """
 
-    step_needs: ClassVar = StepNeeds(wholes=True, together=True)
+    step_needs: ClassVar = StepNeeds(wholes=True, together=True, exchanges=True)
 
     def __init__(
         self,

@@ -33,9 +33,8 @@ from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
 from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
-from ...optim.one_bit import OneBitOptimizer, one_bit_hook
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
-from ...optimizer_trial import StepNeeds, comparable
+from ...optimizer_trial import StepNeeds, comparable, exchanges_gradients
 from ...replicas.broadcast import broadcast_states
 from ...replicas.consistency import check_models_agree, check_settings_agree
 from ..forward_label import label_forward
@@ -61,10 +60,8 @@ from ..stepping.inner import InnerOptimizer, SliceSteps
 from ..stepping.optimizer_class import find_needs, prototype
 from ..stepping.precision import Conversion
 from ..stepping.whole_steps import WholeSteps
-from ..stepping.whole_updates import WholeUpdates
 from . import arguments
 from .initial_values import Construction
-from .one_bit import refuse_combinations
 from .options import Options
 
 
@@ -128,10 +125,12 @@ def build(
     parameters.start()
 
     inner: InnerOptimizer
-    if issubclass(optimizer_class, OneBitOptimizer):
+    if exchanges_gradients(optimizer_class):
+        from ..stepping.whole_updates import WholeUpdates  # which few programs need
+
         wholes = parameters.held_tensors()["parameters"]
         inner = WholeUpdates(optimizer_class, kwargs, plan.groups, group, shards, wholes, slices, shard_reducer)
-        shard_reducer.sums_whole, shard_reducer.hook = True, (inner.optimizer, one_bit_hook)
+        shard_reducer.sums_whole, shard_reducer.hook = True, (inner.optimizer, inner.hook)
     else:
         inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
     hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
@@ -214,7 +213,7 @@ def _check(
     groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
     offload = check_everywhere(world, lambda: Offload.of(options.offload))
     place = check_everywhere(world, lambda: place_of_model("model", model, device=options.device))
-    check_everywhere(world, lambda: refuse_combinations(model, optimizer_class, options))
+    check_everywhere(world, lambda: _refuse_combinations(model, optimizer_class, options))
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
     compress = check_everywhere(world, lambda: None if options.compress is None else compression(options.compress))
     compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type, "compress": compress}
@@ -265,6 +264,16 @@ def _check(
         offloaded=offloaded,
         compressed=compressed,
     )
+
+
+def _refuse_combinations(
+    model: torch.nn.Module, optimizer_class: type[torch.optim.Optimizer], options: Options
+) -> None:
+    """Refuses what an optimizer that averages gradients itself cannot be combined with."""
+    if exchanges_gradients(optimizer_class):
+        from .one_bit import refuse_combinations  # which few programs need
+
+        refuse_combinations(model, optimizer_class, options)
 
 
 def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Parameter]]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...errors import ConfigurationError
-from ...optim.one_bit import OneBitOptimizer
 from .options import Options
 
 
 def refuse_combinations(model: torch.nn.Module, optimizer_class: type, options: Options) -> None:
-    """Refuses what optimizers that send one bit an element cannot be combined with."""
-    if not issubclass(optimizer_class, OneBitOptimizer):
-        return
+    """Refuses what optimizers that send one bit an element cannot be combined with. optimizer_class: one of these."""
     name = optimizer_class.__name__
     if options.stage != 1:
         raise ConfigurationError(

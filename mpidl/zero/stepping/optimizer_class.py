@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError
-from ...optim.one_bit import OneBitOptimizer
 from ...optim.trust import TrustRatioOptimizer
 from ...optimizer_trial import (
     NOT_SEQUENTIAL,
     StepNeeds,
     declared_needs,
+    exchanges_gradients,
     notes_in_groups,
     try_steps,
     without_parameters,
@@ -85,7 +85,7 @@ def find_needs(
             raise ConfigurationError(
                 f"step_in_backward: {name} needs norms over all ranks' slices, for which a backward pass cannot wait"
             )
-    if issubclass(optimizer_class, OneBitOptimizer):
+    if exchanges_gradients(optimizer_class):
         return StepNeeds(wholes=False)  # it has whole ones anyway
     declared, noted = declared_needs(optimizer_class), frozenset[str]()
     if declared is not None:

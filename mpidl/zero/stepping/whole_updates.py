@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import ConfigurationError
-from ...optim.one_bit import OneBitOptimizer
+from ...optim.one_bit import OneBitOptimizer, one_bit_hook
 from ..gradients.shards import GradientShards
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
@@ -33,6 +33,7 @@ class WholeUpdates(InnerOptimizer):
     """
 
     updates_wholes: ClassVar[bool] = True
+    hook = staticmethod(one_bit_hook)
 
     def __init__(
         self,
