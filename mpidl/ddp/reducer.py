@@ -40,6 +40,7 @@ from ..gradients.backward import (
 )
 from ..gradients.bucket_queue import BucketQueue
 from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
+from ..gradients.compression.hook import CompressedReduction
 from ..gradients.foreign_steps import ForeignSteps
 from ..job.agreement import raise_everywhere
 from ..job.objects import broadcast_object
@@ -126,6 +127,7 @@ class Reducer:
             begun=(
                 self._refuse_double_backward,
                 self._begin_turn,
+                self._begin_hook,
                 self._agree_on_buckets,
                 self._begin_steps,
                 self._mark_unreached,
@@ -307,6 +309,14 @@ class Reducer:
     def _begin_turn(self) -> None:
         if self.queue.synchronise:
             self.join.begin_backward()
+
+    def _begin_hook(self) -> None:
+        if self.hook is not None and isinstance(self.hook[1], CompressedReduction):
+            self.hook[1].begin_pass(self._has_gradients)
+
+    def _has_gradients(self) -> bool:
+        given = (p.grad for p in self._trained if p.grad is not None)
+        return any(g._nnz() > 0 if g.layout != torch.strided else bool(g.any()) for g in given)
 
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""

@@ -28,7 +28,7 @@ from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
 from ..gradients.compression import Compression, Compressor
-from ..gradients.compression.hook import CompressedReduction
+from ..gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh
 from ..gradients.compression.settings import compression
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
@@ -129,6 +129,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._compression = None if compress is None else compression(compress)
             if mesh is not None:
                 refuse_experts(mesh, self._divisor, ((name, p) for p, name in self._named_parameters().items()))
+                if self._compression is not None:
+                    refuse_mesh(self._compression, mesh)
+            if self._compression is not None:
+                refuse_complex({p: name for p, name in self._named_parameters(frozen=True).items() if p.requires_grad})
             if not self._named_parameters():
                 raise ConfigurationConflict("module: it has no parameter that requires a gradient")
 

@@ -25,6 +25,7 @@ from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..mesh.groups import checked
 from ..zero import ZeroOptimizer
+from .compression.undo import Undoable, reductions_of, undo_step
 from .nonfinite import NonfiniteWatch
 
 
@@ -71,6 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         self.skipped_steps = 0
         self._explain_after, self._falls = explain_after, 0
         self._used: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._reductions: weakref.WeakSet[Undoable] = weakref.WeakSet()  # what they have not sent is scaled too
         self._watch: NonfiniteWatch | None = None
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -78,7 +80,9 @@ class GradScaler(torch.amp.GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         if self._enabled:
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            self.skipped_steps += any(flag.item() for flag in found.values())
+            if any(flag.item() for flag in found.values()):
+                self.skipped_steps += 1
+                undo_step(optimizer)
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -89,6 +93,9 @@ class GradScaler(torch.amp.GradScaler):
             self._falls = self._falls + 1 if new_scale is None and self.get_scale() < before else 0
             used = [optimizer for optimizer in (ref() for ref in self._used) if optimizer is not None]
             self._used = []
+            if self.get_scale() != before:
+                for reduction in list(self._reductions):
+                    reduction.rescale(self.get_scale() / before)
             self._explain(used)
 
     def _explain(self, used: list[torch.optim.Optimizer]) -> None:
@@ -122,6 +129,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscales gradients and looks for infinities; torch calls it also for an optimizer that unscales by itself."""
         self._used.append(weakref.ref(optimizer))
+        for reduction in reductions_of(optimizer):
+            reduction.announce_skips()
+            self._reductions.add(reduction)
         if isinstance(optimizer, ZeroOptimizer):
             seen, infinite = True, optimizer.unscale_(inv_scale.item())
         else:
@@ -152,7 +162,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         # No file can hold a process group, which is the world when unpickled, or hooks on gradients.
-        return {**super().__getstate__(), "process_group": None, "_used": [], "_watch": None}
+        return {**super().__getstate__(), "process_group": None, "_used": [], "_reductions": set(), "_watch": None}
 
 
 def _named(optimizers: list[torch.optim.Optimizer]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -10,8 +10,8 @@
 
 Without it, one bad batch on one rank makes all weights NaN on all ranks, and the job trains on them until its end.
 
-A step that is skipped leaves weights, the optimizer's state and the model's buffers as they were: a running statistic
-that has seen a NaN gets back what it was before the step.
+A step that is skipped leaves weights, the optimizer's state, the model's buffers and what `compress=` has not sent as
+they were: a running statistic that has seen a NaN gets back what it was before the step.
 
 A GradScaler looks for gradients that are too large by itself, and its overflows are no faults. A guard that knows of it
 goes by the loss alone; the loop is torch's own, with one line more:
@@ -46,6 +46,7 @@ from ..mesh import Mesh
 from ..mesh.groups import checked, refuse_part
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
+from .compression.hook import CompressedReduction
 from .kept_buffers import KeptBuffers
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
 
@@ -102,6 +103,10 @@ class NonfiniteGuard:
         else:
             self._comm = default_communicator(process_group)
         refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")
+        trainer = self._zero if self._zero is not None else model
+        self._compressed: CompressedReduction | None = getattr(trainer, "compressed", None)
+        if self._compressed is not None and on_nan == "skip":
+            self._compressed.announce_skips()
         self._give_up_after = give_up_after
         self._in_a_row = self.skipped = 0
         self._watch = NonfiniteWatch(plain) if watch else None
@@ -138,6 +143,8 @@ class NonfiniteGuard:
         self._buffers.restore()
         if self._on_nan == "stop":
             raise TrainingError(said)
+        if self._compressed is not None:
+            self._compressed.undo()
         if self._in_a_row >= self._give_up_after:
             raise TrainingError(f"{said}; it is the {self._in_a_row}. step in a row to be skipped")
         if self._comm.rank == 0:

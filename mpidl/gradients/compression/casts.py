@@ -18,6 +18,7 @@ class Cast(OwnedCompressor):
     """
 
     feeds_back = False
+    elementwise = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

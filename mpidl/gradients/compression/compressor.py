@@ -100,11 +100,13 @@ class Compressor(ABC):
     phases: how many it has.
     needs_whole: its sections consist of whole parameters; else they may be cut anywhere.
     feeds_back: its remainders are fed back by default.
+    elementwise: each value is rounded by itself, so that equal gradients have equal means, whatever lies beside them.
     """
 
     phases = 1
     needs_whole = False
     feeds_back = True
+    elementwise = False
 
     @property
     @abstractmethod
@@ -123,12 +125,19 @@ class Compressor(ABC):
         """
 
     def state(self) -> Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]:
-        """Its states by parameter, the same on every rank; for checkpoints."""
+        """Its states by parameter, equal on all ranks that have them; for checkpoints, and to undo a skipped step.
+
+        Not collective: of a parameter in another local rank's section a rank may have none.
+        """
         return {}
 
     def load(self, state: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
-        """Takes over states, which `state` gave."""
+        """Takes over states, which `state` gave, in place of all it has; those of other parameters begin anew."""
         assert not state
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies states that are in the gradients' unit, as the loss scale has changed by this factor."""
+        return  # most have none
 
     def __repr__(self) -> str:
         return self.name

@@ -13,7 +13,7 @@ are collective.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,15 @@ from collectives import ArgumentError, Communicator, Work
 from ...comm_hooks import GradBucket, Handle
 from ...errors import ConfigurationError
 from ...job import communicator_pool
-from .compressor import Exchange, Matrix, Section, Steps
+from ...job.objects import all_gather_object
+from ...mesh import Mesh
+from .auto import AutoChoice, Uncompressed
+from .compressor import Compressor, Exchange, Matrix, Section, Steps
 from .layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .pipeline import Pipeline
 from .remainders import BucketSection, mean_remainders, take_over
 from .settings import Compression
+from .undo import Window, note
 
 
 class CompressedReduction:
@@ -37,7 +41,8 @@ class CompressedReduction:
     shards, replicas: under hybrid sharding, the ranks with the shards of a bucket, and those with this rank's shard;
         compression is then over the replicas.
 
-    steps: number of reduced passes. compressor: the one in use. where: "between_nodes" or "everywhere".
+    steps: number of reduced passes. compressor: the one in use. where: "between_nodes" or "everywhere". feeds_back:
+    whether errors are fed back.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
     """
@@ -50,11 +55,15 @@ class CompressedReduction:
         shards: Communicator | None = None,
         replicas: Communicator | None = None,
     ) -> None:
-        self.compressor = settings.compressor()
+        candidates = {each.compressor().name: each for each in settings.candidates()} if settings.is_auto else {}
+        self.compressor = Uncompressed() if settings.is_auto else settings.compressor()
         self.settings, self.steps = settings, 0
         self._names, self._world = dict(names), world
         feedback = settings.error_feedback
-        self._feeds_back = self.compressor.feeds_back if feedback is None else feedback
+        self.feeds_back = self.compressor.feeds_back if feedback is None else feedback
+        self._auto: AutoChoice | None = None
+        self._candidates: dict[str, CompressedReduction] = {}
+        self._lender: CompressedReduction | None = None  # whose Communicators are in use here
         self._inside: Communicator | None = None
         self._is_hybrid = replicas is not None
         exchanging = world
@@ -78,11 +87,12 @@ class CompressedReduction:
         else:
             self.where = settings.where or "everywhere"
         is_all_inside = self.where == "between_nodes" and world.nodes == 1 and not self._is_hybrid
-        self.compresses = exchanging.size > 1 and not is_all_inside
+        self.compresses = exchanging.size > 1 and not is_all_inside and not settings.is_auto
         pooled = [communicator_pool.take(exchanging) for _ in range(self.compressor.phases if self.compresses else 0)]
         self._exchange = Exchange([each.comm for each in pooled])
         self._peers = exchanging.size
         self._scatters: Communicator | None = None
+        self._gathers: Communicator | None = None
         if self.compresses and self._inside is not None and self._inside.size > 1:
             inside = [communicator_pool.take(self._inside) for _ in range(2)]
             self._scatters, self._gathers = (each.comm for each in inside)
@@ -92,18 +102,75 @@ class CompressedReduction:
         self._pipeline = Pipeline()
         self._sections: dict[tuple[int, ...], BucketSection] = {}
         self._means: dict[torch.nn.Parameter, torch.Tensor] = {}  # remainders that no section has taken over yet
+        self._window = Window(settings.undo)
+        self._undoable = False  # the passes since the last step
+        self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # of the window's begin, on the way likewise
+        self._former_steps, self._former_states = 0, _copied(self.compressor)
+        note(self, names)
+        if settings.is_auto:
+            slow = world.nodes > 1 and exchanging.size > 1 and not is_all_inside
+            self._candidates = {
+                name: CompressedReduction(each, world, {}, shards, replicas)
+                for name, each in (candidates.items() if slow else ())
+            }
+            agree = communicator_pool.take(world)
+            weakref.finalize(self, agree.give_back).atexit = False
+            trained = [p for p in names if p.requires_grad]
+            self._auto = AutoChoice(self._candidates if trained else {}, world, trained, shards, replicas, agree.comm)
+            if self._auto.chosen is not None and world.rank == 0:
+                print(self._auto.told(), flush=True)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
+        if self._auto is not None and self._auto.chosen is None and self._auto.before(bucket):
+            self._adopt(self._auto)
+        if bucket.index() == 0:
+            self._begin_window()
         step = self.steps
         if bucket.is_last():
             self.steps += 1
         if not self.compresses or step < self.settings.start_step:
+            self._send_means(bucket)
             return bucket.reduce(process_group=self._world)
         section = self._section(bucket)
         flat = bucket.buffer()
         target = flat if section.layout.needs_all and not self._is_hybrid else flat[bucket.needed()]
         return self._pipeline.start(self._steps(bucket, section, step), lambda: target)
+
+    def _send_means(self, bucket: GradBucket) -> None:
+        """Adds what was not sent, as of a checkpoint, to gradients that are reduced in full precision."""
+        for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if self._means else ():
+            mean = self._means.pop(p, None)
+            if mean is not None:
+                view += mean.view(view.shape).to(view.device)
+                if self._undoable:
+                    self._former_means.setdefault(p, mean)
+
+    @property
+    def chosen(self) -> str | None:
+        """The method in use; "none" where "auto" chose so, None before it has chosen."""
+        return self.compressor.name if self._auto is None else self._auto.chosen
+
+    def forget(self) -> None:
+        """Forgets all that was not sent, as after a trial. On every rank."""
+        self.drain()
+        self._sections, self._means, self._former_means, self.steps = {}, {}, {}, 0
+        self.compressor.load({})
+
+    def _adopt(self, auto: AutoChoice) -> None:
+        """Takes over the reduction that was chosen, between two passes."""
+        if self._world.rank == 0:
+            print(auto.told(), flush=True)
+        other = self._candidates.get(auto.chosen or "")
+        auto.candidates, self._candidates = {}, {}
+        if other is None:
+            return
+        self._lender, self.compressor, self.where = other, other.compressor, other.where
+        self.feeds_back, self.compresses = other.feeds_back, other.compresses
+        self._inside, self._exchange, self._peers = other._inside, other._exchange, other._peers
+        self._scatters, self._gathers = other._scatters, other._gathers
+        if not self.feeds_back:
+            self._means = {}
 
     def drain(self) -> None:
         """Completes the reductions under way, as before a checkpoint. Every rank has begun the same ones."""
@@ -124,7 +191,7 @@ class CompressedReduction:
             yield works
         else:
             summed = flat
-        values = summed if made.values is None else made.values.add_(summed)
+        values = made.add(summed, self._window.number if self._undoable else None)
         if values.dtype != torch.float32:
             values = values.float()
         result = self._result(bucket, layout)
@@ -149,6 +216,7 @@ class CompressedReduction:
             return
         mean = result.to(flat.dtype)
         works = []
+        assert self._gathers is not None
         for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
             whole, own = flat[block.start : block.stop], mean[at : at + stop - start]
             works += _started(self._gathers.all_gather(whole, own, counts=block.counts, async_op=True))
@@ -188,16 +256,28 @@ class CompressedReduction:
         former = [key for key, section in self._sections.items() if not wanted.isdisjoint(section.parameters)]
         if former:
             self.drain()
-        for section in [self._sections.pop(key) for key in former]:
-            if section.values is not None:
+        moving = [section for section in map(self._sections.pop, former) if section.values is not None]
+        if moving:
+            kept = [self._undoable and section.window == self._window.number for section in moving]
+            # Under `join` a rank may have made no step yet, and keep what others do not.
+            anywhere = torch.tensor(kept, dtype=torch.uint8)
+            self._world.all_reduce(anywhere, "max")
+            for section, is_kept, is_anywhere in zip(moving, kept, anywhere.tolist(), strict=True):
                 self._means |= mean_remainders(section, self._world)
+                if is_anywhere:
+                    values = section.former if is_kept else section.values
+                    self._former_means |= mean_remainders(section, self._world, values)
         flat, needed = bucket.buffer(), bucket.needed()
         base, size = flat.data_ptr(), flat.element_size()
         starts = [(view.data_ptr() - base) // size for view in bucket.gradients()]
         made = BucketSection(parameters, starts, self._layout(flat.numel(), needed, starts))
-        if self._feeds_back:
+        if self.feeds_back:
             made.values = take_over(made, self._means, self._world.size, self._peers)
+            if not self._former_means.keys().isdisjoint(parameters):
+                made.former = take_over(made, self._means | self._former_means, self._world.size, self._peers)
+                made.window = self._window.number
             for p in parameters:
+                self._former_means.pop(p, None)
                 self._means.pop(p, None)
         return made
 
@@ -209,6 +289,72 @@ class CompressedReduction:
         if self._is_hybrid and shard is not None:
             return of_replicas(elements, shard, split, self._peers)
         return by_pieces(elements, shard, split, self._peers)
+
+    # ---- steps that are skipped -------------------------------------------------------------------------------------
+
+    def begin_pass(self, has_gradients: Callable[[], bool]) -> None:
+        """Begins a backward pass. has_gradients: whether those of the passes before are still there.
+
+        With `undo=True` passes whose gradients are gone, and were not stepped on, are undone.
+        """
+        if self.settings.undo and self._window.is_open and not has_gradients():
+            self.undo()
+
+    def announce_skips(self) -> None:
+        """Keeps from now on what undoes a step, as some may be skipped. On every rank."""
+        self._window.announce()
+
+    def stepped(self) -> None:
+        """Notes that the optimizer has stepped on the gradients, so that they are not undone."""
+        self._window.end(stepped=True)
+
+    def undo(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Takes the passes since the last step back, for these parameters, or for all. On every rank.
+
+        Remainders, the compressor's states and the number of steps are then those of before. Nothing happens where
+        former values were not kept.
+        """
+        self.drain()
+        self._window.end(stepped=False)
+        if not self._undoable:
+            return
+        chosen = None if parameters is None else set(parameters)
+        if chosen is None or all(p in chosen for p in self._names if p.requires_grad):
+            chosen, self.steps = None, self._former_steps
+        for section in self._sections.values():
+            section.undo(self._window.number, chosen)
+        back = {p: mean for p, mean in self._former_means.items() if chosen is None or p in chosen}
+        self._means |= back
+        self._former_means = {p: mean for p, mean in self._former_means.items() if p not in back}
+        kept = {p: state for p, state in self.compressor.state().items() if chosen is not None and p not in chosen}
+        self.compressor.load(kept | {p: s for p, s in self._former_states.items() if chosen is None or p in chosen})
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies remainders and states in the gradients' unit, as the loss scale has changed by `factor`."""
+        self.drain()
+        for section in self._sections.values():
+            if section.values is not None:
+                section.values *= factor
+                if section.former is not None:
+                    section.former *= factor
+        for means in (self._means, self._former_means):
+            for mean in means.values():
+                mean *= factor
+        self.compressor.rescale(factor)
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """Remainders, former ones and the compressor's states, as they lie in memory."""
+        kept = [t for section in self._sections.values() for t in (section.values, section.former) if t is not None]
+        kept += [*self._means.values(), *self._former_means.values()]
+        for states in (self.compressor.state(), self._former_states):
+            kept += [value for state in states.values() for value in state.values()]
+        return kept
+
+    def _begin_window(self) -> None:
+        if self._window.begin_pass():
+            self._undoable = self._window.keeps
+            self._former_means, self._former_steps = {}, self.steps
+            self._former_states = _copied(self.compressor) if self._undoable else {}
 
     # ---- states ---------------------------------------------------------------------------------------------------
 
@@ -222,13 +368,24 @@ class CompressedReduction:
         for section in self._sections.values():
             if section.values is not None:
                 means |= mean_remainders(section, self._world)
-        kept = self.compressor.state()
         return {
             "method": self.compressor.name,
             "steps": self.steps,
             "remainders": {name: means[p].view(p.shape).clone() for p, name in self._names.items() if p in means},
-            "states": {name: dict(kept[p]) for p, name in self._names.items() if p in kept},
+            "states": self._states(),
         }
+
+    def _states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The compressor's states by names, also those that only other ranks have. Collective."""
+        kept = self.compressor.state()
+        own = {name: dict(kept[p]) for p, name in self._names.items() if p in kept}
+        having = all_gather_object(self._world, [*own])
+        if all(names == having[0] for names in having):
+            return own
+        first = {name: rank for rank in reversed(range(self._world.size)) for name in having[rank]}
+        mine = {name: state for name, state in own.items() if first[name] == self._world.rank}
+        every = {name: state for given in all_gather_object(self._world, mine) for name, state in given.items()}
+        return {name: every[name] for name in self._names.values() if name in every}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave, on all ranks.
@@ -250,10 +407,35 @@ class CompressedReduction:
                     f"{tuple(p.shape)}"
                 )
         self.steps = int(state_dict["steps"])
-        self._sections = {}
-        self._means = {p: mean.detach().clone().float() for p, mean in means.items()} if self._feeds_back else {}
-        if state_dict["method"] == self.compressor.name:
-            self.compressor.load({by_name[name]: kept for name, kept in state_dict["states"].items()})
+        self._sections, self._former_means = {}, {}
+        self._window.end(stepped=False)
+        self._means = {p: mean.detach().clone().float() for p, mean in means.items()} if self.feeds_back else {}
+        is_own = state_dict["method"] == self.compressor.name
+        self.compressor.load({by_name[name]: kept for name, kept in state_dict["states"].items()} if is_own else {})
+
+
+def refuse_mesh(settings: Compression, mesh: Mesh) -> None:
+    """Raises ConfigurationError for a method that would round values that all ranks of tp hold differently on each.
+
+    Norms are whole on every rank of tp, beside other parts of the cut weights in the same bucket.
+    """
+    for compressor in [each.compressor() for each in settings.candidates()]:
+        if mesh.size("tp") > 1 and not compressor.elementwise:
+            raise ConfigurationError(
+                f"compress: {compressor.name} rounds a value by others in its bucket, so that what is whole on every "
+                f"rank of tp={mesh.size('tp')} would differ between them; needs bf16 or fp16, or tp=1"
+            )
+
+
+def refuse_complex(names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raises ConfigurationError for a parameter whose gradients are complex numbers."""
+    for p, name in names.items():
+        if p.is_complex():
+            raise ConfigurationError(f"compress: {name} is {p.dtype}; needs real gradients, or compress=None")
+
+
+def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+    return {p: {key: value.clone() for key, value in state.items()} for p, state in compressor.state().items()}
 
 
 def _started(work: Work | None) -> list[Work]:

@@ -13,7 +13,7 @@ Fixes SignSGD and other Gradient Compression Schemes".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,42 @@ class BucketSection:
     """A bucket's section, as it stays from step to step.
 
     parameters: of the bucket, and starts: the first element of each in it. values: None without error feedback.
+    former: the values of before the window `window`, which undo it; in later windows memory for their new values.
     """
 
     parameters: list[torch.nn.Parameter]
     starts: list[int]
     layout: SectionLayout
     values: torch.Tensor | None = None
+    former: torch.Tensor | None = None
+    window: int | None = None
+
+    def add(self, summed: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Adds a pass's sums to the remainder, or takes these as they are. window: to be undone; None: never."""
+        if self.values is None:
+            return summed
+        if window is None:
+            self.former = self.window = None
+        elif window != self.window:
+            added = torch.empty_like(self.values) if self.former is None else self.former
+            torch.add(self.values, summed, out=added)
+            self.former, self.values, self.window = self.values, added, window
+            return added
+        return self.values.add_(summed)
+
+    def undo(self, window: int, parameters: Collection[torch.Tensor] | None) -> None:
+        """Takes the remainders of these parameters, or of all, back to those of before a window."""
+        if self.window != window or self.values is None or self.former is None:
+            return
+        if parameters is None or all(p in parameters for p in self.parameters):
+            self.values, self.former, self.window = self.former, self.values, None
+            return
+        for p, begin in zip(self.parameters, self.starts, strict=True):
+            for at, start, stop in self.layout.parts() if p in parameters else ():
+                low, high = max(start, begin), min(stop, begin + p.numel())
+                if low < high:
+                    chosen = slice(at + low - start, at + high - start)
+                    self.values[chosen] = self.former[chosen]
 
     def places(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' elements in an array of the bucket's, flat."""
@@ -41,12 +71,18 @@ class BucketSection:
         return [whole[start : start + p.numel()] for p, start in pairs]
 
 
-def mean_remainders(section: BucketSection, comm: Communicator) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """The mean remainder of each parameter of a section, flat. Collective over all ranks of `comm`."""
-    assert section.values is not None
-    whole = section.values.new_zeros(section.layout.elements)
+def mean_remainders(
+    section: BucketSection, comm: Communicator, values: torch.Tensor | None = None
+) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The mean remainder of each parameter of a section, flat. Collective over all ranks of `comm`.
+
+    values: the section's own by default.
+    """
+    values = section.values if values is None else values
+    assert values is not None
+    whole = values.new_zeros(section.layout.elements)
     for at, start, stop in section.layout.parts():
-        whole[start:stop] = section.values[at : at + stop - start]
+        whole[start:stop] = values[at : at + stop - start]
     comm.all_reduce(whole)
     whole /= comm.size
     return {p: place.clone() for p, place in zip(section.parameters, section.places(whole), strict=True)}

@@ -1,13 +1,16 @@
 """`compress=` of an engine: the compressor by name, where it compresses, whether errors are fed back.
 
+compress="auto"                                                  measures, and chooses bf16 or none (`auto`)
+compress=mpidl.Compression("auto", allow=("int8",))              or int8 too
+
 compress="int8"                                                  a name of `COMPRESSORS`, with its settings
 compress=mpidl.Compression("powersgd:4", where="everywhere")     with more
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,13 +35,18 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
 class Compression:
     """How an engine compresses the gradients that it reduces.
 
-    method: a name such as "int8" or "powersgd:4" (`COMPRESSORS`), or a `Compressor`, which then serves one engine.
+    method: a name such as "int8" or "powersgd:4" (`COMPRESSORS`), or a `Compressor`, which then serves one engine;
+        "auto" measures in the first steps and chooses: between nodes bf16, one of `allow`, or none; on one node none.
     where: "between_nodes": gradients are summed inside each node in full precision, and the sums compressed between
         nodes; "everywhere": every rank compresses its own. By default between nodes if there are several, all with as
         many ranks, numbered node by node; else everywhere.
     error_feedback: add what a step did not send to the gradients of the next one; by default as the method needs it.
         Takes memory: 4 bytes a parameter, between nodes divided by the ranks of a node.
     start_step: steps that reduce in full precision first.
+    allow: names of methods that "auto" may choose besides bf16.
+    undo: keep what takes a step back that is skipped, so that its gradients leave no trace in remainders and states;
+        takes as much memory as the remainders. By default once a `mpidl.GradScaler` or a `NonfiniteGuard` that skips
+        is there; True for other ways to skip, such as torch's own GradScaler.
 
     Raises ConfigurationError for wrong values.
     """
@@ -47,18 +55,39 @@ class Compression:
     where: str | None = None
     error_feedback: bool | None = None
     start_step: int = 0
+    undo: bool | None = None
+    allow: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.compressor()
+        if isinstance(self.allow, str) or not all(isinstance(name, str) for name in self.allow):
+            raise ConfigurationError(f"compress: allow: got {self.allow!r}; needs names of methods")
+        if self.allow and not self.is_auto:
+            raise ConfigurationError(f"compress: allow: got {self.allow!r} with {self.method!r}; needs 'auto'")
+        if "auto" in self.allow:
+            raise ConfigurationError("compress: allow: got 'auto'; needs names of methods")
+        for each in self.candidates():
+            each.compressor()
         if self.where is not None and self.where not in WHERE:
             raise ConfigurationError(f"compress: where: got {self.where!r}; needs one of {', '.join(WHERE)}, or None")
-        if self.error_feedback not in (None, True, False):
-            raise ConfigurationError(f"compress: error_feedback: got {self.error_feedback!r}; needs a bool, or None")
+        for name, value in {"error_feedback": self.error_feedback, "undo": self.undo}.items():
+            if value is not None and not isinstance(value, bool):
+                raise ConfigurationError(f"compress: {name}: got {value!r}; needs a bool, or None")
         if isinstance(self.start_step, bool) or not isinstance(self.start_step, int) or self.start_step < 0:
             raise ConfigurationError(f"compress: start_step: got {self.start_step!r}; needs an integer from 0 up")
 
+    @property
+    def is_auto(self) -> bool:
+        """Returns whether the method is chosen by measuring."""
+        return isinstance(self.method, str) and self.method == "auto"
+
+    def candidates(self) -> list[Compression]:
+        """The settings that may come to use: of "auto" one for each method that it may choose."""
+        if not self.is_auto:
+            return [self]
+        return [replace(self, method=name, allow=(), start_step=0) for name in dict.fromkeys(("bf16", *self.allow))]
+
     def compressor(self) -> Compressor:
-        """Makes the compressor."""
+        """Makes the compressor. "auto" has none before it has chosen."""
         if isinstance(self.method, Compressor):
             return self.method
         if not isinstance(self.method, str):
@@ -67,7 +96,7 @@ class Compression:
             )
         name, colon, settings = self.method.partition(":")
         if name not in COMPRESSORS:
-            raise ConfigurationError(f"compress: got {self.method!r}; needs one of {', '.join(COMPRESSORS)}")
+            raise ConfigurationError(f"compress: got {self.method!r}; needs one of {', '.join(COMPRESSORS)}, auto")
         return COMPRESSORS[name](settings if colon else None)
 
 

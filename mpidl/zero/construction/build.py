@@ -27,7 +27,7 @@ from ...compiling import plain
 from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
-from ...gradients.compression.hook import CompressedReduction
+from ...gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh
 from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
@@ -227,8 +227,13 @@ def _check(
     compressed = None
     if compress is not None:
         names = {p: name for name, p in model.named_parameters()}
+        given = compress
+        mesh = options.mesh
+        if mesh is not None:
+            check_everywhere(world, lambda: refuse_mesh(given, mesh))
+        check_everywhere(world, lambda: refuse_complex(names))
         compressed = check_everywhere(
-            world, lambda: CompressedReduction(compress, world, names, group.shards, group.replicas)
+            world, lambda: CompressedReduction(given, world, names, group.shards, group.replicas)
         )
     units = check_everywhere(world, lambda: cut(model, options.units))
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})

@@ -1,0 +1,224 @@
+"""`compress="auto"`: measures, and decides for all ranks whether to compress, where, and by which method.
+
+    construction    on two buckets as large as the engine's: seconds of the plain reduction and of each method, and how
+                    many of these the backward thread computes itself
+    passes 0 to 3   reduce in full precision; seconds of the backward pass between its first and its last bucket
+    pass 4          the choice, for the rest of the job
+
+While backward computes, the network works. With all gradients scaled to the model, the reduction is over after
+
+    plain       max(backward, plain)
+    a method    max(backward + computed, method)      its arithmetic delays backward; its messages do not
+
+and the method that is over first is taken, if it saves 3 % of the plain time. bf16 may always be chosen, and lossier
+methods only by name. Inside one node nothing is measured, and none is chosen.
+
+Who runs what: measurements at construction are collective, in the thread of the program. Every rank puts its backward
+time into an all-reduce as it launches the last bucket of pass 3, before the bucket's own reduction. So when any rank
+begins pass 4 and waits for it, all have issued it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from collectives import Communicator, Work
+
+from ...comm_hooks import BucketShards, GradBucket, Handle, completed
+from .compressor import Compressor, Exchange, Section, Steps, rounded_up
+
+NONE = "none"
+PASSES = 4  # before the choice; the first one lays buckets out and is not timed
+_ELEMENTS = 2 << 20  # of a measured bucket: 8 MiB
+_BUCKETS = 2
+_REPETITIONS = 3  # the first one warms up
+_GAIN = 0.97  # of the plain time; what is measured is uncertain by about that
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Seconds of a method for all gradients. total: until the last mean is there. computed: by this thread."""
+
+    method: str
+    total: float
+    computed: float
+
+
+def decide(plain: float, backward: float, figures: Sequence[Figure]) -> str:
+    """Returns the method to take, or "none". plain, backward: seconds of the plain reduction, and of backward."""
+    without = max(backward, plain)
+    best = min(figures, key=lambda each: _over_after(each, backward), default=None)
+    return NONE if best is None or _over_after(best, backward) >= _GAIN * without else best.method
+
+
+def _over_after(figure: Figure, backward: float) -> float:
+    return max(backward + figure.computed, figure.total)
+
+
+class Uncompressed(Compressor):
+    """Stands where no method is chosen; sections are never made."""
+
+    phases = 0
+
+    @property
+    def name(self) -> str:
+        """The name of no method."""
+        return NONE
+
+    def reduce(self, section: Section, exchange: Exchange) -> Steps:
+        """Never called: the engine reduces by itself."""
+        raise AssertionError("a bucket without compression has no section")
+
+    def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
+        """Bytes of fp32."""
+        return (8 if needs_all else 4) * elements * (ranks - 1) / ranks
+
+
+class Trial(Protocol):
+    """A reduction that may be chosen."""
+
+    where: str
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Handle:
+        """Starts the reduction of a bucket."""
+
+    def forget(self) -> None:
+        """Forgets all that was not sent."""
+
+
+class AutoChoice:
+    """The measurements and the choice. Making one is collective.
+
+    candidates: a reduction for each method that may be chosen; none where nothing is to be decided.
+    shards, replicas: as of `CompressedReduction`; shards is None in DDP.
+
+    chosen: name of the method, "none", or None while it is open.
+    """
+
+    def __init__(
+        self,
+        candidates: Mapping[str, Trial],
+        world: Communicator,
+        parameters: Sequence[torch.nn.Parameter],
+        shards: Communicator | None,
+        replicas: Communicator | None,
+        agree: Communicator,
+    ) -> None:
+        self.candidates, self._world, self._agree = dict(candidates), world, agree
+        self.chosen: str | None = None if candidates else NONE
+        self.figures: list[Figure] = []
+        self.plain = self.backward = 0.0
+        self._passes, self._begun = 0, 0.0
+        self._times: list[float] = []
+        self._slowest = torch.zeros(1, dtype=torch.float64)
+        self._agreed: Work | None = None
+        if candidates:
+            self._measure(parameters, shards, replicas)
+
+    def before(self, bucket: GradBucket) -> bool:
+        """Notes the launch of a bucket; returns whether the choice was made just now."""
+        if bucket.index() == 0:
+            if self._passes == PASSES:
+                assert self._agreed is not None
+                self._agreed.wait()
+                self.backward = float(self._slowest[0])
+                self.chosen = decide(self.plain, self.backward, self.figures)
+                return True
+            self._begun = time.thread_time()
+        if bucket.is_last():
+            self._passes += 1
+            if self._passes > 1:
+                self._times.append(time.thread_time() - self._begun)
+            if self._passes == PASSES:
+                self._slowest[0] = min(self._times)
+                self._agreed = self._agree.all_reduce(self._slowest, "max", async_op=True)
+        return False
+
+    def told(self) -> str:
+        """The choice in one line."""
+        times = ", ".join(f"{each.method} {each.total:.3g}" for each in self.figures)
+        seconds = f"; seconds a step: plain {self.plain:.3g}, {times}, backward {self.backward:.3g}" if times else ""
+        where = f" {self.candidates[self.chosen].where.replace('_', ' ')}" if self.chosen in self.candidates else ""
+        return f"compress: auto chose {self.chosen}{where}{seconds}"
+
+    def _measure(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        shards: Communicator | None,
+        replicas: Communicator | None,
+    ) -> None:
+        """Times the plain reduction and each method. Collective."""
+        total = sum(p.numel() for p in parameters)
+        some = _some_of(parameters)
+        own = self._world if replicas is None or shards is None else shards
+        elements = rounded_up(sum(p.numel() for p in some), 64 * own.size)
+        device = some[0].device if not some[0].is_meta else torch.device("cpu")
+        values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device)
+        flats = [values.clone() for _ in range(_BUCKETS)]
+        sizes, used = [p.numel() for p in some], sum(p.numel() for p in some)
+        # Each bucket has parameters of its own, of the right shapes and without memory.
+        parameters_of = [
+            [torch.nn.Parameter(torch.zeros((), device=device).expand(p.shape)) for p in some] for _ in range(_BUCKETS)
+        ]
+        scale = total / (_BUCKETS * used)
+        size = elements // own.size
+        mine = slice(own.rank * size, (own.rank + 1) * size)
+
+        def plain(flat: torch.Tensor) -> Handle:
+            if shards is None:
+                work = self._world.all_reduce(flat, "avg", async_op=True)
+            elif replicas is None:
+                work = self._world.reduce_scatter(flat[mine].clone(), flat, "avg", async_op=True)
+            else:
+                part = flat[mine].clone()
+                shards.reduce_scatter(part, flat, "avg")
+                work = replicas.all_reduce(part, "avg", async_op=True)
+            assert work is not None
+            return work
+
+        def buckets() -> list[GradBucket]:
+            given = None if shards is None else BucketShards(mine, lambda _: completed())
+            for flat in flats:
+                flat.copy_(values)
+            return [
+                GradBucket(0, True, flat, list(flat[:used].split(sizes)), stand_ins, {}, given)
+                for flat, stand_ins in zip(flats, parameters_of, strict=True)
+            ]
+
+        def timed(start: Callable[[GradBucket], Handle]) -> tuple[float, float]:
+            found = []
+            for _ in range(_REPETITIONS):
+                made = buckets()
+                self._world.barrier()
+                begun, used = time.perf_counter(), time.thread_time()
+                handles = [start(bucket) for bucket in made]
+                for handle in handles:
+                    handle.wait()
+                found.append((time.perf_counter() - begun, time.thread_time() - used))
+            slowest = torch.tensor(min(found[1:]), dtype=torch.float64) * scale
+            self._world.all_reduce(slowest, "max")
+            return float(slowest[0]), float(slowest[1])
+
+        self.plain, _ = timed(lambda bucket: plain(bucket.buffer()))
+        for name, reduction in self.candidates.items():
+            self.figures.append(Figure(name, *timed(lambda bucket, reduction=reduction: reduction(None, bucket))))  # type: ignore[misc]
+            reduction.forget()
+
+
+def _some_of(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Parameters for a measured bucket, in the order in which backward comes to them; at least one."""
+    found: list[torch.nn.Parameter] = []
+    size = 0
+    backwards = parameters[::-1]
+    small = [p for p in backwards if p.numel() <= _ELEMENTS]
+    for p in small or backwards:
+        if found and size + p.numel() > _ELEMENTS:
+            continue
+        found.append(p)
+        size += p.numel()
+    return found

@@ -1,0 +1,190 @@
+"""`compress=` with all else that an engine does: it follows one process, or is refused by name on every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl import Compression
+from mpidl.mesh import Mesh
+from mpidl.zero import Precision
+from tests.mpidl.mesh.test_experts import STEPS, experts_of, tokens, train_alone
+from tests.mpidl.small_models import ENGINES, MODELS, Branching, Mixture, Recipe, fresh, sequences, train
+
+pytestmark = pytest.mark.mpi
+engines = pytest.mark.parametrize("engine", ENGINES)
+zeros = pytest.mark.parametrize("engine", ENGINES[1:])
+# Of bf16 the mean alone is rounded; int8 feeds back what it rounds.
+FEEDING_BACK = Compression("int8", where="everywhere")
+
+
+def follow(comm: Communicator, engine: str, compress: Any = FEEDING_BACK, make: Any = None, **recipe: Any) -> Any:
+    """Losses are those of one process that sends nothing. Weights are the same on all ranks."""
+    make = make or MODELS["gpt2"]
+    settings = recipe.pop("arguments", {})
+    given = Recipe(steps=6, engine={**settings, "compress": compress}, **recipe)
+    expected = train(fresh(make), Recipe(steps=6, **recipe))
+    found = train(fresh(make), given, engine, comm)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=0.02)
+    return found
+
+
+@engines
+@pytest.mark.parametrize("sync_each", [True, False])
+def test_gradients_of_several_passes_add_up_and_are_clipped(comm: Communicator, engine: str, sync_each: bool) -> None:
+    """With no_sync only the last pass is reduced."""
+    follow(comm, engine, micro=2, sync_each=sync_each, clip=0.5)
+
+
+@engines
+def test_steps_in_backward(comm: Communicator, engine: str) -> None:
+    if engine != "ddp":
+        follow(comm, engine, arguments={"step_in_backward": True})
+        return
+    model = fresh(MODELS["gpt2"])
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, compress=FEEDING_BACK)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    wrapped.step_in_backward(optimizer)
+    losses = []
+    for step in range(6):
+        x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))
+        loss = wrapped(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        comm.all_reduce(mean, "avg")
+        losses.append(mean.item())
+    np.testing.assert_allclose(losses, train(fresh(MODELS["gpt2"]), Recipe(steps=6)).losses, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_parameters_that_get_no_gradient(comm: Communicator, static: bool) -> None:
+    if static:
+        follow(comm, "ddp", make=Mixture, arguments={"static_graph": True})
+    else:
+        follow(comm, "ddp", make=Branching, arguments={"find_unused_parameters": True})
+    follow(comm, "zero2", make=Branching)
+
+
+@zeros
+@pytest.mark.parametrize("reduce", [None, torch.float32], ids=str)
+def test_parameters_of_16_bits(comm: Communicator, engine: str, reduce: Any) -> None:
+    precision = Precision(torch.bfloat16, reduce)
+    expected = train(fresh(MODELS["gpt2"]), Recipe(steps=6, engine={"precision": precision}), engine, comm)
+    found = train(
+        fresh(MODELS["gpt2"]), Recipe(steps=6, engine={"precision": precision, "compress": FEEDING_BACK}), engine, comm
+    )
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=0.03)
+
+
+def test_ranks_with_fewer_batches_join(comm: Communicator) -> None:
+    def weights(compress: Any) -> torch.Tensor:
+        model = fresh(MODELS["gpt2"])
+        wrapped = mpidl.DistributedDataParallel(model, process_group=comm, compress=compress)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with wrapped.join():
+            for step in range(3 + comm.rank):
+                x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))
+                wrapped(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.testing.assert_close(weights(FEEDING_BACK), weights(None), rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.ranks(4)
+@zeros
+def test_hybrid_sharding(comm: Communicator, engine: str) -> None:
+    group = comm.split(comm.rank // 2)
+    found = follow(comm, engine, "int8", arguments={"shard_group": group})
+    assert found.optimizer.compressed.where == "between_nodes"
+    assert found.optimizer.compressed.state_dict()["remainders"]
+
+
+def test_sparse_gradients_are_sent_as_they_are(comm: Communicator) -> None:
+    """They take a way of their own, beside the buckets that are compressed."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(37, 6, sparse=True), nn.Linear(6, 37)
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), targets.flatten())
+
+    follow(comm, "ddp", make=Words, optimizer=torch.optim.SGD, settings={"lr": 0.1})
+
+
+@engines
+def test_complex_parameters_are_refused(comm: Communicator, engine: str) -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4, dtype=torch.complex64))})
+    settings: dict[str, Any] = {"process_group": comm, "compress": "int8"}
+    make: Any = partial(mpidl.DistributedDataParallel, model, **settings)
+    if engine != "ddp":
+        make = partial(mpidl.ZeroOptimizer, model, torch.optim.SGD, int(engine[-1]), lr=0.1, **settings)
+    with pytest.raises(mpidl.ConfigurationError, match="complex"):
+        make()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Communicator, engine: str) -> None:
+    def made(mesh: Mesh, compress: Any) -> Any:
+        model = mpidl.parallelize(fresh(MODELS["gpt2"]), mesh)
+        if engine == "ddp":
+            wrapped = mpidl.DistributedDataParallel(model, mesh=mesh, compress=compress)
+            return wrapped, torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, mesh=mesh, compress=compress, lr=0.1)
+
+    with Mesh(tp=2, comm=comm) as mesh:
+        with pytest.raises(mpidl.ConfigurationError, match="compress: int8 rounds a value by others in its bucket"):
+            made(mesh, "int8")
+        called, optimizer = made(mesh, Compression("bf16", error_feedback=True))
+        for step in range(3):
+            x, y = (part.chunk(comm.size // 2)[mesh.rank("dp")] for part in sequences(step, 0))
+            called(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        norms = torch.cat([p.detach().flatten() for name, p in called.named_parameters() if "ln_" in name])
+        theirs = norms.clone()
+        mesh["tp"].broadcast(theirs)
+        assert torch.equal(norms, theirs)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.filterwarnings("ignore:Mesh")
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_experts_are_compressed_over_their_replicas(comm: Communicator, engine: str) -> None:
+    """In double precision, of which the compressor sees fp32."""
+    with Mesh(ep=2, comm=comm) as mesh:
+        ep = mesh.rank("ep")
+        senders = [mesh.layout.rank_along(rank, "dp", "cp") for rank in mesh.ranks("ep")]
+        module = experts_of(ep)
+        called: Any = module
+        settings = {"lr": 0.1, "momentum": 0.9}
+        optimizer: Any
+        if engine == "ddp":
+            called = mpidl.DistributedDataParallel(module, mesh=mesh, compress=FEEDING_BACK)
+            optimizer = torch.optim.SGD(module.parameters(), **settings)
+        else:
+            optimizer = mpidl.ZeroOptimizer(module, torch.optim.SGD, 2, mesh=mesh, compress=FEEDING_BACK, **settings)
+        for step in range(STEPS):
+            for micro in range(2):
+                x = torch.cat([tokens(step, micro, sender, ep) for sender in senders])
+                called(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if engine != "ddp":
+            optimizer.unwrap()
+        expected = train_alone(ep, comm.size)
+        for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0.05, atol=0.02)
