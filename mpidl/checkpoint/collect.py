@@ -2,6 +2,7 @@
 
 model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
 optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
+remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks
 seen/transformer.wte.weight           while a delayed update waits for the next step: what passes compute with
 gradient/transformer.wte.weight       of micro-steps that no step has used yet
 extra/0, scheduler/0, ...             tensors inside other states; those of a module's extra state under model/NAME/
@@ -26,7 +27,7 @@ from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from ..models.published import published_files
 from ..optim.elementwise import elementwise, is_slice
-from . import cuts, random_states, tree
+from . import compression, cuts, random_states, tree
 from .engine import Engine
 from .held import HeldTensor, Share
 from .joining import Join
@@ -111,10 +112,12 @@ def collect(
     gradients: Mapping[str, torch.Tensor],
     extra: Any,
     random: bool,
+    compressed: Mapping[str, Any] | None = None,
 ) -> Collected:
     """Collects the content without a copy.
 
-    parts: scheduler, scaler and sampler, or None. gradients: the engine's, by name of the parameter.
+    parts: scheduler, scaler and sampler, or None. gradients: the engine's, by name of the parameter. compressed: the
+    state of its `CompressedReduction`, if it has one.
     """
     pieces: list[Piece] = []
     shared: dict[str, torch.Tensor] = {}
@@ -177,6 +180,8 @@ def collect(
     for held in engine.parameters:
         if held.name in gradients:
             add(f"gradient/{held.name}", held, gradients[held.name], engine.gradients_per_rank)
+    if compressed is not None:
+        about["compression"] = compression.describe(engine, compressed, add, spoken)
     for name in _PARTS:
         if parts.get(name) is not None:
             about[name] = tree.encode(state_of(name, parts[name]), name, first)
@@ -207,7 +212,7 @@ def _whole(name: str, values: torch.Tensor) -> Piece:
 
 def common_states(about: Mapping[str, Any]) -> dict[str, str]:
     """Returns checksums of what only one of joined parts writes, and which so has to be the same in all of them."""
-    found = {name: about.get(name) for name in (*_PARTS, "averager")}
+    found = {name: about.get(name) for name in (*_PARTS, "averager")} | {"compression": compression.common(about)}
     optimizer = about.get("optimizer", {"class": None, "groups": ()})
     found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
     return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
@@ -219,6 +224,8 @@ def joined(of: Join, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     extra = {name: state for each in abouts for name, state in each["model"]["extra_state"].items()}
     names = {"parameters": of.parameters, "buffers": of.buffers, "tied": of.tied}
     about["model"] = {**about["model"], **names, "extra_state": extra}
+    if "compression" in about:
+        about["compression"] = compression.joined(abouts)
     if "optimizer" in about:
         groups = zip(about["optimizer"]["groups"], of.groups, strict=True)
         about["optimizer"] = {

@@ -22,6 +22,7 @@ from collectives import Communicator
 
 from ..ddp import DistributedDataParallel
 from ..errors import CheckpointError, ConfigurationError
+from ..gradients.compression.hook import CompressedReduction
 from ..job.agreement import together
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
@@ -137,6 +138,13 @@ class Engine:
         if problem is not None:
             raise ConfigurationError(f"place: cut: {name} {problem}")
         return Declared(cuts.plain(found.cut), dtype, found.axes, found.counted, stated=True)
+
+    @property
+    def compressed(self) -> CompressedReduction | None:
+        """The engine's reduction by `compress=`; None without."""
+        if self.zero is not None:
+            return self.zero.compressed
+        return None if self.ddp is None else self.ddp.compressed
 
     @property
     def whole(self) -> Communicator:
@@ -306,8 +314,11 @@ class Engine:
         return found
 
     def hook_state(self) -> Any:
-        """Returns the state of DDP's communication hook, or the hook itself, if it can be saved; else None."""
-        for kept in self._hook():
+        """Returns the state of DDP's communication hook, or the hook itself, if it can be saved; else None.
+
+        None with `compress=`, whose state does not belong to a rank.
+        """
+        for kept in self._hook() if self.compressed is None else ():
             # That of an optimizer that sends one bit is the optimizer, whose states are saved as such.
             fits = not isinstance(kept, OneBitOptimizer)
             if fits and hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):

@@ -7,7 +7,8 @@
     the rest   step, ranks, the optimizer's groups, states of scheduler, sampler, ...: JSON
     checksum   CRC-32 of all of that
 
-Names of tensors: model/NAME, optimizer/STATE/NAME, gradient/NAME, and what belongs to one rank alone under rank00003/.
+Names of tensors: model/NAME, optimizer/STATE/NAME, gradient/NAME, remainder/NAME, and what belongs to one rank alone
+under rank00003/.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,12 @@ def load(
                 together(comm, lambda: reader.fill(made.requests, engine.forget))
             together(comm, lambda: made.install(engine, reader.tensor))
             together(comm, lambda: _finish(engine, reader, made, random))
+            together(comm, lambda: made.compression.install(engine, reader.tensor))
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
+    if comm.rank == 0:
+        for said in made.compression.said:
+            warnings.warn(f"checkpoint.load: {content.file}: {said}", RuntimeWarning, stacklevel=2)
     about = opened.about
     return Loaded(opened.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
 

@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..mesh.placement import Cut
 from ..optim.elementwise import mark_replicated
-from . import tree
+from . import compression, cuts, tree
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine
 from .held import HeldTensor, Share
@@ -56,6 +56,7 @@ class ReadPlan:
     settings: list[Any] = field(default_factory=list)
     gradients: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
+    compression: compression.KeptCompression = field(default_factory=compression.KeptCompression)
 
     def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
         """Gives the optimizer its groups' settings and its state. tensor: reads a tensor by its name."""
@@ -121,6 +122,7 @@ def plan(engine: Engine, index: Index) -> ReadPlan:
             _unseen(engine, index, made)
         if index.about["micro_step"]:
             _gradients(engine, index, made, names_of)
+        _compression(engine, index, made)
     return made
 
 
@@ -266,6 +268,16 @@ def _gradients(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
             if any(index.tensors[each].shape != held.shape for each in names):
                 raise CheckpointError(f"{index.file}: the gradient of {held.name} has another shape than it")
             made.gradients[held.name] = names
+
+
+def _compression(engine: Engine, index: Index, made: ReadPlan) -> None:
+    """Plans the mean remainders, which every rank reads whole, and the compressor's states."""
+    found = made.compression = compression.plan(engine, index)
+    for name, target in found.targets.items():
+        held = found.held[name]
+        names = (f"remainder/{name}",)
+        made.requests.append(Request(names, held.cut, 0, cuts.count(held.cut), checked(held, names), target))
+    made.small += tree.names_in(found.states)
 
 
 def checked(held: HeldTensor, names: tuple[str, ...]) -> Sequence[Share]:

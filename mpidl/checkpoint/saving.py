@@ -94,10 +94,14 @@ def save(
             RuntimeWarning,
             stacklevel=2,
         )
+    compressed = None
+    if engine.compressed is not None:
+        compressed = engine.part.everywhere(engine.compressed.state_dict)
     gradients = engine.part.everywhere(lambda: _gradients(engine)) if micro_step else {}
 
     def collected() -> Collected:
-        return together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, random_states))
+        states = random_states, compressed
+        return together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, *states))
 
     if engine.part.joined and engine.join.reason is not None:
         engine.hold_apart()

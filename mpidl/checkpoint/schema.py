@@ -85,6 +85,7 @@ def check_index(content: Any) -> None:
         {"extra_state": each, "published": mapping(document, one_of(FILES))},
     )
     optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
+    compression = record({"method": text, "steps": integer(), "remainders": items(text), "states": mapping(each)})
     record(
         {
             "step": integer(),
@@ -103,6 +104,7 @@ def check_index(content: Any) -> None:
             "parts": mapping(_one_sum, _part_name),
             "apart": text,
             "optimizer": optimizer,
+            "compression": compression,
             "scheduler_class": text,
             **dict.fromkeys(("scheduler", "scaler", "sampler", "averager"), encoded),
         },
@@ -200,8 +202,27 @@ def _check_names(content: Mapping[str, Any], names: Mapping[str, bool]) -> None:
     for name in own:
         if f"model/{name}" not in tensors and f"model/{name}" not in of_ranks:
             raise Malformed(f"tensors: lacks model/{name}")
+    if "compression" in content:
+        _check_compression(content["compression"], {*model["parameters"]}, tensors)
     if "optimizer" in content:
         _check_optimizer(content["optimizer"], {*model["parameters"]}, tensors, of_ranks)
+
+
+def _check_compression(kept: Mapping[str, Any], parameters: set[str], tensors: Mapping[str, Any]) -> None:
+    for name in [*kept["remainders"], *kept["states"]]:
+        if name not in parameters:
+            raise Malformed(f"compression: has {shown(name)}, which is no parameter of the model")
+    for name in kept["remainders"]:
+        if tensors.get(f"remainder/{name}", {}).get("dtype") != "F32":
+            raise Malformed(f"tensors: lacks remainder/{name}, of F32")
+    for name, states in kept["states"].items():
+        for key, value in states.items():
+            if tree.tag_of(value) not in ("$tensor", "$scalar"):
+                raise Malformed(f"compression.states.{name}.{key}: is {shown(value)}; needs a tensor")
+    named = {f"remainder/{name}" for name in kept["remainders"]}
+    for name in tensors:
+        if name.startswith("remainder/") and name not in named:
+            raise Malformed(f"compression.remainders: lack {shown(name)}, which is among the tensors")
 
 
 def _check_optimizer(

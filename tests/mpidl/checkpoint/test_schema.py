@@ -37,6 +37,8 @@ def sample(path: Path) -> dict[str, Any]:
         "rank00001/model/r": torch.zeros(2),
         "gradient/w": torch.ones(3, 2),
         "seen/w": torch.ones(3, 2),
+        "remainder/w": torch.ones(3, 2),
+        "compression.q.w": torch.ones(2, 1),
         "model/c": torch.ones(4, 2),
         "model/c#1": torch.ones(4, 3),
         **whole,
@@ -56,6 +58,10 @@ def sample(path: Path) -> dict[str, Any]:
             "state": {"w": {"exp_avg": "$slices", "step": tree.encode(torch.tensor(3.0), "", {})}},
         },
         "scheduler": {"last_epoch": 3},
+        "compression": {
+            **{"method": "powersgd:1", "steps": 3, "remainders": ["w"]},
+            "states": {"w": {"q": {"$tensor": "compression.q.w"}}},
+        },
         "own": [{"random": {"python": 1}}, {"hook": {"n": 2}}],
     }
     parts = {}

@@ -1,0 +1,123 @@
+"""What `compress=` has not sent goes through a checkpoint, to any engine on any number of ranks, as its mean."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mpidl
+from mpidl import Compression
+from mpidl.errors import CheckpointError
+from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.small_models import MODELS, fresh
+
+pytestmark = pytest.mark.mpi
+
+
+def compressed(run: Run) -> Any:
+    return run.call.compressed if run.engine == "ddp" else run.optimizer.compressed
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert (found["method"], found["steps"]) == (expected["method"], expected["steps"])
+    assert found["remainders"].keys() == expected["remainders"].keys()
+    for name, mean in expected["remainders"].items():
+        assert torch.equal(found["remainders"][name], mean), name
+
+
+@pytest.mark.limit(240)
+def test_any_engine_and_number_of_ranks_takes_over_the_mean(comm, shared: Path) -> None:
+    fewer = comm.split(0 if comm.rank < max(1, comm.size - 1) else None)
+    states = {}
+    for engine in ENGINES:
+        run = Run(engine, comm, compress="int4")
+        run.steps(0, 2)
+        states[engine] = compressed(run).state_dict()
+        run.save(shared / engine, 2)
+    assert comm.size == 1 or all(any(m.any() for m in s["remainders"].values()) for s in states.values())
+    for number, engine in enumerate(ENGINES):
+        saved = ENGINES[number - 1]  # each loads another's
+        for group in (comm, fewer):
+            if group is None:
+                continue
+            run = Run(engine, group, fresh(MODELS["gpt2"], rank=1), compress="int4")
+            run.load(shared / saved)
+            check_same(compressed(run).state_dict(), states[saved])
+            losses = run.steps(2, 4)
+            assert np.isfinite(losses).all()
+            assert compressed(run).steps == 4
+    if fewer is not None:
+        fewer.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_goes_on_as_without_the_interruption(comm, shared: Path, engine: str) -> None:
+    """Each rank's own remainder becomes the mean, so not to the bit; without remainders to the bit."""
+    for method, tolerance in (("int8", 2e-3), ("bf16", 0.0)):
+        run = Run(engine, comm, compress=method)
+        run.steps(0, 2)
+        run.save(shared / method, 2)
+        expected = run.steps(2, 5)
+        again = Run(engine, comm, fresh(MODELS["gpt2"], rank=1), compress=method)
+        again.load(shared / method)
+        np.testing.assert_allclose(again.steps(2, 5), expected, rtol=0, atol=tolerance)
+
+
+def test_what_is_reset_is_said(comm, shared: Path) -> None:
+    run = Run("zero2", comm, compress="int4")
+    run.steps(0, 2)
+    state = compressed(run).state_dict()
+    run.save(shared / "int4", 2)
+    plain = Run("zero2", comm)
+    plain.steps(0, 2)
+    plain.save(shared / "plain", 2)
+
+    def said(engine: Run, path: str) -> Iterator[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.load(shared / path)
+        return (str(each.message) for each in caught if "checkpoint.load" in str(each.message))
+
+    def check(texts: Iterator[str], expected: str | None) -> None:
+        found = list(texts)
+        assert len(found) == (expected is not None and comm.rank == 0), found
+        assert all(str(expected) in text for text in found)
+
+    none_kept = comm.size == 1
+    check(said(plain, "int4"), None if none_kept else "compress='int4' has not sent, which is dropped")
+    check(said(run, "plain"), "was saved without compress=: remainders begin at zero")
+    assert compressed(run).state_dict()["remainders"] == {}
+    assert compressed(run).steps == 0
+    other = Run("zero2", comm, compress="int8")
+    check(said(other, "int4"), None)
+    assert {**compressed(other).state_dict(), "method": "int4"}.keys() == state.keys()
+    for name, mean in state["remainders"].items():
+        assert torch.equal(compressed(other).state_dict()["remainders"][name], mean)
+    off = Run("zero2", comm, compress=Compression("int4", error_feedback=False))
+    check(said(off, "int4"), None if none_kept else "holds remainders of int4, which are dropped")
+
+
+def test_a_remainder_of_another_shape_is_refused_before_anything_changes(comm, shared: Path) -> None:
+    run = Run("ddp", comm, compress="int4")
+    run.steps(0, 1)
+    kept = compressed(run)
+    wrong = kept.state_dict()
+    name = next(iter(dict(run.model.named_parameters())))
+    wrong["remainders"] = {name: torch.zeros(3)}
+    with pytest.raises(mpidl.ConfigurationError, match="got a remainder of shape"):
+        kept.load_state_dict(wrong)
+    run.save(shared, 1)
+    missing = shared / "step-00000001" / "index.json"
+    comm.barrier()
+    if comm.rank == 0 and comm.size > 1:
+        missing.write_text(missing.read_text().replace(f'"remainder/{name}"', '"remainder/other"', 1))
+    comm.barrier()
+    if comm.size > 1:
+        with pytest.raises(CheckpointError):
+            Run("ddp", comm, compress="int4").load(shared)
