@@ -2,6 +2,7 @@
 
     python -m mpidl.memory --params 7.5e9 --ranks 64 --dtype bf16
     python -m mpidl.memory --model gpt2 --ranks 4 --batch 4 --sequence 128
+    python -m mpidl.memory --model gpt2 --ranks 8 --nodes 2 --compress int8
     python -m mpidl.memory --model gpt2-xl --ranks 8 --tp 4 --sequence-parallel --batch 4 --sequence 1024
 
 One process that needs neither mpirun nor MPI.
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ConfigurationError, UsageError
+from ..gradients.compression import COMPRESSORS
 from ..models import bert, gpt2, resnet
 from .activations import RECOMPUTE, activation_bytes, slot_bytes
 from .estimate import DTYPES, OFFLOAD, STAGES, Estimate, estimate
@@ -92,6 +94,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload", choices=OFFLOAD, help="where optimizer state and masters lie, if elsewhere")
     parser.add_argument("--step-in-backward", action="store_true", help="gradients are not kept, but pass by buckets")
     parser.add_argument(
+        "--compress", metavar="METHOD", help=f"what gradients are compressed by: {', '.join(COMPRESSORS)}, ..."
+    )
+    parser.add_argument(
         "--unit", type=_number, default=0, metavar="N", help="with --params: parameters of the largest unit"
     )
     kept = parser.add_argument_group("activations of a transformer")
@@ -141,7 +146,7 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
     settings = {"dtype": options.dtype, "offload": options.offload or False, "optimizer": options.optimizer}
     settings |= {"masters": not options.no_masters, "activations": kept, "unit": options.unit}
     settings |= {"tp": options.tp, "slots": slots}
-    settings["step_in_backward"] = options.step_in_backward
+    settings |= {"step_in_backward": options.step_in_backward, "compress": options.compress}
     of_zero = {"shard_ranks": options.shard_ranks, "reduce_dtype": options.reduce_dtype}  # DDP has neither
     rows = [
         estimate(model, options.ranks, options.nodes, stage, **settings, **(of_zero if stage else {}))
@@ -153,6 +158,7 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
 def table(rows: Sequence[Estimate]) -> str:
     """Aligned columns, all in one unit."""
     columns = ["parameters", "gradients", "optimizer", "model state", "buckets"]
+    columns += ["compression"] if any(row.compression for row in rows) else []
     columns += ["activations"] if any(row.activations for row in rows) else []
     columns += ["slots"] if any(row.slots for row in rows) else []
     columns += ["total", "node total"] + (["offloaded"] if any(row.offloaded for row in rows) else [])
@@ -178,7 +184,8 @@ def heading(options: argparse.Namespace, count: float) -> str:
     reduced = f", gradients of ZeRO in {options.reduce_dtype}" if options.reduce_dtype else ""
     within = ", stepped in backward" if options.step_in_backward else ""
     tp = f", tp={options.tp}{' with sequence parallelism' * options.sequence_parallel}" if options.tp > 1 else ""
-    how = f"{options.ranks} ranks on {where}{tp}{cut}, {options.dtype}{masters}{reduced}, {state}{within}"
+    sent = f", gradients sent as {options.compress}" if options.compress else ""
+    how = f"{options.ranks} ranks on {where}{tp}{cut}, {options.dtype}{masters}{reduced}, {state}{within}{sent}"
     return f"{named}{count / size:.4g} {suffix} parameters, {how}"
 
 

@@ -1,4 +1,4 @@
-"""Memory that a rank holds, counted by tensor: parameters, gradients, optimizer state, buckets, activations.
+"""Memory that a rank holds, counted by tensor, by category: parameters, gradients, ..., activations.
 
 A storage counts once, in the first category of that order that has a view of it, so that the categories add up to
 what the process has grown by. DDP's buckets are where its gradients lie: gradients as long as there are any.
@@ -26,8 +26,9 @@ class Measurement:
 
     parameters: what is whole or sharded, and the model's buffers (running statistics, ...). optimizer: its state and
     fp32 masters. buckets: storage for gradients in flight that holds none to keep. activations: what autograd keeps
-    for backward. slots: memory by which ranks of tp exchange activations. offloaded: optimizer state and masters
-    elsewhere (`Offload`), in no total. rss, pss: of the process as a whole, with Python, torch and all else in it.
+    for backward. compression: what `compress=` has not sent, and its compressor's states. slots: memory by which ranks
+    of tp exchange activations. offloaded: optimizer state and masters elsewhere (`Offload`), in no total.
+    rss, pss: of the process as a whole, with Python, torch and all else in it.
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class Measurement:
     pss: int
     offloaded: int = 0
     slots: int = 0
+    compression: int = 0
 
     @property
     def model_state(self) -> int:
@@ -47,8 +49,8 @@ class Measurement:
 
     @property
     def total(self) -> int:
-        """The six categories of this rank's memory."""
-        return self.model_state + self.buckets + self.activations + self.slots
+        """The seven categories of this rank's memory."""
+        return self.model_state + self.buckets + self.activations + self.slots + self.compression
 
 
 def measure(
@@ -73,7 +75,9 @@ def measure(
 
 
 def model_state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The part of `measure` that needs no forward pass: {"parameters", "gradients", "optimizer", "buckets"}."""
+    """The part of `measure` that needs no forward pass: {"parameters", "gradients", "optimizer", "buckets",
+    "compression"}.
+    """
     return {category: sum(storages.values()) for category, storages in _held(model, optimizer).items()}
 
 
@@ -93,7 +97,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[int, int]]:
     """The storages of each category."""
-    tensors: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": [], "buckets": []}
+    categories = ("parameters", "gradients", "optimizer", "buckets", "compression")
+    tensors: dict[str, list[torch.Tensor]] = {category: [] for category in categories}
     if hasattr(optimizer, "held_tensors"):
         for category, own in optimizer.held_tensors().items():
             tensors[category] += own
@@ -105,6 +110,10 @@ def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     given = [p.grad for p in model.parameters() if p.grad is not None]
     tensors["gradients"] += [gradient for gradient in given if not isinstance(gradient, ShardedGradient | UsedGradient)]
     tensors["buckets"] += _ddp_buckets(model)
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    for engine in (*wrappers, optimizer):
+        reduction = getattr(engine, "compressed", None)
+        tensors["compression"] += [] if reduction is None else reduction.held_tensors()
     held: dict[str, dict[int, int]] = {}
     seen: set[int] = set()
     for category, own in tensors.items():

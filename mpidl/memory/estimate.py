@@ -27,6 +27,8 @@ import torch
 
 from ..errors import ConfigurationError
 from ..gradients.buckets import FIRST_BUCKET_MB, assign
+from ..gradients.compression import Compression
+from ..gradients.compression.settings import compression
 from ..tensor import Plan
 from ..tensor.counting import outline
 from .process import MIB
@@ -51,7 +53,8 @@ class Estimate:
 
     optimizer: its state and fp32 masters. buckets: gradients in flight, and units of stage 3 that are whole.
     offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total. tp: of the ranks, how
-    many hold parts of the same layers. slots: memory by which these exchange activations.
+    many hold parts of the same layers. slots: memory by which these exchange activations. compression: what `compress=`
+    has not sent, and its compressor's states.
     """
 
     stage: int
@@ -65,6 +68,7 @@ class Estimate:
     offloaded: int = 0
     tp: int = 1
     slots: int = 0
+    compression: int = 0
 
     @property
     def model_state(self) -> int:
@@ -74,7 +78,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """All categories."""
-        return self.model_state + self.buckets + self.activations + self.slots
+        return self.model_state + self.buckets + self.activations + self.slots + self.compression
 
     @property
     def node_total(self) -> int:
@@ -89,7 +93,7 @@ class _Whole:
     buckets: of the gradient buckets of stage 2 that are there at a time. ddp_buckets: of those of DDP that steps in
     the backward pass: the one that fills and the two largest of each dtype. unit: of the largest unit of stage 3; own:
     of the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their
-    buckets in the dtype in which they are reduced.
+    buckets in the dtype in which they are reduced. trained: how many parameters, and shapes: theirs, if they are known.
     """
 
     parameters: int
@@ -101,6 +105,8 @@ class _Whole:
     unit: int
     own: int
     unit_gradients: int
+    trained: int
+    shapes: Sequence[torch.Size]
 
 
 def estimate(
@@ -123,6 +129,7 @@ def estimate(
     tp_rank: int | None = None,
     plan: Plan | str | None = None,
     slots: int = 0,
+    compress: Compression | str | None = None,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.
 
@@ -148,6 +155,8 @@ def estimate(
     tp_rank: which of them; by default the one that needs most, as heads and vocabularies are cut unevenly.
     plan: how tp cuts the model, as for `mpidl.parallelize`; by default the ready one of its class.
     slots: bytes, as from `slot_bytes`.
+    compress: as of the engines; with `Compression(undo=True)` what undoes a skipped step is counted too, and between
+        nodes what a rank has of its node's sums. States of a compressor are counted of a model, not of a number.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
     the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
@@ -155,6 +164,7 @@ def estimate(
     """
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb)
     data_ranks, data_nodes = _without_tp(ranks, nodes, tp, tp_rank, slots)
+    methods = [None] if compress is None else [*compression(compress).candidates()]
     if step_in_backward and offload:
         raise ConfigurationError("step_in_backward: got offload with it; what is offloaded is stepped after the pass")
     over = data_ranks if shard_ranks is None else shard_ranks
@@ -197,6 +207,7 @@ def estimate(
             offloaded=state_share if offload else 0,
             tp=tp,
             slots=slots,
+            compression=max(_compression(each, whole, data_ranks, data_nodes, over) for each in methods),
         )
 
     return max(map(of, held), key=lambda each: each.total)
@@ -310,6 +321,8 @@ def _of_number(
         unit=largest,
         own=largest,
         unit_gradients=min(gradients, _ROTATING * round(unit * itemsize)),
+        trained=round(number),
+        shapes=(),
     )
 
 
@@ -339,7 +352,29 @@ def _of_model(
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),
         own=_bytes(units[-1]),
         unit_gradients=flats[-1] + sum(sorted(flats[:-1])[1 - _ROTATING :]),
+        trained=sum(q.numel() for q in trained),
+        shapes=[q.shape for q in trained],
     )
+
+
+def _compression(given: Compression | None, whole: _Whole, ranks: int, nodes: int, over: int) -> int:
+    """Bytes of remainders and states. over: the ranks of a shard group; gradients are compressed between the groups."""
+    if given is None:
+        return 0
+    inside = 1
+    if over < ranks:
+        inside, peers = over, ranks // over
+    elif nodes > 1 and given.where != "everywhere":
+        inside, peers = ranks // nodes, nodes
+    else:
+        peers = 1 if given.where == "between_nodes" else ranks
+    if peers == 1:
+        return 0
+    compressor = given.compressor()
+    feeds_back = compressor.feeds_back if given.error_feedback is None else given.error_feedback
+    remainders = 4 * -(-whole.trained // inside) if feeds_back else 0
+    kept = remainders + -(-compressor.state_bytes(whole.shapes) // inside)
+    return 2 * kept if given.undo else kept
 
 
 def _of_ddp(buckets: Sequence[Sequence[torch.Tensor]]) -> int:

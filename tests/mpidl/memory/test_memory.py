@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
+from mpidl import Compression
 from mpidl.memory import (
     MIB,
     activation_bytes,
@@ -25,6 +27,7 @@ from mpidl.memory import (
     rss_mib,
     storage_bytes,
 )
+from mpidl.memory.__main__ import estimates, main, parse, table
 from mpidl.memory.estimate import DTYPES
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from tests.harness import launch
@@ -388,15 +391,55 @@ def test_categories_of_a_plain_model_and_optimizer() -> None:
     assert found.rss > found.total
 
 
-def engine(model: nn.Module, comm, stage: int, precision: mpidl.Precision | None = None):
+def engine(model: nn.Module, comm, stage: int, precision: mpidl.Precision | None = None, compress=None):
     """What to call, and the optimizer."""
+    settings = {"process_group": comm, "bucket_cap_mb": 0.2, "compress": compress}
     if stage:
-        settings = {"process_group": comm, "bucket_cap_mb": 0.2, "precision": precision}
-        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **settings)
-    call = mpidl.DistributedDataParallel(
-        model, process_group=comm, find_unused_parameters=True, broadcast_buffers=False, bucket_cap_mb=0.2
-    )
+        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision=precision, **settings)
+    call = mpidl.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False, **settings)
     return call, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_counted_bytes_of_compression_agree_with_the_estimate(comm, stage: int) -> None:
+    """The remainders of a first step, which might still be skipped, are there twice."""
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for undo in (True, False):
+        model, compress = GPT2(COUNTED), Compression("int8", where="everywhere", undo=undo)
+        call, optimizer = engine(model, comm, stage, compress=compress)
+        call(tokens, tokens).backward()
+        optimizer.step()
+        found = measure(call, optimizer)
+        expected = estimate(model, comm.size, comm.nodes, stage, bucket_cap_mb=0.2, compress=compress)
+        assert found.compression == pytest.approx(expected.compression, rel=0.02)
+        assert (found.compression > 0) == (comm.size > 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_each"),
+    [
+        ({"nodes": 1}, 4),
+        ({"nodes": 2}, 4 / 4),
+        ({"nodes": 2, "compress": Compression("int8", where="everywhere")}, 4),
+        ({"nodes": 1, "compress": Compression("int8", where="between_nodes")}, 0),
+        ({"nodes": 2, "compress": Compression("int8", undo=True)}, 8 / 4),
+        ({"nodes": 2, "stage": 3, "shard_ranks": 2}, 4 / 2),
+        ({"nodes": 2, "compress": "bf16"}, 0),
+        ({"nodes": 2, "compress": Compression("bf16", error_feedback=True)}, 4 / 4),
+    ],
+)
+def test_remainders_are_where_gradients_are_compressed(settings: dict[str, Any], bytes_each: float) -> None:
+    found = estimate(1e6, 8, **{"stage": 2, "compress": "int8", **settings})
+    assert found.compression == bytes_each * 1e6
+    assert found.total == estimate(1e6, 8, **{"stage": 2, **settings, "compress": None}).total + found.compression
+
+
+def test_the_command_line_counts_compression() -> None:
+    rows, _ = estimates(parse(["--params", "1e6", "--ranks", "4", "--nodes", "2", "--compress", "int8"]))
+    assert [row.compression for row in rows] == [2e6] * 4
+    assert "compression" in table(rows).splitlines()[1]
+    assert main(["--params", "1e6", "--ranks", "4", "--compress", "int9"]) == 2
 
 
 @pytest.mark.mpi
