@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/gpt2_zero3.py                            # Python's standard library, stage 3
     mpirun -n 4 python examples/gpt2_zero3.py --data my_text.txt --steps 1000 --zero 2
     mpirun -n 4 python examples/gpt2_zero3.py --dtype bf16 --offload disk --delayed-update
+    mpirun -n 4 python examples/gpt2_zero3.py --compress int8            # fewer bytes, between nodes if there are any
     mpirun -n 4 python examples/gpt2_zero3.py --tp 2 --sequence-parallel # layers cut over pairs of ranks
     mpirun -n 4 python examples/gpt2_zero3.py --device cuda --model gpt2 --block-size 1024 --batch 4
     python examples/gpt2_zero3.py                                        # a world of one
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, resolve_device
+from mpidl.cli import ArgumentParser, Progress, add_compress, add_device, at_least, check_writable, resolve_device
 from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
 from mpidl.errors import ConfigurationError, UsageError
 from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
@@ -33,6 +34,7 @@ from mpidl.models.pretrained import load_config, load_pretrained, our_name
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 from mpidl.zero import Safetensors
 
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "lamb": mpidl.optim.LAMB, "sgd": torch.optim.SGD}
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,12 +64,13 @@ def parse(comm: Any) -> argparse.Namespace:
         metavar="N",
         help="sequences a step on all ranks, however many, in micro-steps of at most --batch; for --grad-accum",
     )
+    train.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="sgd: momentum --beta1")
     train.add_argument("--lr", type=at_least(0, float), default=1e-3, help="highest learning rate")
     train.add_argument("--min-lr", type=at_least(0, float), help="lowest; a tenth of --lr by default")
     train.add_argument("--warmup", type=at_least(0), default=10, help="steps of linear warm-up")
     train.add_argument("--schedule", default="cosine", choices=["cosine", "constant"], help="after it")
-    train.add_argument("--beta1", type=at_least(0, float), default=0.9, help="AdamW's")
-    train.add_argument("--beta2", type=at_least(0, float), default=0.99, help="AdamW's")
+    train.add_argument("--beta1", type=at_least(0, float), default=0.9, help="AdamW's and LAMB's")
+    train.add_argument("--beta2", type=at_least(0, float), default=0.99, help="AdamW's and LAMB's")
     train.add_argument("--weight-decay", type=at_least(0, float), default=0.1, help="of matrices")
     train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
     train.add_argument(
@@ -91,6 +94,7 @@ def parse(comm: Any) -> argparse.Namespace:
     )
     train.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks that hold parts of each layer")
     train.add_argument("--sequence-parallel", action="store_true", help="those cut activations between the layers too")
+    add_compress(train)
     add_device(train)
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
     add_options(parser)
@@ -188,10 +192,16 @@ def parallelise(
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    settings: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "fused": True}
+    optimizer_class: Any = OPTIMIZERS[options.optimizer]
+    settings: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2)}
+    if options.optimizer == "sgd":
+        settings = {"lr": options.lr, "momentum": options.beta1}
+    if options.optimizer == "adamw":
+        settings["fused"] = True
     if options.zero == 0:
-        wrapped = mpidl.DistributedDataParallel(model, mesh=mesh)  # >>> DDP: gradients are averaged during backward
-        return wrapped, torch.optim.AdamW(groups, **settings), wrapped.no_sync
+        # >>> DDP: gradients are averaged during backward, and sent with fewer bytes where --compress says how
+        wrapped = mpidl.DistributedDataParallel(model, mesh=mesh, compress=options.compress)
+        return wrapped, optimizer_class(groups, **settings), wrapped.no_sync
     half = HALVES.get(options.dtype)
     precision = mpidl.Precision(half, torch.float32, [torch.nn.LayerNorm]) if half else None
     if options.offload:
@@ -203,13 +213,14 @@ def parallelise(
         )
     optimizer = mpidl.ZeroOptimizer(  # >>> ZeRO: the model is changed in place, the loop stays as it is
         model,
-        torch.optim.AdamW,
+        optimizer_class,
         stage=options.zero,
         params=groups,
         precision=precision,
         weights=weights,
         device=device,
         mesh=mesh,
+        compress=options.compress,
         **settings,
     )
     # Stages 2 and 3 would have to keep whole gradients to save the communication of the micro-steps.
@@ -326,6 +337,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
     half = HALVES.get(options.dtype)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
     how = f"ZeRO stage {options.zero}" if options.zero else "DDP"
+    how += f" with {options.compress} gradients" if options.compress else ""
     how += f" on {comm.size} rank{'s' * (comm.size > 1)}"
     if options.tp > 1:
         how += f" (dp={mesh.size('dp')}, tp={options.tp}{', sequence parallel' * options.sequence_parallel})"
@@ -342,7 +354,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
         return validate(mesh, call, batches, options, device)
 
     names = "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule"
-    names += " beta1 beta2 weight_decay clip dtype delayed_update seed"
+    names += " optimizer beta1 beta2 weight_decay clip dtype delayed_update seed"
     settings = settings_of(options, names, sequences_a_step=options.batch * options.grad_accum * mesh.size("dp"))
     # >>> Each rank saves and loads what it owns.
     kept = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings, mesh)

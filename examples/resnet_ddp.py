@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/resnet_ddp.py                           # the handwritten digits of scikit-learn
     mpirun -n 4 python examples/resnet_ddp.py --data DIR --model resnet101 --segments 4 --epochs 100 --plot out.png
     mpirun -n 4 python examples/resnet_ddp.py --checkpoint-dir DIR --save-every 500    # goes on from DIR
+    mpirun -n 4 python examples/resnet_ddp.py --compress int8           # fewer bytes, between nodes if there are any
     mpirun -n 4 python examples/resnet_ddp.py --device cuda             # bf16, on the GPUs in turn
     python examples/resnet_ddp.py                                       # a world of one
 
@@ -25,16 +26,16 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
-from mpidl.cli import ArgumentParser, add_device, at_least, check_writable, resolve_device
+from mpidl.cli import ArgumentParser, add_compress, add_device, at_least, check_writable, resolve_device
 from mpidl.data import DataLoader, DistributedSampler
 from mpidl.data.images import Digits, image_folders
 from mpidl.errors import UsageError
 from mpidl.models.resnet import SIZES, ResNet
-from mpidl.optim import LARS, warmup_cosine
+from mpidl.optim import LAMB, LARS, warmup_cosine
 from mpidl.replicas.broadcast import broadcast_states
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 
-LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3}
+LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3, "lamb": 1e-2}
 SMALLEST = 2  # images of a rank in a batch: of a single one, batch norm would leave nothing
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -60,6 +61,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--lr", type=at_least(0, float), help=f"highest learning rate; else {LEARNING_RATES}")
     train.add_argument("--warmup", type=at_least(0, float), default=1.0, help="epochs of linear warm-up")
     train.add_argument("--weight-decay", type=at_least(0, float), default=5e-4, help="of matrices and filters")
+    add_compress(train)
     add_device(train)
     train.add_argument("--dtype", choices=["fp32", "bf16"], help="bf16: by autocast; else fp32, on a GPU bf16")
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and parts of images")
@@ -142,6 +144,8 @@ def make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch
     lr = LEARNING_RATES[options.optimizer] if options.lr is None else options.lr
     if options.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr)
+    if options.optimizer == "lamb":
+        return LAMB(groups, lr=lr)
     if options.optimizer == "lars":
         return LARS(groups, lr=lr, momentum=0.9)
     return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
@@ -155,9 +159,8 @@ class Training:
     ) -> None:
         self.comm, self.options, self.images, self.device = comm, options, train, device
         self.model = make_model(comm, options, train).to(device)
-        self.call = mpidl.DistributedDataParallel(
-            self.model, process_group=comm
-        )  # >>> gradients are averaged during backward
+        # >>> Gradients are averaged during backward, and sent with fewer bytes where --compress says how.
+        self.call = mpidl.DistributedDataParallel(self.model, process_group=comm, compress=options.compress)
         self.optimizer = make_optimizer(options, self.model)
         self.batch = options.batch_size // comm.size
         self.sampler = DistributedSampler(train, comm, shuffle=True, seed=options.seed)  # >>> every rank other images

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 from collectives import Communicator
 
 from . import memory
-from .errors import UsageError
+from .errors import ConfigurationError, UsageError
+from .gradients.compression import COMPRESSORS
+from .gradients.compression.settings import compression
 from .job.agreement import agree_or_exit
 
 
@@ -81,6 +83,21 @@ class Progress:
                 f"{left // 60}:{left % 60:02d} left  {memory.rss_mib():.0f} MiB",
                 flush=True,
             )
+
+
+def add_compress(parser: Any) -> None:
+    """Adds --compress: None, or checked settings of `Compression`."""
+    parser.add_argument(
+        "--compress", type=_method, metavar="METHOD", help=f"how gradients are sent: auto, {', '.join(COMPRESSORS)}"
+    )
+
+
+def _method(text: str) -> str:
+    try:
+        compression(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("compress: ")) from None
+    return text
 
 
 def at_least(low: float, number: type = int) -> Callable[[str], Any]:

@@ -130,6 +130,11 @@ RUNS = {  # on two ranks
     "bf16, delayed": ["--batch", "3", "--dtype", "bf16", "--offload", "disk", "--delayed-update", "2"],
     "fp16": ["--zero", "2", "--batch", "3", "--dtype", "fp16"],
     "DDP, fp16": ["--zero", "0", "--batch", "3", "--dtype", "fp16"],
+    "DDP, int8": ["--zero", "0", "--batch", "3", "--compress", "int8"],
+    "stage 3, int8": ["--zero", "3", "--batch", "3", "--compress", "int8"],
+    "lamb": ["--zero", "1", "--batch", "3", "--optimizer", "lamb", "--lr", "1e-2"],
+    "sgd": ["--zero", "2", "--batch", "3", "--optimizer", "sgd", "--lr", "0.3"],
+    "auto": ["--zero", "2", "--batch", "3", "--compress", "auto"],
     "dropout": ["--zero", "3", "--batch", "3", "--dropout", "0.1"],
     "dropout, checkpoints": ["--zero", "3", "--batch", "3", "--dropout", "0.1", "--checkpoint-activations"],
     "dropout, on disk": ["--batch", "3", "--dropout", "0.1", "--checkpoint-activations", "2", *ON_DISK],
@@ -179,6 +184,28 @@ def test_every_stage_on_two_ranks_follows_a_world_of_one(
 def test_all_stages_sample_the_same_text(two_ranks: dict[str, SimpleNamespace]) -> None:
     names = ["DDP", *(f"ZeRO stage {stage}" for stage in (1, 2, 3))]
     assert len({two_ranks[name].stdout.split("a sample of")[1] for name in names}) == 1
+
+
+@pytest.mark.parametrize("run", ["DDP, int8", "stage 3, int8"])
+def test_compressed_gradients_stay_near(
+    alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace], run: str
+) -> None:
+    found, expected = losses(two_ranks[run].results), losses(alone.results)
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    assert found != expected
+    assert "with int8 gradients on 2 ranks" in two_ranks[run].stdout
+
+
+def test_auto_compresses_nothing_on_one_node(alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace]) -> None:
+    assert "compress: auto chose none" in two_ranks["auto"].stdout
+    assert losses(two_ranks["auto"].results) == losses(two_ranks["ZeRO stage 2"].results)
+
+
+@pytest.mark.parametrize("run", ["lamb", "sgd"])
+def test_other_optimizers_learn_too(alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace], run: str) -> None:
+    found = losses(two_ranks[run].results)
+    assert found[-1] < found[0] - 0.1
+    assert found[1:] != losses(alone.results)[1:]
 
 
 @pytest.mark.parametrize("run", ["bf16", "fp16", "DDP, fp16"])
