@@ -15,7 +15,7 @@ import mpidl
 from mpidl import Compression
 from mpidl.errors import CheckpointError
 from tests.mpidl.checkpoint.training import ENGINES, Run
-from tests.mpidl.small_models import MODELS, fresh
+from tests.mpidl.small_models import MODELS, fresh, sequences
 
 pytestmark = pytest.mark.mpi
 
@@ -121,3 +121,36 @@ def test_a_remainder_of_another_shape_is_refused_before_anything_changes(comm, s
     if comm.size > 1:
         with pytest.raises(CheckpointError):
             Run("ddp", comm, compress="int4").load(shared)
+
+
+@pytest.mark.ranks(4, exactly=True)
+@pytest.mark.filterwarnings("ignore:Mesh")
+def test_remainders_of_parts_over_tp_make_the_whole_and_are_cut_again(comm, shared: Path) -> None:
+    how = Compression("bf16", error_feedback=True)
+
+    def made(mesh: mpidl.Mesh | None) -> Any:
+        model = fresh(MODELS["gpt2"])
+        if mesh is not None:
+            mpidl.parallelize(model, mesh)
+        over: dict[str, Any] = {"process_group": comm} if mesh is None else {"mesh": mesh}
+        wrapped = mpidl.DistributedDataParallel(model, compress=how, **over)
+        return wrapped, torch.optim.SGD(model.parameters(), lr=0.1), over
+
+    with mpidl.Mesh(tp=2, comm=comm) as mesh:
+        wrapped, optimizer, over = made(mesh)
+        for step in range(2):
+            x, y = (part.chunk(2)[mesh.rank("dp")] for part in sequences(step, 0))
+            wrapped(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = wrapped.compressed.state_dict()
+        assert any(mean.any() for mean in expected["remainders"].values())
+        mpidl.checkpoint.save(shared / "cut", wrapped, optimizer, step=2, **over)
+        whole, its_optimizer, of_whole = made(None)
+        mpidl.checkpoint.load(shared / "cut", whole, its_optimizer, **of_whole)
+        for name, p in whole.module.named_parameters():
+            assert whole.compressed.state_dict()["remainders"][name].shape == p.shape
+        mpidl.checkpoint.save(shared / "whole", whole, its_optimizer, step=2, **of_whole)
+        again, its_optimizer, over = made(mesh)
+        mpidl.checkpoint.load(shared / "whole", again, its_optimizer, **over)
+        check_same(again.compressed.state_dict(), expected)
