@@ -2,20 +2,21 @@
 
     construction    on two buckets as large as the engine's: seconds of the plain reduction and of each method, and how
                     many of these the backward thread computes itself
-    passes 0 to 3   reduce in full precision; seconds of the backward pass between its first and its last bucket
-    pass 4          the choice, for the rest of the job
+    passes 0 to 3   reduce in full precision; seconds of a step, and of its backward pass between first and last bucket
+    passes 4 to 7   by the method that should be best; seconds of a step
+    pass 8          the choice, for the rest of the job: that method, or none if steps did not become shorter
 
 While backward computes, the network works. With all gradients scaled to the model, the reduction is over after
 
     plain       max(backward, plain)
     a method    max(backward + computed, method)      its arithmetic delays backward; its messages do not
 
-and the method that is over first is taken, if it saves 3 % of the plain time. bf16 may always be chosen, and lossier
-methods only by name. Inside one node nothing is measured, and none is chosen.
+and the method that is over first is tried, if it saves 3 % of the plain time, and kept if it saves 3 % of real steps.
+bf16 may always be chosen, and lossier methods only by name. Inside one node nothing is measured, and none is chosen.
 
-Who runs what: measurements at construction are collective, in the thread of the program. Every rank puts its backward
-time into an all-reduce as it launches the last bucket of pass 3, before the bucket's own reduction. So when any rank
-begins pass 4 and waits for it, all have issued it.
+Who runs what: measurements at construction are collective, in the thread of the program. Every rank puts its times
+into an all-reduce as it launches the last bucket of passes 3 and 7, before the bucket's own reduction. So when any rank
+begins the next pass and waits for it, all have issued it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ...comm_hooks import BucketShards, GradBucket, Handle, completed
 from .compressor import Compressor, Exchange, Section, Steps, rounded_up
 
 NONE = "none"
-PASSES = 4  # before the choice; the first one lays buckets out and is not timed
+PASSES = 4  # in full precision, and as many on trial; the first one of each lays out and warms up, and is not timed
 _ELEMENTS = 2 << 20  # of a measured bucket: 8 MiB
 _BUCKETS = 2
 _REPETITIONS = 3  # the first one warms up
@@ -54,6 +55,10 @@ def decide(plain: float, backward: float, figures: Sequence[Figure]) -> str:
     without = max(backward, plain)
     best = min(figures, key=lambda each: _over_after(each, backward), default=None)
     return NONE if best is None or _over_after(best, backward) >= _GAIN * without else best.method
+
+
+def _now() -> float:
+    return time.perf_counter()
 
 
 def _over_after(figure: Figure, backward: float) -> float:
@@ -97,7 +102,7 @@ class AutoChoice:
     candidates: a reduction for each method that may be chosen; none where nothing is to be decided.
     shards, replicas: as of `CompressedReduction`; shards is None in DDP.
 
-    chosen: name of the method, "none", or None while it is open.
+    chosen: name of the method, "none", or None while it is open. tried: the method on trial.
     """
 
     def __init__(
@@ -113,38 +118,58 @@ class AutoChoice:
         self.chosen: str | None = None if candidates else NONE
         self.figures: list[Figure] = []
         self.plain = self.backward = 0.0
-        self._passes, self._begun = 0, 0.0
-        self._times: list[float] = []
-        self._slowest = torch.zeros(1, dtype=torch.float64)
+        self.tried: str | None = None
+        self.steps = {NONE: 0.0}  # seconds, by method
+        self._passes, self._begun, self._computed = 0, 0.0, 0.0
+        self._steps: list[float] = []
+        self._backward: list[float] = []
+        self._slowest = torch.zeros(2, dtype=torch.float64)
         self._agreed: Work | None = None
         if candidates:
             self._measure(parameters, shards, replicas)
 
     def before(self, bucket: GradBucket) -> bool:
-        """Notes the launch of a bucket; returns whether the choice was made just now."""
+        """Notes the launch of a bucket; returns whether a trial begins or the choice is made just now."""
+        changed = False
         if bucket.index() == 0:
+            if self._passes > 1:
+                self._steps.append(_now() - self._begun)
             if self._passes == PASSES:
-                assert self._agreed is not None
-                self._agreed.wait()
-                self.backward = float(self._slowest[0])
-                self.chosen = decide(self.plain, self.backward, self.figures)
-                return True
-            self._begun = time.thread_time()
-        if bucket.is_last():
+                changed = True
+                self._decide()
+            self._begun, self._computed = _now(), time.thread_time()
+        if bucket.is_last() and self.chosen is None:
             self._passes += 1
             if self._passes > 1:
-                self._times.append(time.thread_time() - self._begun)
+                self._backward.append(time.thread_time() - self._computed)
             if self._passes == PASSES:
-                self._slowest[0] = min(self._times)
+                self._slowest[0], self._slowest[1] = min(self._backward), min(self._steps)
                 self._agreed = self._agree.all_reduce(self._slowest, "max", async_op=True)
-        return False
+        return changed
+
+    def _decide(self) -> None:
+        """Begins the trial, or ends it, by what all ranks have measured."""
+        assert self._agreed is not None
+        self._agreed.wait()
+        backward, step = self._slowest.tolist()
+        self._passes, self._steps, self._backward = 0, [], []
+        if self.tried is None:
+            self.backward, self.steps[NONE] = backward, step
+            best = decide(self.plain, backward, self.figures)
+            self.chosen, self.tried = (NONE, None) if best == NONE else (None, best)
+        else:
+            self.steps[self.tried] = step
+            self.chosen = self.tried if step < _GAIN * self.steps[NONE] else NONE
 
     def told(self) -> str:
         """The choice in one line."""
-        times = ", ".join(f"{each.method} {each.total:.3g}" for each in self.figures)
-        seconds = f"; seconds a step: plain {self.plain:.3g}, {times}, backward {self.backward:.3g}" if times else ""
         where = f" {self.candidates[self.chosen].where.replace('_', ' ')}" if self.chosen in self.candidates else ""
-        return f"compress: auto chose {self.chosen}{where}{seconds}"
+        said = f"compress: auto chose {self.chosen}{where}"
+        if self.figures:
+            times = ", ".join(f"{each.method} {each.total:.3g}" for each in self.figures)
+            said += f"; seconds to reduce: plain {self.plain:.3g}, {times}; backward {self.backward:.3g}"
+            said += f"; a step: {', '.join(f'{name} {seconds:.3g}' for name, seconds in self.steps.items())}"
+        return said
 
     def _measure(
         self,

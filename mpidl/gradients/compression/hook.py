@@ -25,7 +25,7 @@ from ...errors import ConfigurationError
 from ...job import communicator_pool
 from ...job.objects import all_gather_object
 from ...mesh import Mesh
-from .auto import AutoChoice, Uncompressed
+from .auto import NONE, AutoChoice, Uncompressed
 from .compressor import Compressor, Exchange, Matrix, Section, Steps
 from .layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .pipeline import Pipeline
@@ -123,7 +123,7 @@ class CompressedReduction:
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
         if self._auto is not None and self._auto.chosen is None and self._auto.before(bucket):
-            self._adopt(self._auto)
+            self._follow(self._auto)
         if bucket.index() == 0:
             self._begin_window()
         step = self.steps
@@ -138,7 +138,14 @@ class CompressedReduction:
         return self._pipeline.start(self._steps(bucket, section, step), lambda: target)
 
     def _send_means(self, bucket: GradBucket) -> None:
-        """Adds what was not sent, as of a checkpoint, to gradients that are reduced in full precision."""
+        """Adds what was not sent, as of a checkpoint, to gradients that are reduced in full precision.
+
+        Also the remainder of a section, as of a trial: what a rank adds to its own gradients is in the sum of all.
+        """
+        section = self._sections.pop(tuple(map(id, bucket.parameters())), None) if self._sections else None
+        if section is not None and section.values is not None:
+            for at, start, stop in section.layout.parts():
+                bucket.buffer()[start:stop] += section.values[at : at + stop - start]
         for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if self._means else ():
             mean = self._means.pop(p, None)
             if mean is not None:
@@ -157,14 +164,17 @@ class CompressedReduction:
         self._sections, self._means, self._former_means, self.steps = {}, {}, {}, 0
         self.compressor.load({})
 
-    def _adopt(self, auto: AutoChoice) -> None:
-        """Takes over the reduction that was chosen, between two passes."""
-        if self._world.rank == 0:
-            print(auto.told(), flush=True)
-        other = self._candidates.get(auto.chosen or "")
-        auto.candidates, self._candidates = {}, {}
-        if other is None:
+    def _follow(self, auto: AutoChoice) -> None:
+        """Takes over the reduction that is tried, or lets it go again, between two passes."""
+        if auto.chosen is not None:
+            if self._world.rank == 0:
+                print(auto.told(), flush=True)
+            auto.candidates, self._candidates = {}, {}
+            if auto.chosen == NONE:
+                self.compressor, self.compresses, self._lender = Uncompressed(), False, None
             return
+        assert auto.tried is not None
+        other = self._candidates[auto.tried]
         self._lender, self.compressor, self.where = other, other.compressor, other.where
         self.feeds_back, self.compresses = other.feeds_back, other.compresses
         self._inside, self._exchange, self._peers = other._inside, other._exchange, other._peers

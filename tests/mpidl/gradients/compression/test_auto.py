@@ -15,6 +15,18 @@ from mpidl.gradients.compression.auto import NONE, PASSES, Figure, decide
 from mpidl.job.objects import all_gather_object
 from tests.mpidl.gradients.compression.test_engines import Training, check_equal_on_all_ranks, engines
 
+
+class Clock:
+    """Seconds that go on by `step` whenever they are asked for."""
+
+    def __init__(self) -> None:
+        self.now, self.step = 0.0, 1.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
 BF16 = Figure("bf16", total=0.42, computed=0.05)
 INT8 = Figure("int8", total=0.25, computed=0.12)
 
@@ -63,7 +75,7 @@ def test_one_choice_for_all_ranks(comm: Communicator, engine: str) -> None:
         assert training.compressed.chosen is None
     plain = Training(comm, engine)
     assert training.run(PASSES) == plain.run(PASSES)
-    training.run(2, first=PASSES)
+    training.run(PASSES + 1, first=PASSES)
     chosen = training.compressed.chosen
     assert chosen in ((NONE,) if comm.nodes == 1 else (NONE, "bf16", "int8"))
     assert training.compressed.compressor.name == chosen
@@ -73,26 +85,35 @@ def test_one_choice_for_all_ranks(comm: Communicator, engine: str) -> None:
 
 
 @pytest.mark.mpi
-def test_the_measurements_take_the_choice_that_they_call_for(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pays: bool
 ) -> None:
-    """A slow network, as figures tell: every rank adopts the method, whose remainders then come from real steps."""
+    """Where it does not pay, what the trial has not sent is sent in full precision."""
+    clock = Clock()
 
     def measured(self: Any, *_: Any) -> None:
         self.plain = 10.0
         self.figures = [Figure("bf16", 5.0, 0.0), Figure("int8", 1.0, 0.0)]
 
     monkeypatch.setattr(auto.AutoChoice, "_measure", measured)
-    monkeypatch.setattr(comm, "nodes", 2)
-    training = Training(comm, "ddp", Compression("auto", where="everywhere", allow=("int8",)))
-    monkeypatch.undo()
+    monkeypatch.setattr(auto, "_now", clock)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(comm, "nodes", 2)
+        training = Training(comm, "ddp", Compression("auto", where="everywhere", allow=("int8",)))
     if comm.size == 1:
         assert training.compressed.chosen == NONE
         return
+    training.run(PASSES)
     assert training.compressed.chosen is None
-    training.run(PASSES + 2)
-    assert training.compressed.chosen == "int8"
-    assert any(mean.any() for mean in training.compressed.state_dict()["remainders"].values())
+    clock.step = 0.5 if pays else 2.0
+    training.run(PASSES, first=PASSES)
+    kept = training.compressed.state_dict()["remainders"]
+    assert any(mean.any() for mean in kept.values())
+    training.run(1, first=2 * PASSES)
+    assert training.compressed.chosen == ("int8" if pays else NONE)
+    assert bool(training.compressed.state_dict()["remainders"]) == pays
     told = [line for line in capsys.readouterr().out.splitlines() if "auto chose" in line]
     assert len(told) == (comm.rank == 0)
-    assert all("auto chose int8 everywhere" in line for line in told)
+    assert all(f"auto chose {'int8 everywhere' if pays else 'none'}" in line for line in told)
+    check_equal_on_all_ranks(comm, training.weights())
