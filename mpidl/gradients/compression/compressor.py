@@ -52,10 +52,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A whole parameter in a section. start: of its first element. parameter: the key of states that belong to it."""
+    """A whole parameter in a section.
+
+    start: of its first element. parameter: the key of states that belong to it. name: the same on every rank.
+    """
 
     parameter: torch.nn.Parameter
     start: int
+    name: str = ""
 
     @property
     def shape(self) -> torch.Size:
@@ -81,6 +85,8 @@ class Section:
     needs_all: every rank needs the whole mean; else each that of its piece.
     keeps_remainder: `values` hold the remainder when the section is reduced.
     step: number of steps before this one.
+    needed: (start, stop) of the elements whose mean this rank needs, of the result's n; None: all of them. The others
+        need not be written.
     """
 
     key: Any
@@ -92,6 +98,12 @@ class Section:
     needs_all: bool
     keeps_remainder: bool
     step: int
+    needed: tuple[int, int] | None = None
+
+    @property
+    def needed_elements(self) -> tuple[int, int]:
+        """(start, stop) of the elements of the result that must be written."""
+        return self.needed or (0, self.result.numel())
 
 
 class Compressor(ABC):
@@ -101,9 +113,11 @@ class Compressor(ABC):
     needs_whole: its sections consist of whole parameters; else they may be cut anywhere.
     feeds_back: its remainders are fed back by default.
     elementwise: each value is rounded by itself, so that equal gradients have equal means, whatever lies beside them.
+    start_step: steps that reduce in full precision first, by default.
     """
 
     phases = 1
+    start_step = 0
     needs_whole = False
     feeds_back = True
     elementwise = False

@@ -58,6 +58,8 @@ class CompressedReduction:
         candidates = {each.compressor().name: each for each in settings.candidates()} if settings.is_auto else {}
         self.compressor = Uncompressed() if settings.is_auto else settings.compressor()
         self.settings, self.steps = settings, 0
+        given = settings.start_step
+        self._start_step = self.compressor.start_step if given is None else given
         self._names, self._world = dict(names), world
         feedback = settings.error_feedback
         self.feeds_back = self.compressor.feeds_back if feedback is None else feedback
@@ -129,7 +131,7 @@ class CompressedReduction:
         step = self.steps
         if bucket.is_last():
             self.steps += 1
-        if not self.compresses or step < self.settings.start_step:
+        if not self.compresses or step < self._start_step:
             self._send_means(bucket)
             return bucket.reduce(process_group=self._world)
         section = self._section(bucket)
@@ -215,6 +217,7 @@ class CompressedReduction:
             needs_all=layout.needs_all,
             keeps_remainder=made.values is not None,
             step=step,
+            needed=self._needed(bucket),
         )
         yield from self.compressor.reduce(section, self._exchange)
         if self._scatters is None or not layout.gathers:
@@ -235,7 +238,7 @@ class CompressedReduction:
     def _result(self, bucket: GradBucket, layout: SectionLayout) -> torch.Tensor:
         """Memory of fp32 for the mean: the bucket's own where it fits."""
         flat = bucket.buffer()
-        if layout.needs_all and not self._is_hybrid:
+        if layout.needs_all and (self.compressor.needs_whole or not self._is_hybrid):
             fits, size = self._scatters is None, layout.size
         else:
             fits, size = True, bucket.needed().stop - bucket.needed().start
@@ -243,12 +246,19 @@ class CompressedReduction:
             return flat if size == flat.numel() else flat[bucket.needed()]
         return torch.empty(size, dtype=torch.float32, device=flat.device)
 
+    def _needed(self, bucket: GradBucket) -> tuple[int, int] | None:
+        """The elements that this rank needs of a section that is the whole bucket; None where it needs all."""
+        if self._scatters is not None or not self.compressor.needs_whole:
+            return None
+        needed = bucket.needed()
+        return needed.start, needed.stop
+
     def _whole_parameters(self, made: BucketSection) -> Sequence[Matrix]:
         if not self.compressor.needs_whole:
             return ()
         ((_, first, last),) = made.layout.parts()
         pairs = zip(made.parameters, made.starts, strict=True)
-        return [Matrix(p, start - first) for p, start in pairs if first <= start < last]
+        return [Matrix(p, start - first, self._names[p]) for p, start in pairs if first <= start < last]
 
     # ---- sections of buckets ----------------------------------------------------------------------------------------
 

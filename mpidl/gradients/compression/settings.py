@@ -18,6 +18,8 @@ from ...errors import ConfigurationError
 from .blockwise import Blockwise
 from .casts import Cast
 from .compressor import Compressor
+from .gradzip import GradZIP
+from .powersgd import PowerSGD
 
 WHERE = ("between_nodes", "everywhere")
 
@@ -28,6 +30,8 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "int8": lambda given: _without("int8", given, Blockwise(8)),
     "int4": lambda given: _without("int4", given, Blockwise(4)),
     "sign": lambda given: _without("sign", given, _sign()),
+    "powersgd": PowerSGD.of,
+    "gradzip": GradZIP.of,
 }
 
 
@@ -42,7 +46,7 @@ class Compression:
         many ranks, numbered node by node; else everywhere.
     error_feedback: add what a step did not send to the gradients of the next one; by default as the method needs it.
         Takes memory: 4 bytes a parameter, between nodes divided by the ranks of a node.
-    start_step: steps that reduce in full precision first.
+    start_step: steps that reduce in full precision first; by default as the method needs it: 10 for those of low rank.
     allow: names of methods that "auto" may choose besides bf16.
     undo: keep what takes a step back that is skipped, so that its gradients leave no trace in remainders and states;
         takes as much memory as the remainders. By default once a `mpidl.GradScaler` or a `NonfiniteGuard` that skips
@@ -54,7 +58,7 @@ class Compression:
     method: str | Compressor
     where: str | None = None
     error_feedback: bool | None = None
-    start_step: int = 0
+    start_step: int | None = None
     undo: bool | None = None
     allow: Sequence[str] = ()
 
@@ -72,8 +76,9 @@ class Compression:
         for name, value in {"error_feedback": self.error_feedback, "undo": self.undo}.items():
             if value is not None and not isinstance(value, bool):
                 raise ConfigurationError(f"compress: {name}: got {value!r}; needs a bool, or None")
-        if isinstance(self.start_step, bool) or not isinstance(self.start_step, int) or self.start_step < 0:
-            raise ConfigurationError(f"compress: start_step: got {self.start_step!r}; needs an integer from 0 up")
+        start = 0 if self.start_step is None else self.start_step
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise ConfigurationError(f"compress: start_step: got {start!r}; needs an integer from 0 up, or None")
 
     @property
     def is_auto(self) -> bool:

@@ -73,7 +73,7 @@ def check_equal_on_all_ranks(comm: Communicator, weights: dict[str, torch.Tensor
 def test_training_follows_full_precision_with_the_same_weights_on_all_ranks(
     comm: Communicator, engine: str, method: str
 ) -> None:
-    plain, compressed = Training(comm, engine), Training(comm, engine, method)
+    plain, compressed = Training(comm, engine), Training(comm, engine, Compression(method, start_step=0))
     expected, found = plain.run(6), compressed.run(6)
     weights = compressed.weights()
     check_equal_on_all_ranks(comm, weights)

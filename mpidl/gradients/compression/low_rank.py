@@ -1,0 +1,309 @@
+"""Matrices reduced as products of two factors of low rank: what PowerSGD and GradZIP have in common.
+
+    phase 0    left    = sum over ranks of  M right            all-reduce of n r numbers, and of the rest of the section
+    phase 1    right   = mean over ranks of left^T M           all-reduce of m r numbers
+               M'      = left right^T                          the mean, on every rank; remainder = M - M'
+
+A tensor is a matrix of its first dimension n by all others, m. It is compressed if (n + m) r min_rate < n m. What is
+not, tensors of one dimension and small ones, goes in full precision with the left factors. With `batched` the whole
+section is one matrix, as square as can be.
+
+All ranks compute factors from the same all-reduced numbers with the same kernels, and so have the same bits. A method
+defines what it makes of a factor. The right factors of a step begin the next one (`warm_start`); those that are not
+there are drawn from a generator of their own, seeded by the step and the parameter's name.
+
+Factors are sent in fp32, or rounded to 16 bits, in which they are also added up. The remainder is what the rounded
+ones lack, so that rounding is fed back too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collectives import Communicator, Work
+
+from .compressor import Compressor, Exchange, Section, Steps
+from .matrices import View, gather_runs, of_parameter, of_section, runs_outside, scatter_runs, square_side
+from .options import Option, check
+
+RANK = Option(int, lambda value: isinstance(value, int) and value >= 1, "an integer from 1 up")
+MIN_RATE = Option(float, lambda value: value >= 1, "a number from 1 up")
+FACTORS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matrices of one shape, whose factors lie side by side."""
+
+    views: tuple[View, ...]
+
+    def factors(self, buffer: torch.Tensor, at: int, rank: int, left: bool) -> torch.Tensor:
+        """Their part of a buffer from `at` on: (b, n, r) for left factors, (b, r, m) for transposed right ones."""
+        rows, columns = self.views[0].shape
+        shape = (len(self.views), rows, rank) if left else (len(self.views), rank, columns)
+        return buffer[at : at + shape[0] * shape[1] * shape[2]].view(shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A section's matrices and what is left. rest: (start, stop) of each run of it."""
+
+    groups: tuple[Group, ...]
+    rest: tuple[tuple[int, int], ...]
+
+    @property
+    def rest_size(self) -> int:
+        """Elements that are not compressed."""
+        return sum(stop - start for start, stop in self.rest)
+
+    def views(self, buffer: torch.Tensor, rank: int, left: bool) -> list[torch.Tensor]:
+        """Each group's factors in a buffer of all of them."""
+        found, at = [], 0
+        for group in self.groups:
+            found.append(group.factors(buffer, at, rank, left))
+            at += found[-1].numel()
+        return found
+
+    def size(self, rank: int, left: bool) -> int:
+        """Elements of all left, or right, factors."""
+        return sum(len(group.views) * group.views[0].shape[not left] * rank for group in self.groups)
+
+
+class LowRank(Compressor):
+    """Reduces matrices by factors.
+
+    rank: columns of a factor. factors: dtype in which they are sent. batched: a whole section is one matrix.
+    warm_start: begin with the last step's right factors. min_rate: how many times smaller the factors must be.
+    """
+
+    phases = 2
+    needs_whole = True
+    start_step = 10
+    method: str  # of `name`
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        factors: torch.dtype = torch.float32,
+        batched: bool = False,
+        warm_start: bool = True,
+        min_rate: float = 2.0,
+    ) -> None:
+        check(self.method, "rank", RANK, rank)
+        check(self.method, "min_rate", MIN_RATE, min_rate)
+        self.rank, self.factors, self.batched = rank, factors, batched
+        self.warm_start, self.min_rate = warm_start, min_rate
+        self._kept: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+
+    @property
+    def name(self) -> str:
+        """The method, the rank and the settings that are not the default ones."""
+        return f"{self.method}:" + ",".join([str(self.rank), *self._settings()])
+
+    def _settings(self) -> list[str]:
+        said = [name for name, dtype in FACTORS.items() if dtype == self.factors and name != "fp32"]
+        said += ["batched"] if self.batched else []
+        said += [] if self.warm_start else ["cold"]
+        return said + ([f"min_rate={self.min_rate:g}"] if self.min_rate != 2 else [])
+
+    # ---- what a method defines --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, right: torch.Tensor, views: Sequence[View], step: int) -> torch.Tensor:
+        """Makes the right factors to multiply by, (b, m, r), of those kept."""
+
+    @abstractmethod
+    def finish_left(self, summed: torch.Tensor, right: torch.Tensor, contributions: int) -> torch.Tensor:
+        """Makes the left factors, (b, n, r), of the sum over the ranks of M right. May overwrite it."""
+
+    @abstractmethod
+    def finish_right(self, mean: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        """Makes the transposed right factors, (b, r, m), of the mean of left^T M. May overwrite it."""
+
+    # ---- one section ------------------------------------------------------------------------------------------------
+
+    def reduce(self, section: Section, exchange: Exchange) -> Steps:
+        """Multiplies, adds up and multiplies again."""
+        plan, values, r = self.plan(section), section.values, self.rank
+        rights = [
+            self.begin(self.stacked(each, "right", section.step), each.views, section.step) for each in plan.groups
+        ]
+        sums = Sums(plan, section, r, left=True, dtype=self.factors)
+        for group, right, left in zip(plan.groups, rights, sums.by_group, strict=True):
+            for number, view in enumerate(group.views):
+                view.times(values, right[number], left[number])
+        yield sums.start(exchange.phases[0])
+        sums.finish()
+        take_rest(plan, section, sums.rest)
+        lefts = [
+            self.finish_left(left, right, section.contributions)
+            for left, right in zip(sums.by_group, rights, strict=True)
+        ]
+        sums = Sums(plan, section, r, left=False, dtype=self.factors)
+        for group, left, right_t in zip(plan.groups, lefts, sums.by_group, strict=True):
+            for number, view in enumerate(group.views):
+                view.transposed_times(values, left[number], right_t[number])
+        yield sums.start(exchange.phases[1])
+        sums.finish()
+        sums.factors /= section.contributions
+        for group, left, mean in zip(plan.groups, lefts, sums.by_group, strict=True):
+            right_t = self.finish_right(mean, left)
+            self.take_products(group, section, exchange, left, right_t)
+            if self.warm_start:
+                self.keep(group, "right", right_t)
+        self.clear_padding(section)
+
+    def plan(self, section: Section) -> Plan:
+        """Finds a section's matrices."""
+        elements = section.values.numel()
+        views = []
+        if not self.batched:
+            views = [of_parameter(m) for m in section.parameters if self._compresses(_as_matrix(m.shape))]
+        elif section.parameters and self._compresses(_as_square(elements)):
+            views = [of_section(section)]
+        shapes = dict.fromkeys(view.shape for view in views)
+        groups = tuple(Group(tuple(view for view in views if view.shape == shape)) for shape in shapes)
+        return Plan(groups, tuple(runs_outside(((view.start, view.stop) for view in views), elements)))
+
+    def _compresses(self, shape: tuple[int, int]) -> bool:
+        rows, columns = shape
+        return (rows + columns) * self.rank * self.min_rate < rows * columns
+
+    def take_products(
+        self, group: Group, section: Section, exchange: Exchange, left: torch.Tensor, right_t: torch.Tensor
+    ) -> None:
+        """Makes the mean of the factors, and takes it off the values."""
+        factor = section.contributions / exchange.size  # a peer's values may be the sum of its node
+        for number, view in enumerate(group.views):
+            if section.keeps_remainder:
+                if torch.isfinite(left[number]).all() and torch.isfinite(right_t[number]).all():
+                    view.subtract(section.values, left[number], right_t[number], factor)
+                else:
+                    view.of(section.values).zero_()
+            view.write(section.result, left[number], right_t[number], section.needed_elements)
+
+    def clear_padding(self, section: Section) -> None:
+        """Makes elements between parameters zero again, which are in the matrix of a whole section."""
+        if self.batched:
+            taken = [(m.start, m.start + m.shape.numel()) for m in section.parameters]
+            for start, stop in runs_outside(taken, section.values.numel()) if taken else []:
+                section.result[start:stop].zero_()
+                if section.keeps_remainder:
+                    section.values[start:stop].zero_()
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def stacked(self, group: Group, side: str, step: int) -> torch.Tensor:
+        """The transposed factors kept of a group, (b, r, n or m)."""
+        return torch.stack([self._factor(view, side, step) for view in group.views])
+
+    def _factor(self, view: View, side: str, step: int) -> torch.Tensor:
+        shape = (self.rank, view.shape[side == "right"])
+        kept = self._kept.get(view.owner, {}).get(side)
+        if kept is not None and kept.shape == shape:
+            return kept
+        return drawn(shape, view.name, step).to(view.owner.device)
+
+    def keep(self, group: Group, side: str, factors: torch.Tensor) -> None:
+        """Keeps transposed factors for the next step, where they are finite and not all zero."""
+        for number, view in enumerate(group.views):
+            largest = factors[number].abs().amax()
+            if torch.isfinite(largest) and largest > 0:
+                self._kept.setdefault(view.owner, {})[side] = factors[number].clone()
+
+    def state(self) -> Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]:
+        """The factors that begin the next step; with `batched` at the first parameter of a section."""
+        return {p: {side: factor.clone() for side, factor in kept.items()} for p, kept in self._kept.items()}
+
+    def load(self, state: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
+        """Takes over factors; those of other shapes are drawn anew."""
+        self._kept = {
+            p: {side: factor.detach().to(p.device, torch.float32, copy=True) for side, factor in kept.items()}
+            for p, kept in state.items()
+        }
+
+    # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
+        """2 (N-1)/N of the factors and of the rest, whatever is needed."""
+        matrices = self._matrices(elements, shapes)
+        factors = sum(rows + columns for rows, columns in matrices) * self.rank
+        rest = 0 if self.batched and matrices else elements - sum(rows * columns for rows, columns in matrices)
+        return 2 * (ranks - 1) / ranks * (factors * self.factors.itemsize + 4 * rest)
+
+    def state_bytes(self, shapes: Sequence[torch.Size]) -> int:
+        """The right factors, fp32; with `batched` as if the parameters were one section."""
+        elements = sum(shape.numel() for shape in shapes)
+        return 4 * self.rank * sum(columns for _, columns in self._matrices(elements, shapes)) if self.warm_start else 0
+
+    def _matrices(self, elements: int, shapes: Sequence[torch.Size]) -> list[tuple[int, int]]:
+        found = [_as_square(elements)] if self.batched else [_as_matrix(shape) for shape in shapes]
+        return [shape for shape in found if self._compresses(shape)]
+
+
+class Sums:
+    """The arrays that one phase adds up over the ranks.
+
+    factors: fp32, of all groups; by_group: each group's. rest: what is not compressed, with the left factors.
+    """
+
+    def __init__(
+        self, plan: Plan, section: Section, rank: int, left: bool, dtype: torch.dtype, rest: bool | None = None
+    ) -> None:
+        size, rest_size = plan.size(rank, left), plan.rest_size if (left if rest is None else rest) else 0
+        self._whole = torch.empty(size + rest_size, device=section.values.device)
+        self.factors, self.rest = self._whole[:size], self._whole[size:]
+        self.by_group = plan.views(self.factors, rank, left)
+        self._dtype, self._rounded = dtype, self.factors
+        if rest_size:
+            gather_runs(section.values, plan.rest, self.rest)
+
+    def start(self, comm: Communicator) -> list[Work]:
+        """Starts them: one all-reduce, or two where factors are sent in 16 bits."""
+        if self._dtype == torch.float32:
+            return _all_reduced(comm, self._whole)
+        self._rounded = self.factors.to(self._dtype)
+        return [*_all_reduced(comm, self.rest), *_all_reduced(comm, self._rounded)]
+
+    def finish(self) -> None:
+        """Makes the factors of what was sent."""
+        if self._dtype != torch.float32:
+            self.factors.copy_(self._rounded)
+
+
+def take_rest(plan: Plan, section: Section, rest: torch.Tensor) -> None:
+    """Makes the mean of what is not compressed; nothing of it remains."""
+    scatter_runs(section.result, plan.rest, rest.div_(section.contributions))
+    if section.keeps_remainder:
+        for start, stop in plan.rest:
+            section.values[start:stop].zero_()
+
+
+def drawn(shape: tuple[int, int], name: str, step: int) -> torch.Tensor:
+    """Normal numbers that are a function of a name and a step."""
+    random = torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))
+    return torch.randn(shape, generator=random)
+
+
+def _as_matrix(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a parameter; one row for those that have one dimension, which are never compressed."""
+    return (shape[0], shape.numel() // shape[0]) if len(shape) > 1 and shape.numel() else (1, shape.numel())
+
+
+def _as_square(elements: int) -> tuple[int, int]:
+    side = square_side(elements) if elements else 1
+    return -(-elements // side), side
+
+
+def _all_reduced(comm: Communicator, values: torch.Tensor) -> list[Work]:
+    if not values.numel():
+        return []
+    work = comm.all_reduce(values, async_op=True)
+    assert work is not None
+    return [work]
