@@ -58,8 +58,11 @@ def test_any_engine_and_number_of_ranks_takes_over_the_mean(comm, shared: Path) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_goes_on_as_without_the_interruption(comm, shared: Path, engine: str) -> None:
-    """Each rank's own remainder becomes the mean, so not to the bit; without remainders to the bit."""
-    for method, tolerance in (("int8", 2e-3), ("bf16", 0.0)):
+    """Each rank's own remainder becomes the mean, so not to the bit; without remainders to the bit under ZeRO.
+
+    DDP's first pass has other buckets, so that other ranks add up an element, whose own gradients are not rounded.
+    """
+    for method, tolerance in (("int8", 2e-3), ("bf16", 1e-5 if engine == "ddp" else 0.0)):
         run = Run(engine, comm, compress=method)
         run.steps(0, 2)
         run.save(shared / method, 2)
