@@ -1,10 +1,11 @@
-"""Training with large batches and little communication: LARS, LAMB, schedules, 1-bit Adam, local SGD; averages."""
+"""Large batches, little communication and memory: LARS, LAMB, schedules, 1-bit and 8-bit Adam, DiLoCo, Dion, EMA."""
 
 from typing import TYPE_CHECKING
 
 from ..lazy import lazily
 
 if TYPE_CHECKING:
+    from .diloco import DiLoCo
     from .ema import EMA
     from .lamb import LAMB
     from .lars import LARS
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
         warmup_linear,
         warmup_polynomial,
     )
-else:  # the engines need two modules of this package alone
+else:  # the engines need few modules of this package
     _MODULES = {
+        "diloco": ("DiLoCo",),
         "ema": ("EMA",),
         "lamb": ("LAMB",),
         "lars": ("LARS",),
@@ -37,6 +39,7 @@ __all__ = [
     "EMA",
     "LAMB",
     "LARS",
+    "DiLoCo",
     "OneBitAdam",
     "OneBitLamb",
     "PeriodicAverager",

@@ -16,7 +16,7 @@ The hook ends the averaging of gradients, the averager begins that of weights; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,19 @@ from .trust import integer, require
 
 _AVERAGER = "averager"
 _GROUP = "process_group=, as mesh.along('dp', 'cp')"
+
+
+class Averager(Protocol):
+    """The averaging that an optimizer calls after each of its steps, and saves with its state."""
+
+    def step(self) -> bool:
+        """Counts a step, and averages if it is time to. Returns True if it did. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps, and what else it keeps."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave."""
 
 
 class PeriodicAverager:
@@ -81,7 +94,7 @@ class PeriodicAverager:
         """Returns the number of steps."""
         return {"steps": self.steps}
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets the number of steps."""
         self.steps = integer("steps", state_dict.get("steps"), 0)
 
@@ -93,7 +106,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     averager's parameters are. Every rank must make the same steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, averager: PeriodicAverager) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, averager: Averager) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
         if not hasattr(averager, "step"):

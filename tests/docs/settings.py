@@ -128,6 +128,7 @@ def my_part_of_each_batch(rank, size):
     "training-3": BATCH + "model = MyModel().half()\n",
     "training-4": BATCH + "model = MyModel()\n",
     "training-5": TRAINED + KEPT,
+    "training-6": BATCH,
     "zero-1": ZERO,
     "zero-2": BATCH + TINY_GPT2,
     "zero-3": BATCH + "model, precision = MyModel(), mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)\n",
@@ -155,6 +156,8 @@ AFTER = {
     "parallelism-8": "assert found.tp == 2",
     "zero-1": "assert norm > 1 and whole.shape == (4, 8) and 0 < largest['head.bias'] <= 1",
     "zero-5": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
+    "training-6": "for _ in range(50):\n    model(x).sum().backward()\n    optimizer.step()\n"
+    + "assert optimizer.averager.steps == 50 and len(optimizer.outer.state) == len(list(model.parameters()))",
     "training-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
 }
 

@@ -1,0 +1,277 @@
+"""Outer steps of DiLoCo: fragments of theta_0, when they are reduced, stepped on and merged, and their state.
+
+    step          1 ...        H/F - tau         H/F                    2 H/F - tau       2 H/F
+    fragment 0                 begin reducing    outer step, merge
+    fragment 1                                                          begin reducing    outer step, merge
+
+One reduction at most is in flight, begun and waited for in the thread of the program, at the same steps on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from numbers import Real
+from typing import Any
+
+import torch
+
+from collectives import Communicator
+
+from ..errors import ConfigurationError, TrainingError
+from ..job.agreement import check_everywhere, is_anywhere
+from ..optimizer_trial import comparable
+from ..replicas.consistency import check_settings_agree
+from .rank_mean import BITS, RankMean, Reduction, across
+from .trust import integer, require
+
+
+class OuterSteps:
+    """The outer steps of DiLoCo: counts inner ones, and keeps theta_0. The arguments are DiLoCo's.
+
+    steps: inner steps that `step` has counted.
+    """
+
+    warmup_steps = 0  # from the first step on the ranks' weights differ
+
+    def __init__(
+        self,
+        inner: Any,
+        comm: Communicator,
+        node: Communicator | None,
+        period: int,
+        outer_class: type[torch.optim.Optimizer],
+        outer_settings: dict[str, Any],
+        fragments: int,
+        overlap: int,
+        mixing: float,
+        compress: str | None,
+        error_feedback: bool,
+    ) -> None:
+        self._zero = inner if hasattr(inner, "owned_weights") else None
+        self.process_group, self.steps = comm, 0
+
+        check_everywhere(comm, lambda: self._check(inner, comm, node, outer_class, period, fragments, overlap))
+        check_everywhere(comm, lambda: _check_kinds(mixing, compress, error_feedback))
+        self.period, self.fragments, self.overlap = period, fragments, overlap
+        node = node if self._zero is None else self._zero.process_group
+        self.mixing, self.compress = float(mixing), compress
+        self._parameters = [p for group in inner.param_groups for p in group["params"]]
+        settings = {
+            **{"period": period, "fragments": fragments, "overlap": overlap, "mixing": self.mixing},
+            **{"compress": compress, "error_feedback": bool(error_feedback)},
+            **{"outer_class": outer_class.__name__, **comparable(outer_settings)},
+            "ranks of a node": 0 if node is None else node.size,
+            "shapes": [tuple(p.shape) for p in self._parameters],
+        }
+        check_settings_agree(comm, "DiLoCo", settings)
+        local = self._local()
+        holders = comm if self._zero is None or node is None else across(comm, node)
+        self._cut = _cut([v.numel() for v in local], self.fragments)
+        self._theta: list[torch.Tensor] = []
+        self._globals: list[list[torch.Tensor]] = []  # of each fragment the views of its theta_0
+        for first, last in self._cut:
+            members = local[first:last]
+            dtype = torch.float32
+            for values in members:
+                dtype = torch.promote_types(dtype, values.dtype)
+            flat = torch.cat([v.detach().reshape(-1).to(dtype) for v in members]) if members else torch.empty(0)
+            holders.broadcast(flat)
+            self._theta.append(flat)
+            self._globals.append(_views(flat, members))
+        self._outer_parameters = [[torch.nn.Parameter(view) for view in views] for views in self._globals]
+        given = [p for own in self._outer_parameters for p in own]
+        self.optimizer = check_everywhere(comm, lambda: outer_class(given, **outer_settings))
+        sizes = [flat.numel() for flat in self._theta]
+        within = None if self._zero is not None else node  # ranks of a ZeRO node hold unlike slices
+        self._mean = RankMean(holders, within, sizes, compress, error_feedback)
+        self._flying: Reduction | None = None
+        with self._writing():
+            for number in range(len(self._cut)):
+                self._show(number, 0.0)
+
+    def _check(
+        self,
+        inner: Any,
+        comm: Communicator,
+        node: Any,
+        outer_class: Any,
+        period: int,
+        fragments: int,
+        overlap: int,
+    ) -> None:
+        integer("period", period, 1)
+        require("fragments", fragments, integer("fragments", fragments, 1) <= period, f"at most period, {period}")
+        least = period // fragments
+        fits = integer("overlap", overlap, 0) < least
+        require("overlap", overlap, fits, f"less than the steps between fragments, {least}")
+        fits = isinstance(outer_class, type) and issubclass(outer_class, torch.optim.Optimizer)
+        require("outer_class", outer_class, fits, "a class of torch.optim")
+        fits = node is None or isinstance(node, Communicator)
+        require("node_group", node, fits, "None or a Communicator made by split")
+        if self._zero is not None:
+            self._check_zero(comm, node)
+        found = [p for group in inner.param_groups for p in group["params"]]
+        for p in found:
+            require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
+            require("parameters", p.device.type, p.device.type == "cpu", "tensors in the host's memory")
+
+    def _check_zero(self, comm: Communicator, node: Communicator | None) -> None:
+        own = self._zero.process_group  # type: ignore[union-attr]
+        if node is not None and node is not own:
+            raise ConfigurationError("node_group: got a Communicator; needs None, as the ZeroOptimizer has its own")
+        if own.size == comm.size > 1:
+            raise ConfigurationError(
+                f"optimizer: got a ZeroOptimizer over all {comm.size} ranks, which average gradients in every step; "
+                "needs one over the ranks of a node, by process_group="
+            )
+        if self._zero.owned_weights().delays:  # type: ignore[union-attr]
+            raise ConfigurationError("optimizer: got a ZeroOptimizer with delayed_update; needs it False")
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    def _local(self) -> list[torch.Tensor]:
+        """The weights of this rank: whole parameters, or its slices."""
+        if self._zero is None:
+            return [p.detach() for p in self._parameters]
+        return list(self._zero.owned_weights().values().values())
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._zero is None else self._zero.owned_state().written()
+
+    @torch.no_grad()
+    def _show(self, number: int, mixing: float) -> None:
+        """Makes a fragment's weights theta_0, but for the share `mixing` of their own."""
+        first, last = self._cut[number]
+        for own, outer in zip(self._local()[first:last], self._globals[number], strict=True):
+            if mixing:
+                own.copy_(torch.lerp(outer, own.to(outer.dtype), mixing))
+            else:
+                own.copy_(outer)
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Counts an inner step; begins and makes outer steps that are due. Returns True if it made one. Collective."""
+        self.steps += 1
+        merged = self._flying is not None and self._merge_at(self._flying.number, self.steps)
+        if merged:
+            self._merge()
+        for number in range(self.fragments):
+            if self._merge_at(number, self.steps + self.overlap):
+                self._begin(number)
+                if not self.overlap:
+                    self._merge()
+                    merged = True
+        return merged
+
+    def _merge_at(self, number: int, step: int) -> bool:
+        return step % self.period == self.period * (number + 1) // self.fragments % self.period
+
+    @torch.no_grad()
+    def _begin(self, number: int) -> None:
+        """Starts to reduce how far this rank has gone since the last outer step of a fragment."""
+        first, last = self._cut[number]
+        flat = self._theta[number].clone()
+        for gone, own in zip(_views(flat, self._globals[number]), self._local()[first:last], strict=True):
+            gone.sub_(own)
+        self._flying = self._mean.begin(number, flat)
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """Makes the outer step of the fragment that was reduced."""
+        reduction, self._flying = self._flying, None
+        assert reduction is not None
+        mean = reduction.wait()
+        broken = not bool(mean.isfinite().all())
+        if broken if self._zero is None else is_anywhere(self.process_group, broken):  # slices differ in a node
+            raise TrainingError(
+                f"DiLoCo: the mean pseudo-gradient of fragment {reduction.number} is not finite at step {self.steps}: "
+                "a rank's weights are not; theta_0 is as it was"
+            )
+        self._mean.finish(reduction)
+        own = self._outer_parameters[reduction.number]
+        for p, gradient in zip(own, _views(mean, own), strict=True):
+            p.grad = gradient
+        self.optimizer.step()
+        for p in own:
+            p.grad = None
+        with self._writing():
+            self._show(reduction.number, self.mixing)
+
+    def global_parameters(self) -> list[torch.Tensor]:
+        """theta_0 of each parameter, in the order of the inner optimizer's groups; under ZeRO of this rank's slices."""
+        return [view.detach() for views in self._globals for view in views]
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps, theta_0, the outer optimizer's state, errors and a mean in flight. Collective.
+
+        Equal on all ranks, but under ZeRO, where it is that of the rank's slices. Errors are their mean over the ranks.
+        """
+        flying = None
+        if self._flying is not None:
+            flying = {"fragment": self._flying.number, "mean": self._flying.wait().clone()}
+        return {
+            "steps": self.steps,
+            "global": [flat.clone() for flat in self._theta],
+            "outer": self.optimizer.state_dict(),
+            "errors": self._mean.errors(self._flying),
+            "in flight": flying,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gave, on any number of ranks, under ZeRO on as many. Weights are loaded elsewhere.
+
+        Raises ConfigurationError on every rank for a state of other fragments. Collective.
+        """
+        check_everywhere(self.process_group, lambda: self._check_state(state_dict))
+        self.steps = state_dict["steps"]
+        for flat, saved in zip(self._theta, state_dict["global"], strict=True):
+            flat.copy_(saved)
+        self.optimizer.load_state_dict(state_dict["outer"])
+        self._mean.load_errors(state_dict["errors"])
+        if self._flying is not None:
+            self._flying.wait()
+        found = state_dict["in flight"]
+        self._flying = None if found is None else Reduction(found["fragment"], found["mean"].clone())
+
+    def _check_state(self, given: Any) -> None:
+        names = {"steps", "global", "outer", "errors", "in flight"}
+        if not isinstance(given, Mapping) or not names <= given.keys():
+            raise ConfigurationError("load_state_dict: needs what the state_dict() of a DiLoCo gave")
+        integer("steps", given["steps"], 0)
+        own, sizes = [flat.numel() for flat in self._theta], [flat.numel() for flat in given["global"]]
+        if own != sizes:
+            raise ConfigurationError(f"load_state_dict: got fragments of {sizes} elements; needs {own}")
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """theta_0, outer state, errors, and what is reduced."""
+        states = [v for entry in self.optimizer.state.values() for v in entry.values()]
+        flying = [] if self._flying is None else [self._flying.mean]
+        own = [v for v in states if torch.is_tensor(v) and v.dim() > 0]
+        return [*self._theta, *own, *self._mean.held_tensors(), *flying]
+
+
+def _check_kinds(mixing: Any, compress: Any, error_feedback: Any) -> None:
+    fits = isinstance(mixing, Real) and not isinstance(mixing, bool) and 0 <= float(mixing) < 1
+    require("mixing", mixing, fits, "a number of at least 0 and below 1")
+    require("compress", compress, compress in BITS, "None, 'bf16' or 'int8'")
+    require("error_feedback", error_feedback, isinstance(error_feedback, bool), "True or False")
+
+
+def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Places in a flat tensor, of these shapes."""
+    parts = flat.split([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+def _cut(sizes: Sequence[int], fragments: int) -> list[tuple[int, int]]:
+    """Cuts a list into runs of about equal sums, by the middles of the members."""
+    total = max(1, sum(sizes))
+    middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    of = [min(fragments - 1, int(middle * fragments / total)) for middle in middles]
+    return [(sum(n < k for n in of), sum(n <= k for n in of)) for k in range(fragments)]
