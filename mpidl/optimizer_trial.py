@@ -26,14 +26,17 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """The needs of a step besides slices. wholes: whole parameters. together: all of a rank's at once, in one call.
+    """The needs of a step besides slices.
 
-    exchanges: whole parameters and gradients on every rank, which the step itself averages (`optim.one_bit`).
+    wholes: whole parameters. together: all of a rank's at once, in one call. block: elements of which slices hold whole
+    ones, counted from the parameter's first, but for its last. exchanges: whole parameters and gradients on every rank,
+    which the step itself averages (`optim.one_bit`).
     """
 
     wholes: bool
     together: bool = False
     exchanges: bool = False
+    block: int = 1
 
 
 def declared_needs(optimizer_class: type[torch.optim.Optimizer]) -> StepNeeds | None:

@@ -26,7 +26,7 @@ import torch
 from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from ..models.published import published_files
-from ..optim.elementwise import elementwise, is_slice
+from ..optim.elementwise import elementwise, is_slice, saved_state
 from . import compression, cuts, random_states, tree
 from .engine import Engine
 from .held import HeldTensor, Share
@@ -261,8 +261,9 @@ def _optimizer(
         groups.append({"params": names, "settings": tree.encode(settings, f"optimizer.group{number}", first)})
     state: dict[str, Any] = {}
     uncut = None
+    states = saved_state(optimizer)
     part = f"part{engine.join.number}." if engine.join.number else ""
-    kept = [(held, held.key, optimizer.state.get(held.key)) for held in engine.parameters if held.key is not None]
+    kept = [(held, held.key, states.get(held.key)) for held in engine.parameters if held.key is not None]
     cut = elementwise((key.shape, entry) for _, key, entry in kept if entry)
     for held, _, entry in kept:
         if not entry:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..optim.elementwise import saved_state
 from . import tree
 from .engine import Engine
 from .held import HeldTensor
@@ -72,7 +73,7 @@ class KeptStates:
     def _there(self, held: HeldTensor) -> dict[str, Any]:
         """Returns the states that the optimizer holds of the parameter now."""
         kept: Any = self._engine.optimizer
-        return dict(kept.state.get(held.key, {}))
+        return dict(saved_state(kept).get(held.key, {}))
 
     def _fits(self, held: HeldTensor, saved: Any, value: Any) -> bool:
         tag = tree.tag_of(saved)

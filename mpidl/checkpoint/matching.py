@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..mesh.placement import Cut
-from ..optim.elementwise import mark_replicated
+from ..optim.elementwise import mark_replicated, saved_state
 from . import compression, cuts, tree
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine
@@ -65,11 +65,12 @@ class ReadPlan:
             return
         for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
             group.update(tree.decode(settings, tensor))
+        states = saved_state(optimizer)
         flags = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
         for held in engine.parameters:
             if held.key is None or held.parameter not in flags:
                 continue
-            optimizer.state.pop(held.key, None)
+            states.pop(held.key, None)
             entry = {}
             for key, value in self.states.get(held.key, {}).items():
                 if not torch.is_tensor(value):  # JSON
@@ -78,7 +79,7 @@ class ReadPlan:
                     value = mark_replicated(value.to(held.key.device) if on_device else value)
                 entry[key] = value
             if entry:
-                optimizer.state[held.key] = entry
+                states[held.key] = entry
         if engine.owned is not None and "steps" in self.index.about["optimizer"]:
             engine.owned.steps = self.index.about["optimizer"]["steps"]
 
@@ -190,7 +191,7 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
         if held.key is None or held.name not in trained:
             continue
         entry: dict[str, Any] = {}
-        current = engine.optimizer.state.get(held.key, {})
+        current = saved_state(engine.optimizer).get(held.key, {})
         saved_states = about["state"].get(held.name, {})
         if saved_states:
             kept.check(held, saved_states)

@@ -15,6 +15,7 @@ sums and norms of a whole shard are those of the parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +44,7 @@ class Piece:
 class BucketLayout:
     """Parameters of one dtype in a flat buffer, each from the start of a cache line, cut into `ranks` equal shards.
 
-    sizes: elements of each parameter. line: elements of a cache line.
+    sizes: elements of each parameter. line: elements of a cache line, or of several that no edge may cut.
     """
 
     sizes: tuple[int, ...]
@@ -98,9 +99,10 @@ class BucketLayout:
         return [self.piece(index, rank) for index in range(len(self.sizes))]
 
 
-def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> BucketLayout:
-    """The layout of these parameters, in their order."""
-    return BucketLayout(tuple(p.numel() for p in parameters), ranks, line_of(parameters[0].dtype))
+def layout_of(parameters: Sequence[torch.Tensor], ranks: int, block: int = 1) -> BucketLayout:
+    """The layout of these parameters, in their order. block: elements of which no shard's edge may cut any."""
+    line = math.lcm(line_of(parameters[0].dtype), block)
+    return BucketLayout(tuple(p.numel() for p in parameters), ranks, line)
 
 
 def line_of(dtype: torch.dtype) -> int:

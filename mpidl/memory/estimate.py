@@ -29,6 +29,8 @@ from ..errors import ConfigurationError
 from ..gradients.buckets import FIRST_BUCKET_MB, assign
 from ..gradients.compression import Compression
 from ..gradients.compression.settings import compression
+from ..optim.adam8bit import LEAST
+from ..optim.blockwise import BLOCK
 from ..tensor import Plan
 from ..tensor.counting import outline
 from .process import MIB
@@ -42,6 +44,7 @@ STATE_BYTES = {
     **dict.fromkeys(("momentum", "lars", "adagrad", "rmsprop", "asgd"), 4),
     **dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta", "rprop"), 8),
     **dict.fromkeys(("amsgrad",), 12),
+    **dict.fromkeys(("adam8bit", "adamw8bit"), 2 + 8 / BLOCK),  # two codes, and a share of two scales
 }
 _ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one in flight
 _UNITS_AHEAD = 2  # units of stage 3 that are whole: the one that runs and the next; and the model's own
@@ -170,7 +173,9 @@ def estimate(
     over = data_ranks if shard_ranks is None else shard_ranks
     local = min(over, data_ranks // data_nodes)  # of them, those on one node
     _check_groups(data_ranks, data_nodes, stage, over)
-    state = _State(_state_bytes(optimizer), isinstance(optimizer, str | type), masters)
+    each = _state_bytes(optimizer)
+    eight_bit = not isinstance(optimizer, int | float) and each == STATE_BYTES["adam8bit"]
+    state = _State(each, isinstance(optimizer, str | type) and not eight_bit, masters, LEAST if eight_bit else 0)
     reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
     if reduced is not None and dtype in ("bf16", "fp16"):  # as ZeroOptimizer, of which these are the precision
@@ -286,17 +291,22 @@ def _state_bytes(optimizer: str | float | type[torch.optim.Optimizer]) -> float:
 
 @dataclass(frozen=True)
 class _State:
-    """State of an optimizer. each: bytes a parameter. scales: they grow with the dtype of the stepped values."""
+    """State of an optimizer. each: bytes a parameter. scales: they grow with the dtype of the stepped values.
+
+    least: elements of a parameter below which they are those of Adam.
+    """
 
     each: float
     scales: bool
     masters: bool
+    least: int
 
-    def of(self, dtype: torch.dtype) -> float:
-        """Bytes of state and master for a parameter."""
+    def of(self, dtype: torch.dtype, size: float) -> float:
+        """Bytes of state and master for each element of a parameter."""
+        each = self.each if size >= self.least else STATE_BYTES["adam"]
         if dtype.itemsize == 2 and self.masters:
-            return 4 + self.each
-        return self.each * dtype.itemsize / 4 if self.scales else self.each
+            return 4 + each
+        return each * dtype.itemsize / 4 if self.scales else each
 
 
 def _of_number(
@@ -315,7 +325,7 @@ def _of_number(
         parameters=every,
         buffers=0,
         gradients=gradients,
-        optimizer=round(number * state.of(dtype)),
+        optimizer=round(number * state.of(dtype, number)),
         buckets=min(gradients, round(_ROTATING * cap * itemsize / dtype.itemsize)),
         ddp_buckets=min(gradients, round(_ROTATING * cap)),
         unit=largest,
@@ -346,7 +356,7 @@ def _of_model(
         parameters=_bytes(list(of.values())),
         buffers=_bytes(list(model.buffers())),
         gradients=_bytes(trained, reduced),
-        optimizer=round(sum(q.numel() * state.of(q.dtype) for q in trained)),
+        optimizer=round(sum(q.numel() * state.of(q.dtype, q.numel()) for q in trained)),
         buckets=sum(sorted(buckets)[-_ROTATING:]),
         ddp_buckets=_of_ddp(of_ddp),
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazily
 
 if TYPE_CHECKING:
+    from .adam8bit import Adam8bit, AdamW8bit
     from .diloco import DiLoCo
     from .ema import EMA
     from .lamb import LAMB
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
 else:  # the engines need few modules of this package
     _MODULES = {
+        "adam8bit": ("Adam8bit", "AdamW8bit"),
         "diloco": ("DiLoCo",),
         "ema": ("EMA",),
         "lamb": ("LAMB",),
@@ -39,6 +41,8 @@ __all__ = [
     "EMA",
     "LAMB",
     "LARS",
+    "Adam8bit",
+    "AdamW8bit",
     "DiLoCo",
     "OneBitAdam",
     "OneBitLamb",

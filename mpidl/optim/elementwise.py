@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # that torch's optimizers keep, one for a whole parameter
 
 _REPLICATED = "_mpidl_replicated"  # attribute of a tensor
+_WHOLE_SIZE = "_mpidl_whole_size"
 
 
 def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> set[str]:
@@ -27,6 +28,22 @@ def elementwise(states: Iterable[tuple[Sequence[int], Mapping[str, Any]]]) -> se
             elif torch.is_tensor(value):
                 found[key] = found.get(key, False) or tuple(value.shape) == tuple(shape)
     return {key for key, cut in found.items() if cut} | (unsure - found.keys() - _NUMBERS)
+
+
+def note_whole_size(part: torch.Tensor, size: int) -> None:
+    """Notes on a parameter's slice how many elements the whole has, on which an optimizer's choices may depend."""
+    setattr(part, _WHOLE_SIZE, size)
+
+
+def whole_size(p: torch.Tensor) -> int:
+    """Elements of a parameter, of a slice those of the whole one."""
+    return int(getattr(p, _WHOLE_SIZE, p.numel()))
+
+
+def saved_state(optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+    """The state by parameter as it is saved and loaded, which an optimizer may keep in another form."""
+    found: MutableMapping[Any, Any] = getattr(optimizer, "saved_state", optimizer.state)
+    return found
 
 
 def mark_replicated(value: Any) -> Any:

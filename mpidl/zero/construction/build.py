@@ -33,6 +33,7 @@ from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
 from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
+from ...optim.elementwise import note_whole_size
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import StepNeeds, comparable, exchanges_gradients
 from ...replicas.broadcast import broadcast_states
@@ -108,7 +109,7 @@ def build(
     dtypes = {p: values.dtype for p, values in originals.items()}
     names = {p: name for name, p in model.named_parameters()}
 
-    layouts = lay_out(plan.units, group.size) if options.stage == 3 else []
+    layouts = lay_out(plan.units, group.size, plan.needs.block) if options.stage == 3 else []
     parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
@@ -193,8 +194,10 @@ def slice_shards(
     make = Slice if offloaded is None else offloaded.slice
     for number, shard in enumerate(added, len(shards)):
         shards.append(shard)
-        for p, piece in zip(shard.parameters, shard.layout.pieces(group.rank), strict=True):
+        pieces = zip(shard.parameters, shard.layout.pieces(group.rank), shard.layout.sizes, strict=True)
+        for p, piece, size in pieces:
             slices[p] = make(shard, number, piece)
+            note_whole_size(slices[p].values, size)
 
 
 def _check(
@@ -307,7 +310,7 @@ def _cut_parameters(
         bucket_bytes = options.bucket_cap_mb * MIB
         if precision.reduce_dtype is not None and precision.param_dtype is not None:
             bucket_bytes *= precision.param_dtype.itemsize / precision.reduce_dtype.itemsize
-        return ReplicatedParameters(model, comm, plan.place, bucket_bytes)
+        return ReplicatedParameters(model, comm, plan.place, bucket_bytes, plan.needs.block)
     in_node = options.share_in_node or comm.size == 1
     arenas = shared_arenas(layouts, comm, plan.place) if in_node else None
     if arenas is not None:

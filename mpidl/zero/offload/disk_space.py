@@ -18,6 +18,8 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
+from ...optim.adam8bit import LEAST
+from ...optim.elementwise import note_whole_size
 from ...optimizer_trial import without_parameters
 from .offloaded_slice import HALVES
 from .settings import Offload
@@ -28,9 +30,13 @@ Groups = Sequence[Mapping[str, Any]]
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-def foresee(make: Make, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The tensors of a parameter's size that an optimizer keeps with a group's settings, by name."""
+def foresee(make: Make, group: Mapping[str, Any], dtype: torch.dtype, size: int) -> dict[str, torch.dtype]:
+    """The tensors of a parameter's size that an optimizer keeps with a group's settings, by name.
+
+    size: of the whole parameter, on which their dtypes may depend.
+    """
     p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    note_whole_size(p, size)
     optimizer = make([{**without_parameters(group), "params": [p]}])
     p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -42,15 +48,16 @@ def needed(make: Make, groups: Groups, halves: bool, ranks: int) -> int:
     """Bytes of a rank's file. groups: the model's parameters. halves: they will be of 16 bits."""
     total = regions = 0
     for group in groups:
-        each: dict[torch.dtype, list[int]] = {}
+        each: dict[tuple[torch.dtype, bool], list[int]] = {}
         for p in group["params"]:
             half = halves or p.dtype in HALVES
             dtype = torch.float32 if half else p.dtype
-            if dtype not in each:
-                each[dtype] = [kind.itemsize for kind in foresee(make, group, dtype).values()]
+            key = (dtype, p.numel() < LEAST)
+            if key not in each:
+                each[key] = [kind.itemsize for kind in foresee(make, group, dtype, p.numel()).values()]
             master = dtype.itemsize if half or p.device.type != "cpu" else 0
-            total += p.numel() * (sum(each[dtype]) + master)
-            regions += len(each[dtype]) + 1
+            total += p.numel() * (sum(each[key]) + master)
+            regions += len(each[key]) + 1
     return -(-total // ranks) + regions * _PADDING
 
 

@@ -22,6 +22,7 @@ from collectives.devices import HOST, Place
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, Piece
 from ...job.agreement import check_everywhere, first_problem, is_anywhere
+from ...optim.adam8bit import LEAST
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ...replicas.consistency import check_settings_agree
@@ -69,7 +70,7 @@ class OffloadedOptimizer(InnerOptimizer):
                 "Offload: delayed_update with LARS or LAMB: their norms are sums over the ranks, and the thread of a "
                 "delayed update must not communicate; needs an optimizer that updates every element by itself"
             )
-        self._foreseen: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+        self._foreseen: dict[tuple[int, torch.dtype, bool], dict[str, torch.dtype]] = {}
         self._file: SwapFile | None = None
         if settings.to == "disk":
             self._file = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
@@ -114,7 +115,7 @@ class OffloadedOptimizer(InnerOptimizer):
             self.param_groups.append(dict(group))
             for values in group["params"]:
                 part = self._slices[values]
-                wholes.append(Chunk(part, number, 0, part.size, self._states(number, values.dtype)))
+                wholes.append(Chunk(part, number, 0, part.size, self._states(number, values)))
         order = {part: number for number, part in enumerate(self._slices.values())}  # that of the shards, on every rank
         wholes.sort(key=lambda chunk: order[chunk.part])
         parts, budget = [wholes], self._settings.buffer_mb * MIB / BUFFERS
@@ -150,11 +151,13 @@ class OffloadedOptimizer(InnerOptimizer):
             inner.squared_norms = lambda tensors, of: squared_norms_over(shards, None, {}, tensors, of)
         return inner
 
-    def _states(self, number: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    def _states(self, number: int, values: torch.Tensor) -> dict[str, torch.dtype]:
         """The tensors that the optimizer keeps for a parameter of a group, found out on one of a few elements."""
-        if (number, dtype) not in self._foreseen:
-            self._foreseen[number, dtype] = foresee(self._plain, self.param_groups[number], dtype)
-        return dict(self._foreseen[number, dtype])
+        size = self._slices[values].shard.layout.sizes[self._slices[values].index]
+        key = (number, values.dtype, size < LEAST)
+        if key not in self._foreseen:
+            self._foreseen[key] = foresee(self._plain, self.param_groups[number], values.dtype, size)
+        return dict(self._foreseen[key])
 
     # ---- a step -----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...optim.elementwise import saved_state
 from .offloaded_slice import OffloadedSlice
 from .sub_groups import Chunk, SubGroup
 from .swap_file import SwapFile
@@ -30,6 +31,8 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, values: torch.Tensor) -> dict[str, Any]:
         self._wait_for_update()
         part, homes = self._of[values]
+        if hasattr(homes[0][0].inner, "saved_state"):
+            return _joined([_widened(part, group, chunk, self._file) for group, chunk in homes])
         group, first = homes[0]
         entry = group.inner.state.get(first.parameter, {})
         if self._file is None:
@@ -44,8 +47,8 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def room(self, values: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a state of a slice's size, to be written before it is set: in the file, if there is one."""
-        if self._file is None:
-            return torch.empty(values.shape, dtype=dtype)
+        if self._file is None or hasattr(self._of[values][1][0][0].inner, "saved_state"):
+            return torch.empty(values.shape, dtype=dtype)  # of the latter, to be encoded when it is set
         return self._file.tensor(self._of[values][0], name, dtype)
 
     def __setitem__(self, values: torch.Tensor, entry: Mapping[str, Any]) -> None:
@@ -57,7 +60,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
                     own[name] = value[chunk.start : chunk.stop] if self._file is not None else value
                 else:
                     own[name] = value.clone() if torch.is_tensor(value) else value
-            group.inner.state[chunk.parameter] = own
+            saved_state(group.inner)[chunk.parameter] = own
             group.put_away(chunk)
 
     def __delitem__(self, values: torch.Tensor) -> None:
@@ -70,3 +73,28 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _widened(part: OffloadedSlice, group: SubGroup, chunk: Chunk, file: SwapFile | None) -> dict[str, Any]:
+    """The state of a chunk as it is saved, of an optimizer that keeps another form."""
+    entry = group.inner.state.get(chunk.parameter, {})
+    if not entry and not chunk.keys:
+        raise KeyError("no state yet")
+    if file is not None:
+        file.forget()
+        own = slice(chunk.start, chunk.stop)
+        entry = {**entry, **{name: file.tensor(part, name, chunk.states[name])[own] for name in chunk.present}}
+    inner: Any = group.inner
+    widened: dict[str, Any] = inner.widen(entry)
+    return widened
+
+
+def _joined(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a slice from those of its chunks."""
+    first = entries[0]
+    if len(entries) == 1:
+        return first
+    return {
+        name: torch.cat([entry[name] for entry in entries]) if torch.is_tensor(value) and value.dim() else value
+        for name, value in first.items()
+    }

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from ...optim.elementwise import note_whole_size, whole_size
 from .offloaded_slice import Gradient, OffloadedSlice
 from .swap_file import Extent, SwapFile, arrange, merged
 
-_VECTORS = 64  # elements: a multiple of what any vector register holds
+_VECTORS = 256  # elements: a multiple of what any vector register holds, and of the blocks of 8-bit states
 MASTER = ""
 
 
@@ -41,6 +42,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.parameter = torch.nn.Parameter(self.values, requires_grad=self.part.values.requires_grad)
+        note_whole_size(self.parameter, whole_size(self.part.values))
 
     @property
     def values(self) -> torch.Tensor:

@@ -38,19 +38,22 @@ class ReplicatedParameters(ParameterStrategy):
 
     model: its parameters that train are moved. comm: the ranks that have shards. place: where the parameters lie.
     bucket_bytes: size of a bucket; gradients have the same buckets, so that a shard of one is the shard of the other.
+    block: elements of which no shard's edge may cut any.
     """
 
     write_effect: ClassVar = "the next step makes the parameter anew of its master, which was not changed"
     keeps_equal_writes: ClassVar = True
 
-    def __init__(self, model: torch.nn.Module, comm: Communicator, place: Place, bucket_bytes: float) -> None:
+    def __init__(
+        self, model: torch.nn.Module, comm: Communicator, place: Place, bucket_bytes: float, block: int = 1
+    ) -> None:
         pooled = communicator_pool.take(comm)  # as the next forward pass may communicate meanwhile
         weakref.finalize(self, pooled.give_back).atexit = False
         self._model, self._comm, self._place = model, pooled.comm, place
         self._in_flight: list[_GatherInFlight] = []
         self._handle = model.register_forward_pre_hook(_before_forward, prepend=True)
         self._traffic = ZeroTraffic()
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._block = bucket_bytes, block
         self._whole: list[torch.Tensor] = []
         self.shards: list[ParameterShard] = []
         self._move([p for p in model.parameters() if p.requires_grad])
@@ -68,7 +71,7 @@ class ReplicatedParameters(ParameterStrategy):
     def _move(self, parameters: Sequence[torch.nn.Parameter]) -> list[ParameterShard]:
         first = len(self.shards)
         for group in assign(reversed(parameters), self._bucket_bytes):
-            layout = layout_of(group, self._comm.size)
+            layout = layout_of(group, self._comm.size, self._block)
             flat = self._comm.empty(layout.padded, group[0].dtype, device=self._place.device)
             flat.index_fill_(0, layout.padding.to(flat.device), 0)
             for p, view in zip(group, layout.views(flat, [p.shape for p in group]), strict=True):

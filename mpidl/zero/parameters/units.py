@@ -108,17 +108,17 @@ def warn_of_large_root_unit(units: Sequence[Unit], stacklevel: int) -> None:
         )
 
 
-def lay_out(units: Sequence[Unit], ranks: int) -> list[UnitLayout]:
+def lay_out(units: Sequence[Unit], ranks: int, block: int = 1) -> list[UnitLayout]:
     """Lays the units' parameters out in flat groups, each cut over `ranks`; to be done once, when dtypes are final.
 
-    A group has those parameters of a unit that are of one dtype and all train, or all do not.
+    A group has those parameters of a unit that are of one dtype and all train, or all do not. block: as of `layout_of`.
     """
     layouts = []
     for unit in units:
         kinds: dict[tuple[torch.dtype, bool], list[torch.nn.Parameter]] = {}
         for p in unit.parameters:
             kinds.setdefault((p.dtype, p.requires_grad), []).append(p)
-        groups = (FlatGroup(tuple(own), layout_of(own, ranks), *kind) for kind, own in kinds.items())
+        groups = (FlatGroup(tuple(own), layout_of(own, ranks, block), *kind) for kind, own in kinds.items())
         layouts.append(UnitLayout(unit, tuple(groups)))
     return layouts
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from ...optim.elementwise import saved_state
 from ...partial_steps import PartialSteps
 from ..slices import Slice
 
@@ -59,7 +60,7 @@ class SliceSteps(InnerOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
         self._optimizer, self._slices = optimizer, slices
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.param_groups, self.state = optimizer.param_groups, saved_state(optimizer)
 
     def step(self) -> Any:
         """Steps on the slices."""
@@ -79,7 +80,7 @@ class SliceSteps(InnerOptimizer):
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """State of the slices' sizes, and masters."""
-        return {"optimizer": state_tensors(self.state.values()) + masters(self._slices)}
+        return {"optimizer": state_tensors(self._optimizer.state.values()) + masters(self._slices)}
 
 
 def state_tensors(entries: Any) -> list[torch.Tensor]:
