@@ -7,6 +7,7 @@ from ..lazy import lazily
 if TYPE_CHECKING:
     from .adam8bit import Adam8bit, AdamW8bit
     from .diloco import DiLoCo
+    from .dion import Dion, dion_hook
     from .ema import EMA
     from .lamb import LAMB
     from .lars import LARS
@@ -23,6 +24,7 @@ else:  # the engines need few modules of this package
     _MODULES = {
         "adam8bit": ("Adam8bit", "AdamW8bit"),
         "diloco": ("DiLoCo",),
+        "dion": ("Dion", "dion_hook"),
         "ema": ("EMA",),
         "lamb": ("LAMB",),
         "lars": ("LARS",),
@@ -44,12 +46,14 @@ __all__ = [
     "Adam8bit",
     "AdamW8bit",
     "DiLoCo",
+    "Dion",
     "OneBitAdam",
     "OneBitLamb",
     "PeriodicAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "ZeroOneAdam",
+    "dion_hook",
     "one_bit_hook",
     "post_local_sgd_hook",
     "scale_learning_rate",

@@ -129,6 +129,7 @@ def my_part_of_each_batch(rank, size):
     "training-4": BATCH + "model = MyModel()\n",
     "training-5": TRAINED + KEPT,
     "training-6": BATCH,
+    "training-7": BATCH,
     "zero-1": ZERO,
     "zero-2": BATCH + TINY_GPT2,
     "zero-3": BATCH + "model, precision = MyModel(), mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)\n",
@@ -158,6 +159,7 @@ AFTER = {
     "zero-5": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
     "training-6": "for _ in range(50):\n    model(x).sum().backward()\n    optimizer.step()\n"
     + "assert optimizer.averager.steps == 50 and len(optimizer.outer.state) == len(list(model.parameters()))",
+    "training-7": "model(x).sum().backward()\noptimizer.step()\nassert 'q' in optimizer.state[matrices[0]]",
     "training-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
 }
 

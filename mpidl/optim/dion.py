@@ -1,0 +1,235 @@
+"""Dion: updates of matrices with orthonormal factors of low rank, of which ranks exchange the factors alone.
+
+    momentum     M_i = M_i + G_i                    on rank i, of its own gradient
+    left         P = orthonormal columns of mean(M_i Q)      one all-reduce of all matrices' [rows, r]
+    right        R = mean(M_i^T P)                           one all-reduce of all matrices' [columns, r]
+    feedback     M_i = M_i - (1 - mu) P R^T
+    step         Q = R, its columns normalised;  X = X - lr sqrt(rows / columns) P Q^T
+
+All of it is linear in M_i, so that the mean of M_i, P, R and the weights are those of one process with the mean
+gradient, and the gradients of matrices need no reduction at all. Source: Ahn et al. 2025, "Dion: Distributed
+Orthonormalized Updates", algorithm 1 and its distributed form.
+
+    optimizer = mpidl.optim.Dion([{"params": matrices}, {"params": others, "rule": "adamw"}], process_group=comm)
+    wrapped.register_comm_hook(optimizer, mpidl.optim.dion_hook)        of a DistributedDataParallel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+
+from ..comm_hooks import GradBucket, Handle, Then, allreduce, completed
+from ..errors import ConfigurationError
+from ..mesh import placement
+from ..optimizer_trial import StepNeeds
+from .trust import require
+
+_SEED = 20250407
+_TINY = 1e-30
+
+
+class Dion(torch.optim.Optimizer):
+    """Steps on matrices by Dion and, in groups with rule="adamw", on other parameters by AdamW.
+
+    params: parameters or groups of them. rule: of a group, "dion" for matrices, or "adamw".
+    lr: of Dion's groups and, unless they have their own, of AdamW's. mu: momentum that is kept of what a step has used,
+        0 to 1. rank_fraction: r by the smaller side of a matrix, above 0, at most 1.
+    betas, eps: of AdamW. weight_decay: decoupled, in both.
+    process_group: where gradients of matrices are each rank's own, as by `dion_hook`: the ranks. A step is collective
+        then. None: gradients are reduced, or there is one process.
+
+    The state of a matrix is `momentum`, of its shape, and `q`, [columns, r]; that of others is AdamW's. With a process
+    group momenta are each rank's own, and their mean is what counts: state_dict() holds that. Gradients of matrices
+    must not be clipped or compared between ranks then.
+
+    Under ZeRO each parameter has one rank that gets it and its reduced gradient whole (StepNeeds.wholes), so that none
+    computes what another one does; gradients travel as for any optimizer there.
+    """
+
+    step_needs = StepNeeds(wholes=True)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.01,
+        mu: float = 0.95,
+        rank_fraction: float = 0.25,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        rule: str = "dion",
+        process_group: Communicator | None = None,
+    ) -> None:
+        fits = process_group is None or isinstance(process_group, Communicator)
+        require("process_group", process_group, fits, "None or a Communicator")
+        self.process_group = process_group
+        settings = {"lr": lr, "mu": mu, "rank_fraction": rank_fraction, "betas": betas, "eps": eps}
+        super().__init__(params, {**settings, "weight_decay": weight_decay, "rule": rule})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
+        settings = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay", "eps"):
+            value = settings[name]
+            fits = isinstance(value, float | int | torch.Tensor) and bool(value >= 0)
+            require(name, value, fits, "a number of at least 0")
+        mu, fraction, betas = settings["mu"], settings["rank_fraction"], settings["betas"]
+        require("mu", mu, isinstance(mu, Real) and 0 <= float(mu) <= 1, "a number from 0 to 1")
+        fits = isinstance(fraction, Real) and 0 < float(fraction) <= 1
+        require("rank_fraction", fraction, fits, "a number above 0, at most 1")
+        fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        require("betas", betas, fits, "two numbers of at least 0 and below 1")
+        require("rule", settings["rule"], settings["rule"] in ("dion", "adamw"), "'dion' or 'adamw'")
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            shape = tuple(p.shape)
+            if settings["rule"] == "dion" and p.dim() != 2:
+                raise ConfigurationError(
+                    f"Dion: got a parameter of shape {shape}; needs matrices, and others in a group with rule='adamw'"
+                )
+            if settings["rule"] == "dion" and "tp" in placement(p).axes:
+                raise ConfigurationError(
+                    f"Dion: got a part, of shape {shape}, of a matrix that is cut over tp; needs a ZeroOptimizer, "
+                    "which joins the parts"
+                )
+
+    def matrices(self) -> set[torch.Tensor]:
+        """The parameters of which Dion's rule makes the steps."""
+        return {p for group in self.param_groups if group["rule"] == "dion" for p in group["params"]}
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient, on any rank; returns what `closure` does, with gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.is_sparse:
+                    raise ConfigurationError("Dion: got a sparse gradient; needs dense ones")
+                if group["rule"] == "dion":
+                    work.append((p, group))
+                elif p.grad is not None:
+                    self._adamw(p, p.grad, group)
+        reached = [p.grad is not None for p, _ in work]
+        if self.process_group is not None and reached:
+            flags = np.array(reached, np.uint8)
+            self.process_group.all_reduce(flags, "max")
+            reached = flags.astype(bool).tolist()
+        self._dion([pair for pair, any_rank in zip(work, reached, strict=True) if any_rank])
+        return loss
+
+    def _dion(self, work: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Steps on matrices, of which all factors of one side are averaged at once."""
+        entries = []
+        for p, group in work:
+            entry = self.state[p]
+            if not entry:
+                entry.update(_start(p, group["rank_fraction"]))
+            if p.grad is not None:
+                entry["momentum"] += p.grad
+            entries.append(entry)
+        lefts = self._mean([entry["momentum"] @ entry["q"] for entry in entries])
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        rights = self._mean([entry["momentum"].T @ left for entry, left in zip(entries, lefts, strict=True)])
+        for (p, group), entry, left, right in zip(work, entries, lefts, rights, strict=True):
+            entry["momentum"].addmm_(left, right.T, alpha=-(1 - group["mu"]))
+            entry["q"] = right / torch.linalg.vector_norm(right, dim=0, keepdim=True).clamp_min(_TINY)
+            lr = float(group["lr"])
+            p.mul_(1 - lr * group["weight_decay"])
+            scale = (p.shape[0] / p.shape[1]) ** 0.5
+            p.sub_((left @ entry["q"].T).to(p.dtype), alpha=lr * scale)
+
+    def _mean(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The means over the ranks, of all tensors of a dtype in one operation."""
+        if self.process_group is None or not tensors:
+            return tensors
+        kinds: dict[torch.dtype, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            kinds.setdefault(tensor.dtype, []).append(number)
+        found = list(tensors)
+        for numbers in kinds.values():
+            flat = torch.cat([tensors[number].reshape(-1) for number in numbers])
+            self.process_group.all_reduce(flat, "avg")
+            parts = flat.split([tensors[number].numel() for number in numbers])
+            for number, part in zip(numbers, parts, strict=True):
+                found[number] = part.view(tensors[number].shape)
+        return found
+
+    def _adamw(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        entry = self.state[p]
+        wide = torch.promote_types(p.dtype, torch.float32)
+        if not entry:
+            entry["step"] = torch.zeros(())
+            entry["exp_avg"] = torch.zeros_like(p, dtype=wide)
+            entry["exp_avg_sq"] = torch.zeros_like(p, dtype=wide)
+        entry["step"] += 1
+        step, (beta1, beta2), lr = entry["step"].item(), group["betas"], float(group["lr"])
+        mean, square, g = entry["exp_avg"], entry["exp_avg_sq"], grad.to(wide)
+        mean.lerp_(g, 1 - beta1)
+        square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        scale = square.div(1 - beta2**step).sqrt_().add_(group["eps"])
+        p.mul_(1 - lr * group["weight_decay"])
+        p.sub_((mean / (1 - beta1**step) / scale).to(p.dtype), alpha=lr)
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average_momenta(self) -> None:
+        """Replaces each rank's momenta by their mean, which changes no later step but for rounding. Collective.
+
+        To be called before mpidl.checkpoint.save, which refuses states that differ between ranks.
+        """
+        held = [self.state.get(p, {}) for group in self.param_groups for p in group["params"]]
+        entries = [entry for entry in held if "momentum" in entry]
+        for entry, mean in zip(entries, self._mean([entry["momentum"] for entry in entries]), strict=True):
+            entry["momentum"].copy_(mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages the momenta, and returns the state, equal on all ranks. With a process group collective."""
+        if self.process_group is not None:
+            self.average_momenta()
+        return super().state_dict()
+
+
+def dion_hook(optimizer: Dion, bucket: GradBucket) -> Handle:
+    """DDP's communication hook: averages gradients, but for those of Dion's matrices, which stay each rank's own.
+
+    optimizer: the hook's state; a Dion with the wrapper's process group.
+    """
+    matrices = optimizer.matrices()
+    others = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in matrices]
+    if len(others) == len(bucket.gradients()):
+        return allreduce(optimizer.process_group, bucket)
+    if not others:
+        return completed()
+    flat = torch.cat([g.reshape(-1) for g in others])
+    work = bucket.communicator(optimizer.process_group).all_reduce(flat, "avg", async_op=True)
+    assert work is not None
+
+    def put_back() -> None:
+        for g, mean in zip(others, flat.split([g.numel() for g in others]), strict=True):
+            g.copy_(mean.view(g.shape))
+
+    return Then(work, put_back)
+
+
+def _start(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:
+    """The state before the first step. q depends on the matrix's shape alone, on every rank and engine."""
+    wide = torch.promote_types(p.dtype, torch.float32)
+    rank = max(1, round(fraction * min(p.shape)))
+    random = torch.Generator().manual_seed(_SEED)
+    q = torch.randn(p.shape[1], rank, generator=random, dtype=torch.float64).to(p.device, wide)
+    return {"momentum": torch.zeros(p.shape, dtype=wide, device=p.device), "q": q}
