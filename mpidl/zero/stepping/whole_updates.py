@@ -26,9 +26,9 @@ _ERROR = "error"
 
 
 class WholeUpdates(InnerOptimizer):
-    """A OneBitOptimizer on the whole parameters of stage 1.
+    """An optimizer that exchanges bits on the whole parameters of stage 1.
 
-    optimizer_class, settings: make the optimizer. groups: of the model's parameters. shards: of every bucket, and
+    optimizer_class, settings: make the OneBitOptimizer. groups: of the model's parameters. shards: of every bucket, and
     wholes: its parameters, flat. slices: of all parameters. reducer: has the gradients.
     """
 
@@ -37,7 +37,7 @@ class WholeUpdates(InnerOptimizer):
 
     def __init__(
         self,
-        optimizer_class: type[OneBitOptimizer],
+        optimizer_class: type[Any],
         settings: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         group: ShardGroup,
@@ -53,7 +53,7 @@ class WholeUpdates(InnerOptimizer):
             pairs = zip(shard.parameters, views, strict=True)
             self._whole |= {p: torch.nn.Parameter(view) for p, view in pairs}
         of_wholes = [{**given, "params": [self._whole[p] for p in given["params"]]} for given in groups]
-        self.optimizer = optimizer_class(of_wholes, **settings)
+        self.optimizer: OneBitOptimizer = optimizer_class(of_wholes, **settings)
         self.optimizer.use(group.world, [([self._whole[p] for p in each.parameters], each.layout) for each in shards])
         self.param_groups = [
             {**made, "params": [slices[p].values for p in given["params"]]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -456,22 +457,23 @@ def learned(comm: Communicator, optimizer_class: Any, steps: int, **settings: An
 
 _FULL: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99)}
 LEARNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of full precision, and of bits
-    "adam": ({**_FULL, "freeze_step": 1000}, {**_FULL, "freeze_step": 40}),
+    "adam": ({**_FULL, "freeze_step": 1000}, {**_FULL, "freeze_step": 80}),
     "zero_one": (
         {**_FULL, "renewals": 1000},
         {**_FULL, "renewals": 16, "local_after": 60, "local_interval_steps": 20, "max_local_interval": 4},
     ),
-    "lamb": ({**_FULL, "lr": 1e-2, "freeze_step": 1000}, {**_FULL, "lr": 1e-2, "freeze_step": 40}),
+    "lamb": ({**_FULL, "lr": 1e-2, "freeze_step": 1000}, {**_FULL, "lr": 1e-2, "freeze_step": 80}),
 }
 
 
 @pytest.mark.mpi
 @pytest.mark.each("name")
 @pytest.mark.parametrize("name", LEARNING)
-def test_a_language_model_learns_as_by_full_precision(comm: Communicator, name: str) -> None:
+def test_a_language_model_learns_most_of_what_it_learns_in_full_precision(comm: Communicator, name: str) -> None:
     full, bits = (learned(comm, CLASSES[name][0], 120, **settings) for settings in LEARNING[name])
-    assert full < 3.3  # of log 37 = 3.6 at the start
-    assert bits == pytest.approx(full, abs=0.1)
+    start = math.log(37)
+    assert full < 0.8 * start
+    assert start - bits > 0.65 * (start - full)
 
 
 @pytest.mark.mpi
