@@ -124,3 +124,55 @@ def test_parts_of_all_sizes_are_those_of_the_all_reduce_bit_by_bit() -> None:
     done = on_hosts("-c", PARTS, timeout=80)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is right") == 4, done.stdout + done.stderr
+
+
+ALONE = """
+import torch
+from pathlib import Path
+from collectives import Communicator
+
+def sent():
+    fields = [line.replace(":", " ").split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(each[9]) for each in fields if each[0] != "lo")
+
+comm = Communicator()
+assert comm.local_size == 1 and comm.nodes == comm.size
+N = comm.size
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    for size in (0, 1, 5000, 3_000_001):  # whole to every node; several segments
+        values = [(torch.randn(size, generator=torch.Generator().manual_seed(r)) * 100).to(dtype) for r in range(N)]
+        for op in ("sum", "max") + ("avg",) * dtype.is_floating_point:
+            expected = values[0].to(wide)
+            for v in values[1:]:
+                expected = torch.maximum(expected, v.to(wide)) if op == "max" else expected + v.to(wide)
+            expected = (expected / N if op == "avg" else expected).to(dtype)
+            for x in (torch.empty(size, dtype=dtype), comm.empty(size, dtype)):
+                x.copy_(values[comm.rank])
+                comm.barrier()
+                before = sent()
+                comm.all_reduce(x, op, algorithm="hierarchical")
+                if size > 5000:
+                    most = 2 * (N - 1) / N * x.nbytes * 1.05
+                    assert sent() - before < most, (dtype, sent() - before, most)
+                assert torch.equal(x, expected), (dtype, size, op)
+                counts = [size // N] * (N - 1) + [size - size // N * (N - 1)]
+                mine = slice(sum(counts[: comm.rank]), sum(counts[: comm.rank + 1]))
+                x.copy_(values[comm.rank])
+                kept = x.clone()
+                for out in (torch.empty(counts[comm.rank], dtype=dtype), x[mine]):
+                    comm.reduce_scatter(out, x, op, counts=counts, algorithm="hierarchical")
+                    assert torch.equal(out, expected[mine]), (dtype, size, op)
+                kept[mine] = x[mine]
+                assert torch.equal(x, kept), "more than its own part was changed"
+print("rank", comm.rank, "is right")
+"""
+
+
+@pytest.mark.thorough("3")
+@pytest.mark.limit(90)
+@pytest.mark.parametrize("number", [2, 3])
+def test_hosts_of_one_rank_send_16_bits_as_16_and_add_them_in_32(number: int) -> None:
+    done = on_hosts("-c", ALONE, number=number, ranks=1, timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is right") == number, done.stdout + done.stderr

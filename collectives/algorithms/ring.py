@@ -43,11 +43,15 @@ def reduce_scatter(ranks: int) -> Schedule:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """p - 1 rounds; chunk r starts at rank r."""
+    """p - 1 rounds; chunk r starts at rank r, which copies it while it is on its way."""
 
     def rounds(rank: int) -> list[Round]:
-        own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)
-        return [own, *_gather_rounds(rank, ranks)]
+        own = copy(chunk(Role.IN, rank), chunk(Role.OUT, rank))
+        if ranks == 1:
+            return [(own,)]
+        first, *others = _gather_rounds(rank, ranks)
+        _, received = first
+        return [(send(chunk(Role.IN, rank), (rank + 1) % ranks), received, own), *others]
 
     return Schedule("ring", "all_gather", ranks, ranks, rounds)
 

@@ -16,6 +16,9 @@ each direction, N nodes, which is the least there can be; the L local ranks' mes
 Contributions are added in the order of ranks in the node, then of nodes, in the accumulating dtype; fp16 and bf16
 travel as fp32 until they are complete and are rounded once. So results are the same bits on every rank.
 
+A node of one rank has nothing to copy or to combine. Messages leave x and finished parts arrive in x, and what travels
+is each rank's own contribution, which fp16 and bf16 hold exactly: half the bytes of fp32, with the same bits.
+
 A slice that is small goes to every node whole, and every node adds all of it: one message's latency instead of two.
 """
 
@@ -38,7 +41,7 @@ from ...reduction import Reduction, partial_of
 from ...scratch import Scratch
 from ...topology import Topology
 from ..meeting import Entry, Meetings
-from .contributions import add, others, readable
+from .contributions import add, others, readable, travels_as_it_is
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -63,12 +66,16 @@ class _Views:
 
 @dataclass
 class _InFlight:
-    """One all-reduce in flight. sources: every local rank's x, where the node can read it; else None."""
+    """One all-reduce in flight.
+
+    views: None where nothing goes through the node's memory, and messages leave and enter x. size: elements of a
+    segment. sources: every local rank's x, where the node can read it; else None.
+    """
 
     x: Buffer
     op: Reduction
-    views: _Views
-    size: int  # elements of a segment
+    views: _Views | None
+    size: int
     factors: Sequence[float] = ()
     sources: list[Array] | None = None
     parts: dict[int, list[MPI.Request]] = field(default_factory=dict)
@@ -78,6 +85,11 @@ class _InFlight:
     def segments(self) -> int:
         """The number of segments."""
         return -(-self.x.size // self.size)
+
+    @property
+    def travels(self) -> np.dtype[Any]:
+        """The dtype of contributions in messages."""
+        return self.x.dtype.storage if self.views is None else self.x.dtype.accumulate
 
     def range(self, segment: int) -> tuple[int, int]:
         """Range of x's elements in the segment."""
@@ -98,7 +110,8 @@ class PipelinedAllReduce:
 
     def run(self, x: Buffer, op: Reduction) -> None:
         """Reduces x in place; bitwise equal on all ranks."""
-        run = _InFlight(x, op, self._shared(x.dtype), SEGMENT_BYTES // x.dtype.itemsize)
+        views = None if travels_as_it_is(self._ranks, op) else self._shared(x.dtype)
+        run = _InFlight(x, op, views, SEGMENT_BYTES // x.dtype.itemsize)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         if place is None and x.size:
             self._copy_in(run, 0)
@@ -118,7 +131,7 @@ class PipelinedAllReduce:
         def is_segment(number: int) -> bool:
             return 0 <= number < run.segments
 
-        copies = is_segment(tick) and run.sources is None
+        copies = is_segment(tick) and run.sources is None and run.views is not None
         if copies:
             self._copy_in(run, tick)
         if is_segment(tick - 1):
@@ -129,12 +142,14 @@ class PipelinedAllReduce:
             wait_all(run.finished.pop(tick - 3))
         if is_segment(tick - 2):
             self._add(run, tick - 2)
-        if copies or is_segment(tick - 3):
+        if copies or (is_segment(tick - 3) and run.views is not None):
             self._meetings.barrier()
 
     # ---- stages -----------------------------------------------------------------------------------------------
 
     def _copy_in(self, run: _InFlight, segment: int) -> None:
+        if run.views is None:
+            return
         low, high = run.range(segment)
         slot = run.views.slots[segment % _SLOTS][self._rank]
         for peer, (start, stop) in enumerate(_even_ranges(high - low, self._ranks)):
@@ -144,13 +159,14 @@ class PipelinedAllReduce:
     def _combine(self, run: _InFlight, segment: int) -> None:
         low, high = run.range(segment)
         start, stop = _even_ranges(high - low, self._ranks)[self._rank]
-        if run.sources is not None:
-            inputs = [source[low + start : low + stop] for source in run.sources]
-        else:
-            inputs = [slot[start:stop] for slot in run.views.slots[segment % _SLOTS]]
-            inputs[self._rank] = run.x.flat[low + start : low + stop]
         partial = self._partial(run, segment, stop - start)
-        partial_of(run.op).combine(inputs, [partial], run.x.dtype, run.factors, self._scratch)
+        if run.views is not None:
+            if run.sources is not None:
+                inputs = [source[low + start : low + stop] for source in run.sources]
+            else:
+                inputs = [slot[start:stop] for slot in run.views.slots[segment % _SLOTS]]
+                inputs[self._rank] = run.x.flat[low + start : low + stop]
+            partial_of(run.op).combine(inputs, [partial], run.x.dtype, run.factors, self._scratch)
         ranges = self._ranges(run, stop - start)
         coming = self._coming(run, segment, ranges)
         run.parts[segment] = [self._across.Irecv([coming[node], MPI.BYTE], node, _PARTS) for node in self._others] + [
@@ -161,13 +177,19 @@ class PipelinedAllReduce:
         low, high = run.range(segment)
         start, stop = _even_ranges(high - low, self._ranks)[self._rank]
         ranges = self._ranges(run, stop - start)
-        result = run.views.results[segment % _RESULTS][self._rank][: stop - start]
+        if run.views is None:
+            result = run.x.flat[low:high]
+        else:
+            result = run.views.results[segment % _RESULTS][self._rank][: stop - start]
         contributions = self._coming(run, segment, ranges)
         mine = slice(*ranges[self._node])
         contributions[self._node] = self._partial(run, segment, stop - start)[mine]
         wait_all(run.parts.pop(segment))
         out = result[mine]
-        add(run.op, contributions, Buffer(out, run.x.dtype), self._nodes * self._ranks)
+        if run.views is None:
+            run.op.combine(contributions, [out], run.x.dtype, run.factors, self._scratch)
+        else:
+            add(run.op, contributions, Buffer(out, run.x.dtype), self._nodes * self._ranks)
         requests = run.finished[segment] = []
         if not self._is_whole(run, stop - start):
             requests += [
@@ -176,6 +198,8 @@ class PipelinedAllReduce:
             requests += [self._across.Isend([out, MPI.BYTE], node, _FINISHED) for node in self._others]
 
     def _copy_out(self, run: _InFlight, segment: int) -> None:
+        if run.views is None:
+            return
         low, high = run.range(segment)
         for peer, (start, stop) in enumerate(_even_ranges(high - low, self._ranks)):
             run.x.flat[low + start : low + stop] = run.views.results[segment % _RESULTS][peer][: stop - start]
@@ -190,7 +214,9 @@ class PipelinedAllReduce:
         return [(0, size)] * self._nodes if self._is_whole(run, size) else _even_ranges(size, self._nodes)
 
     def _partial(self, run: _InFlight, segment: int, size: int) -> Array:
-        """Memory for this node's sum of a slice, in the accumulating dtype."""
+        """Memory for this node's sum of a slice, in the accumulating dtype; that of x where it is no sum."""
+        if run.views is None:
+            return run.x.flat[slice(*run.range(segment))]
         return self._turn("partial", run, segment, size)
 
     def _coming(self, run: _InFlight, segment: int, ranges: Ranges) -> list[Array]:
@@ -200,7 +226,7 @@ class PipelinedAllReduce:
         return [memory[node * (high - low) : (node + 1) * (high - low)] for node in range(self._nodes)]
 
     def _turn(self, purpose: str, run: _InFlight, segment: int, size: int) -> Array:
-        dtype = run.x.dtype.accumulate
+        dtype = run.travels
         memory = self._scratch.take(f"{purpose} {segment % 2}", size * dtype.itemsize)
         return memory.view(dtype)
 

@@ -19,6 +19,11 @@ def others(node: int, nodes: int) -> list[int]:
     return [(node + step) % nodes for step in range(1, nodes)]
 
 
+def travels_as_it_is(local_ranks: int, op: Reduction) -> bool:
+    """Tells if what a node contributes is an array of one rank, not multiplied by anything: in its own dtype exact."""
+    return local_ranks == 1 and not op.premultiplied
+
+
 def readable(meeting: Meeting, x: Buffer) -> list[Array] | None:
     """Every local rank's x, if all of them lie where the node's ranks can read them."""
     if not meeting.pull:

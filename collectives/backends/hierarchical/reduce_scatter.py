@@ -11,6 +11,8 @@ A segment is a piece of every part:
 
 Nothing is copied in where the node can read every rank's input. The memory between input and output has a bounded
 size, whatever the operation's. A link carries n (N - 1) / N bytes of n in each direction, N nodes.
+
+Where a node has one rank, messages leave x itself, and fp16 and bf16 travel as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ...reduction import Reduction, partial_of
 from ...scratch import Scratch
 from ...topology import Topology
 from ..meeting import Entry, Meetings
-from .contributions import add, others, readable
+from .contributions import add, others, readable, travels_as_it_is
 
 Array = np.ndarray[Any, Any]
 Ranges = list[tuple[int, int]]
@@ -46,7 +48,7 @@ _TURNS = 2  # of all memory: a segment travels while the next one is combined
 class _InFlight:
     """One reduce-scatter in flight.
 
-    parts: the ranges of x. size: elements of a piece. sources: every local rank's x, or None.
+    parts: the ranges of x. size: elements of a piece. direct: messages leave x. sources: every local rank's x, or None.
     """
 
     out: Buffer
@@ -54,6 +56,7 @@ class _InFlight:
     op: Reduction
     parts: Ranges
     size: int
+    direct: bool
     factors: Sequence[float] = ()
     sources: list[Array] | None = None
     requests: dict[int, list[MPI.Request]] = field(default_factory=dict)
@@ -84,7 +87,8 @@ class PipelinedReduceScatter:
     def run(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
         """counts: elements for each rank. out may be this rank's part of x."""
         parts = list(pairwise((0, *accumulate(counts))))
-        run = _InFlight(out, x, op, parts, self._piece_bytes // x.dtype.accumulate.itemsize)
+        direct = travels_as_it_is(self._ranks, op)
+        run = _InFlight(out, x, op, parts, self._piece_bytes // x.dtype.accumulate.itemsize, direct)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         entry = Entry("reduce_scatter", x.dtype.name, op.name, 0, x.size, op.factor)
         meeting = self._meetings.meet(entry, place)
@@ -96,7 +100,7 @@ class PipelinedReduceScatter:
 
     def _tick(self, run: _InFlight, tick: int) -> None:
         """Runs one tick of the pipeline: what can begin a message comes before what waits for one."""
-        copies = run.sources is None and tick < run.segments
+        copies = run.sources is None and tick < run.segments and not run.direct
         if copies:
             self._copy_in(run, tick)
         if 0 < tick <= run.segments:
@@ -115,12 +119,14 @@ class PipelinedReduceScatter:
                 self._slot(run, segment, self._rank, number)[: high - low] = run.x.flat[low:high]
 
     def _combine(self, run: _InFlight, segment: int) -> None:
-        partial, coming = self._memory_of(run, "partial", segment), self._memory_of(run, "contributions", segment)
+        partial, coming = self._partial(run, segment), self._memory_of(run, "contributions", segment)
         sizes = []
         for node in range(self._nodes):
             number = node * self._ranks + self._rank
             low, high = run.piece(number, segment)
             sizes.append(high - low)
+            if run.direct:
+                continue
             if run.sources is not None:
                 inputs = [source[low:high] for source in run.sources]
             else:
@@ -142,9 +148,13 @@ class PipelinedReduceScatter:
         first, _ = run.parts[self._number]
         low, high = run.piece(self._number, segment)
         contributions = self._memory_of(run, "contributions", segment)
-        contributions[self._node] = self._memory_of(run, "partial", segment)[self._node]
+        contributions[self._node] = self._partial(run, segment)[self._node]
+        contributions = [c[: high - low] for c in contributions]
         out = run.out.part(low - first, high - first)
-        add(run.op, [c[: high - low] for c in contributions], out, self._nodes * self._ranks)
+        if run.direct:
+            run.op.combine(contributions, [out.flat], run.x.dtype, run.factors, self._scratch)
+        else:
+            add(run.op, contributions, out, self._nodes * self._ranks)
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -153,9 +163,15 @@ class PipelinedReduceScatter:
         """This rank's among all."""
         return self._node * self._ranks + self._rank
 
+    def _partial(self, run: _InFlight, segment: int) -> list[Array]:
+        """What this node contributes to the piece of each node: its sums, or pieces of x."""
+        if run.direct:
+            return [run.x.flat[slice(*run.piece(node, segment))] for node in range(self._nodes)]
+        return self._memory_of(run, "partial", segment)
+
     def _memory_of(self, run: _InFlight, purpose: str, segment: int) -> list[Array]:
-        """The memory of a piece for each node, in the accumulating dtype."""
-        dtype = run.x.dtype.accumulate
+        """The memory of a piece for each node, in the dtype in which contributions travel."""
+        dtype = run.x.dtype.storage if run.direct else run.x.dtype.accumulate
         nbytes = self._nodes * run.size * dtype.itemsize
         memory = self._scratch.take(f"{purpose} {segment % _TURNS}", nbytes).view(dtype)
         return [memory[node * run.size : (node + 1) * run.size] for node in range(self._nodes)]
