@@ -99,6 +99,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--unit", type=_number, default=0, metavar="N", help="with --params: parameters of the largest unit"
     )
+    parser.add_argument(
+        "--prefetch", type=int, default=1, metavar="N", help="units that stage 3 gathers ahead, over several nodes (1)"
+    )
     kept = parser.add_argument_group("activations of a transformer")
     kept.add_argument("--batch", type=int, help="sequences a rank a micro-step")
     kept.add_argument("--sequence", type=int, help="tokens of each")
@@ -147,6 +150,7 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
     settings |= {"masters": not options.no_masters, "activations": kept, "unit": options.unit}
     settings |= {"tp": options.tp, "slots": slots}
     settings |= {"step_in_backward": options.step_in_backward, "compress": options.compress}
+    settings |= {"prefetch": options.prefetch}
     of_zero = {"shard_ranks": options.shard_ranks, "reduce_dtype": options.reduce_dtype}  # DDP has neither
     rows = [
         estimate(model, options.ranks, options.nodes, stage, **settings, **(of_zero if stage else {}))

@@ -47,7 +47,6 @@ STATE_BYTES = {
     **dict.fromkeys(("adam8bit", "adamw8bit"), 2 + 8 / BLOCK),  # two codes, and a share of two scales
 }
 _ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one in flight
-_UNITS_AHEAD = 2  # units of stage 3 that are whole: the one that runs and the next; and the model's own
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,7 @@ def estimate(
     plan: Plan | str | None = None,
     slots: int = 0,
     compress: Compression | str | None = None,
+    prefetch: int = 1,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.
 
@@ -160,12 +160,13 @@ def estimate(
     slots: bytes, as from `slot_bytes`.
     compress: as of the engines; with `Compression(undo=True)` what undoes a skipped step is counted too, and between
         nodes what a rank has of its node's sums. States of a compressor are counted of a model, not of a number.
+    prefetch: units of stage 3 that may be whole ahead of the one that computes, over several nodes.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
     the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
     Raises ConfigurationError.
     """
-    _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb)
+    _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb, prefetch)
     data_ranks, data_nodes = _without_tp(ranks, nodes, tp, tp_rank, slots)
     methods = [None] if compress is None else [*compression(compress).candidates()]
     if step_in_backward and offload:
@@ -198,7 +199,7 @@ def estimate(
         passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
         buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
         if stage == 3 and over > local:
-            units = min(whole.own + _UNITS_AHEAD * whole.unit, whole.parameters)
+            units = min(whole.own + (1 + prefetch) * whole.unit, whole.parameters)
             buckets += units // local
         return Estimate(
             stage,
@@ -228,6 +229,7 @@ def _check(
     activations: int,
     unit: float,
     bucket_cap_mb: float,
+    prefetch: int,
 ) -> None:
     for name, value in {"ranks": ranks, "nodes": nodes}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -246,6 +248,8 @@ def _check(
     for name, number in {"activations": activations, "unit": unit}.items():
         if not 0 <= number < math.inf:
             raise ConfigurationError(f"{name}: got {number!r}; needs a number of at least 0")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigurationError(f"prefetch: got {prefetch!r}; needs how many units, 0 or more")
     if not 0 < bucket_cap_mb < math.inf:
         raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
 

@@ -75,6 +75,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gathers nothing. Weights then change in the step and inside `gathered` alone. False: as over several nodes.
     reshard_after_forward: where stage 3 gathers, release a unit between its forward and its backward pass. False: it
         stays whole, for fewer bytes sent and more in memory.
+    prefetch: where stage 3 gathers, how many units may be gathered ahead of the one that computes, for slow networks;
+        they are whole besides it and the model's own. The last prefetch + 1 units of a forward pass stay whole for its
+        backward pass. From 2 on the first units of a pass are gathered as soon as the step before it is done.
     shard_group: the ranks over which state is cut, when not over all: "node" for those of each node, or a Communicator
         from `split` for groups of one size. Ranks of other groups hold the same shards, and reduce their gradients.
     broadcast_buffers: rank 0's buffers (running statistics, ...) are broadcast in every step.
@@ -113,6 +116,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         broadcast_buffers: bool = True,
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
+        prefetch: int = 1,
         shard_group: Communicator | str | None = None,
         precision: Precision | None = None,
         offload: Offload | str | None = None,
@@ -136,6 +140,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             broadcast_buffers=broadcast_buffers,
             share_in_node=share_in_node,
             reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
             shard_group=shard_group,
             precision=precision,
             offload=offload,

@@ -22,7 +22,7 @@ from ..stepping.optimizer_class import refuse_class
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None
 
 
-def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> None:
+def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any, prefetch: Any) -> None:
     """Refuses what cannot work whatever the model holds."""
     if not isinstance(model, torch.nn.Module):
         optimizer = optimizer_class.__name__ if isinstance(optimizer_class, type) else "AdamW"
@@ -56,6 +56,8 @@ def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any) -> N
         raise ConfigurationError(f"stage: got {stage!r}; needs 1, 2 or 3")
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
         raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigurationError(f"prefetch: got {prefetch!r}; needs how many units, 0 or more")
 
 
 def refuse_placements(

@@ -210,7 +210,7 @@ def _check(
 ) -> tuple[ShardGroup, _Plan]:
     """Checks all arguments, on all ranks, and plans what is to be done. Collective; the model stays as it is."""
     stage, cap = options.stage, options.bucket_cap_mb
-    check_everywhere(world, lambda: arguments.check(model, optimizer_class, stage, cap))
+    check_everywhere(world, lambda: arguments.check(model, optimizer_class, stage, cap, options.prefetch))
     check_everywhere(world, lambda: [flag(name, value) for name, value in options.flags().items()])
     group = ShardGroup.of(world, options.shard_group)
     groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
@@ -220,6 +220,7 @@ def _check(
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
     compress = check_everywhere(world, lambda: None if options.compress is None else compression(options.compress))
     compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type, "compress": compress}
+    compared |= {"prefetch": options.prefetch}
     check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})
     check_models_agree(world, model)
     conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
@@ -324,6 +325,7 @@ def _cut_parameters(
         world=group.world,
         share_in_node=options.share_in_node,
         reshard_after_forward=options.reshard_after_forward,
+        prefetch=options.prefetch,
     )
 
 

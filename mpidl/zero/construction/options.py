@@ -30,6 +30,7 @@ class Options:
     broadcast_buffers: bool
     share_in_node: bool
     reshard_after_forward: bool
+    prefetch: int
     shard_group: Communicator | str | None
     precision: Precision | None
     offload: Offload | str | None

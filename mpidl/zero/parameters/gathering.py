@@ -6,7 +6,7 @@
 So the ranks need not run the same units, nor in the same order: a rank that wants nothing of a round takes part in it
 with the unit that it will want next. A round is one operation of the Communicator, in its own thread: an all-gather of
 messages, then an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same
-messages and so run the same operations. In the usual case all want the same unit, one ahead of the one that computes.
+messages and so run the same operations. In the usual case all want the same unit, some ahead of the one that computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
 one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.
@@ -185,14 +185,37 @@ def _messages(comm: Communicator, units: int) -> tuple[np.ndarray[Any, Any], np.
 
 
 class Forecast:
-    """Predicts the unit that comes next: the one that followed the last two the time before."""
+    """Predicts the uses of units that come next: each is the one that followed the two before it the last time.
 
-    def __init__(self) -> None:
-        self._next: dict[tuple[int, ...], int] = {}
-        self._last: tuple[int, ...] = (-1, -1, 0)
+    own: number of the model's own unit, which is whole from the beginning of a pass to its end.
+    """
 
-    def after(self, number: int, backward: bool) -> int | None:
-        """Notes that a unit is used; returns the number of the unit to expect next, None if it is not known."""
-        self._next[self._last] = number
-        self._last = (self._last[1], number, int(backward))
-        return self._next.get(self._last)
+    def __init__(self, own: int) -> None:
+        self._own = own
+        self._next: dict[tuple[int, int, bool], tuple[int, bool]] = {}
+        self._last: tuple[int, int, bool] = (-1, -1, False)
+
+    def note(self, number: int, backward: bool) -> None:
+        """Notes that a unit is used."""
+        self._next[self._last] = number, backward
+        self._last = self._last[1], number, backward
+
+    def ahead(self, count: int, next_pass: bool = False) -> list[int]:
+        """The numbers of the next `count` different units, and of the own one if it comes before; fewer if unknown.
+
+        They are those of the pass under way, which ends with a backward pass; with next_pass of the one after it.
+        """
+        found: dict[int, None] = {}
+        seen, at = set(), self._last
+        while at in self._next and at not in seen:
+            seen.add(at)
+            number, backward = self._next[at]
+            ends = at[2] and not backward
+            if ends and not next_pass:
+                break
+            next_pass = next_pass and not ends
+            if number != self._own and len(found) - (self._own in found) == count:
+                break
+            found[number] = None
+            at = at[1], number, backward
+        return list(found)

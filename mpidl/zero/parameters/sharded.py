@@ -4,7 +4,11 @@
                 backward:  unshard -> compute -> reshard          unit i - 1 is prefetched meanwhile
     model's own             unshard ------------------> reshard   the embedding and the output layer: until the end
 
-A node gathers a unit once, into memory that its ranks share. The unit to prefetch is the one that came next the last
+With `prefetch=n` a rank asks for the window of the next n units. One that is in it when it is resharded stays whole, so
+the last ones of a forward pass are there for its backward pass. From n = 2 on the first ones of a pass are gathered
+when the step before it is done.
+
+A node gathers a unit once, into memory that its ranks share. The units to prefetch are those that came next the last
 time. Each rank may run units of its own choice, as the ranks agree on every gather (`gathering`). An operator that
 reads a parameter while its unit is resharded has the unit gathered first (`released`).
 
@@ -18,9 +22,9 @@ in a round:
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
     in the program's own operation  the rank in the round finds out, and raises an error that names the operation
 
-`release` drains before a step, so every rank has ended its use of what was gathered before any shard changes. `publish`
-after the step does nothing unless a `gathered` block is open, whose units it gathers anew: others are gathered when
-they are next used.
+`release` drains before a step, so every rank has ended its use of what was gathered before any shard changes, and no
+unit is whole. `publish` after the step gathers anew the units of open `gathered` blocks. From n = 2 on it also starts
+rounds for the next pass, as many on every rank, so that none of these waits for a rank that has not started it.
 """
 
 from __future__ import annotations
@@ -65,6 +69,7 @@ class ShardedParameters(ParameterStrategy):
     world: the user's Communicator, in which others may wait for a rank that gathers; by default comm.
     share_in_node: gather once for all ranks of a node, in the host's memory.
     reshard_after_forward: reshard units between their forward and their backward pass.
+    prefetch: number of units that may be gathered ahead of the one that computes.
     """
 
     write_effect: ClassVar = "the change went into a copy that is given up, and not into the shards"
@@ -80,6 +85,7 @@ class ShardedParameters(ParameterStrategy):
         world: Communicator | None = None,
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
+        prefetch: int = 1,
     ) -> None:
         self._watch = watch
         self._reshards = reshard_after_forward
@@ -96,8 +102,11 @@ class ShardedParameters(ParameterStrategy):
         ]
         self._root = self._units[-1]
         self._rounds = GatherRounds(comm, self._units, place.device)
-        self._forecast = Forecast()
-        self._prefetches: dict[GatheredUnit, GatherRound] = {}
+        self._forecast, self._count_ahead = Forecast(self._root.number), prefetch
+        self._window: set[int] = set()  # numbers of the units that are to be whole for the uses that come next
+        self._prefetches: dict[GatheredUnit, GatherRound] = {}  # of them, those that are not held, and their rounds
+        self._gathered_in: dict[GatheredUnit, GatherRound] = {}  # the rounds by which units became whole here last
+        self._for_next_pass: list[GatherRound] = []  # started by `publish`, as many on every rank
         self._forward_running: list[int] = []  # modules in their forward pass: the model, or parts that hold units
         self._trained_since_step = False  # whether there was a forward pass with gradients since the last step
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -306,13 +315,25 @@ class ShardedParameters(ParameterStrategy):
         return {unit.number for unit in self._units if unit.is_held} | {unit.number for unit in self._prefetches}
 
     def _unshard_and_prefetch(self, unit: GatheredUnit, watched: bool = False) -> None:
-        """Returns when the unit is whole and held, and has started the gather of the unit expected next."""
+        """Returns when the unit is whole and held, and has started the gathers of the units expected next."""
         self._unshard(unit, watched)
-        number = self._forecast.after(unit.number, self._watch.active or inside_backward())
-        if number is not None and not self._units[number].is_held and self._units[number] not in self._prefetches:
-            self._prefetches.clear()  # a prefetch that was not used is not asked for any longer
-            held = self._held_numbers() | {number}
-            self._prefetches[self._units[number]] = self._rounds.start(number, held, Purpose.AHEAD)
+        self._forecast.note(unit.number, self._watch.active or inside_backward())
+        ahead = self._forecast.ahead(self._count_ahead)
+        self._window = set(ahead)
+        for other in [other for other in self._prefetches if other.number not in self._window]:
+            del self._prefetches[other]  # it was not used, and is not asked for any longer
+        for number in ahead:
+            self._prefetch(number)
+
+    def _prefetch(self, number: int | None) -> GatherRound | None:
+        """Starts a round to gather a unit ahead of its use, unless it is there or asked for. None: of no unit."""
+        if number is not None:
+            unit = self._units[number]
+            if not unit.is_held and unit not in self._prefetches:
+                started = self._rounds.start(number, self._held_numbers() | {number}, Purpose.AHEAD)
+                self._prefetches[unit] = started
+                return started
+        return None
 
     def _unshard(self, unit: GatheredUnit, watched: bool = False) -> None:
         if unit.is_held:
@@ -325,6 +346,7 @@ class ShardedParameters(ParameterStrategy):
             while not started.served:  # some rank's engine is gone, and gathers nothing
                 started = self._rounds.start(unit.number, self._held_numbers(), Purpose.NEEDED)
                 self._wait_for_others(unit, started)
+            self._gathered_in[unit] = started
             unit.hold(watched)
 
     def _wait_for_others(self, unit: GatheredUnit, started: GatherRound) -> None:
@@ -356,10 +378,13 @@ class ShardedParameters(ParameterStrategy):
     def _reshard_if_unused(self, unit: GatheredUnit) -> None:
         if unit.state is UnitState.HELD and not unit.pin_count:
             unit.release(self._before_read)
+            if unit.number in self._window:  # every message since that round has said that it is held
+                self._prefetches[unit] = self._gathered_in[unit]
 
     def end_backward(self) -> None:
         """Releases all units on this rank, also those that were held to the end of the pass."""
         self._prefetches.clear()
+        self._window.clear()
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
@@ -384,6 +409,7 @@ class ShardedParameters(ParameterStrategy):
         self.end_backward()
         self._trained_since_step = False
         self.drain()
+        self._for_next_pass.clear()
 
     def drain(self) -> None:
         """Returns when every round has been joined by all ranks. Collective; errors as of `release`.
@@ -415,12 +441,28 @@ class ShardedParameters(ParameterStrategy):
                     self._rounds.start(None, self._held_numbers(), Purpose.REDUCES)
 
     def publish(self) -> None:
-        """Gathers anew the units that `gathered` blocks keep whole; all others are gathered at their next use."""
+        """Gathers anew the units that `gathered` blocks keep whole, and starts to gather the next pass's first ones."""
         pinned = [unit for unit in self._units if unit.pin_count]
         if pinned:
             self._rounds.refresh([unit.number for unit in pinned])
             for flat in (flat for unit in pinned for flat in unit.flats):
                 flat.follow()
+        if self._count_ahead > 1:
+            self._prefetch_next_pass()
+
+    def _prefetch_next_pass(self) -> None:
+        """Starts as many rounds on every rank, whatever it expects: those of the own unit and of a window."""
+        ahead: list[int | None] = [*self._forecast.ahead(self._count_ahead, next_pass=True)]
+        self._window = {number for number in ahead if number is not None}
+        for number in ahead + [None] * (self._count_ahead + 1 - len(ahead)):
+            started = self._prefetch(number) or self._rounds.start(None, self._held_numbers(), Purpose.AHEAD)
+            self._for_next_pass.append(started)
+
+    def wait_for_gathers(self) -> None:
+        """Returns when the gathers are complete that `publish` has started, on all ranks alike. Local."""
+        for started in self._for_next_pass:
+            started.wait()
+        self._for_next_pass.clear()
 
     # ---- whole parameters -------------------------------------------------------------------------------------------
 

@@ -131,6 +131,9 @@ def test_units_are_whole_once_a_node_and_not_at_all_on_one() -> None:
     assert two.buckets == gradients + (own + 2 * block) // 4
     assert two.node_total == 4 * two.total
     assert estimate(1e6, 8, 2, unit=1e4).buckets == 3 * 4e4 + 3 * 4e4 // 4
+    for ahead in (0, 3):
+        assert estimate(1e6, 8, 2, unit=1e4, prefetch=ahead).buckets == 3 * 4e4 + (2 + ahead) * 4e4 // 4
+    assert estimate(model, 8, 2, prefetch=100).buckets == gradients + one.parameters * 8 // 4, "no more than there are"
 
 
 def test_hybrid_sharding_cuts_over_the_group_and_gathers_inside_it() -> None:
@@ -182,6 +185,7 @@ def test_whole_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
         ((1e6, 4), {"unit": 1e7}, "needs no more than all"),
         ((1e6, 4), {"activations": -1}, "activations: got -1"),
         ((1e6, 4), {"bucket_cap_mb": 0}, "bucket_cap_mb: got 0"),
+        ((1e6, 4), {"prefetch": -1}, "prefetch: got -1; needs how many units"),
         ((1e6, 4), {"shard_ranks": 3}, "shard_ranks: got 3; needs a whole number that cuts 4 ranks"),
         ((1e6, 12, 3), {"shard_ranks": 6}, "shard_ranks: got 6 with 4 ranks a node"),
         ((1e6, 4), {"shard_ranks": 2, "stage": 0}, "DDP cuts nothing"),

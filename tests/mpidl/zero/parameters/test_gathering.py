@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,15 +73,21 @@ def padded(sizes: Sequence[int], ranks: int) -> int:
     return -(-lines // ranks) * ranks * 64
 
 
-def test_each_unit_is_gathered_once_forward_and_once_backward(comm, ranks_in_step) -> None:
-    """The last block stays from forward to backward, as it is the first that backward needs."""
-    _, _, seen = trained(comm)
+@pytest.mark.parametrize("prefetch", [0, 1, 2, BLOCKS])
+def test_each_unit_is_gathered_once_forward_and_once_backward(comm, ranks_in_step, prefetch: int) -> None:
+    """The last blocks stay from forward to backward, as many as may be whole, as they are what backward needs first."""
+    _, optimizer, seen = trained(comm, prefetch=prefetch)
     if comm.size == 1:
         return
     block, head = padded([WIDTH * WIDTH, WIDTH], comm.size), padded([WIDTH, 1], comm.size)
-    for step in seen:
-        assert step["gathers"] == (BLOCKS + 1) + (BLOCKS - 1)
-        assert step["gathered_bytes"] == (2 * BLOCKS - 1) * block + head
+    assert seen[0]["gathers"] == (BLOCKS + 1) + (BLOCKS - 1)  # the order is not known yet
+    whole = min(prefetch + 1, BLOCKS)
+    for step in seen[2:]:  # from 2 ahead on, a step gathers for the one after it
+        assert step["gathers"] == (BLOCKS + 1) + (BLOCKS - whole)
+        assert step["gathered_bytes"] == (2 * BLOCKS - whole) * block + head
+    assert optimizer.traffic().peak_bytes == whole * block + head
+    if prefetch:
+        assert seen[-1]["ahead"] >= 2 * BLOCKS - 1
 
 
 def test_units_are_gathered_ahead_once_their_order_is_known(comm, ranks_in_step) -> None:
@@ -111,7 +118,14 @@ def test_units_may_stay_whole_from_forward_to_backward(comm, ranks_in_step) -> N
 
 def test_ways_to_gather_change_no_bit(comm) -> None:
     weights = []
-    for settings in ({}, {"reshard_after_forward": False}, {"share_in_node": True}):
+    for settings in (
+        {},
+        {"reshard_after_forward": False},
+        {"share_in_node": True},
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"prefetch": 3, "reshard_after_forward": False},
+    ):
         _, optimizer, _ = trained(comm, **settings)
         weights.append(optimizer.model_state_dict())
     for other in weights[1:]:
@@ -175,6 +189,45 @@ def test_a_parameter_that_is_not_whole_is_refused_by_name_or_gathered(comm) -> N
     assert torch.equal(weight.square(), expected.square())  # a part of the loss
     optimizer.step()
     assert type(weight) is not nn.Parameter
+
+
+def test_shards_that_change_after_the_next_pass_was_prefetched_are_gathered_anew(comm) -> None:
+    """By a block, by loading, by a step with the gradients of two passes, and after an evaluation."""
+    models, optimizers = [], []
+    for settings in ({}, {"prefetch": 3}):
+        model, optimizer, _ = trained(comm, **settings)
+        models.append(model)
+        optimizers.append(optimizer)
+    found = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        with optimizer.gathered(), torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        losses = [model(torch.ones(2, WIDTH)).item()]
+        optimizer.step()
+        kept = optimizer.state_dict(), optimizer.model_state_dict()
+        for _ in range(2):
+            for scale in (1.0, 2.0):
+                loss = model(torch.full((2, WIDTH), scale))
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(model(torch.ones(2, WIDTH)).item())
+        optimizer.load_model_state_dict(kept[1])
+        losses.append(model(torch.ones(2, WIDTH)).item())
+        optimizer.step()
+        found.append((losses, optimizer.model_state_dict()))
+    (first, weights), (second, others) = found
+    assert first == second
+    assert comm.rank or all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, True])
+def test_a_prefetch_that_is_no_number_of_units_is_refused(comm, wrong: Any) -> None:
+    with pytest.raises(mpidl.ConfigurationError, match=re.escape(f"prefetch: got {wrong!r}; needs how many units")):
+        trained(comm, steps=0, prefetch=wrong)
 
 
 def test_inside_gathered_no_gradient_can_be_used(comm) -> None:
@@ -322,8 +375,14 @@ def test_engines_one_after_the_other_use_the_same_communicators(comm) -> None:
     assert count <= 6
 
 
-def test_the_next_use_is_the_one_that_followed_the_same_two_uses() -> None:
-    forecast = Forecast()
+def test_the_next_uses_are_those_that_followed_the_same_two_uses() -> None:
+    forecast, one, two, after = Forecast(own=9), [], [], []
     for _ in range(2):
-        told = [forecast.after(n, b) for n, b in ((9, False), (0, False), (1, False), (1, True), (0, True))]
-    assert told == [None, 1, 1, 0, 9]
+        for use in ((9, False), (0, False), (1, False), (1, True), (0, True)):
+            forecast.note(*use)
+            one.append(forecast.ahead(1))
+            two.append(forecast.ahead(2))
+            after.append(forecast.ahead(1, next_pass=True))
+    assert one[5:] == [[], [1], [1], [0], []]  # what began the first pass is not what begins those after others
+    assert two[5:] == [[], [1, 0], [1, 0], [0], []]
+    assert after[-1] == [9, 0]
