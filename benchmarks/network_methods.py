@@ -1,0 +1,147 @@
+"""The methods of `bench_slow_network.py`: how each is built, and how many bytes it sends by formula.
+
+To add one is a line in METHODS. A compressor needs none: its name is what `compress=` takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mpidl
+from bench_training import SETTINGS, Engine, plain
+from collectives import Communicator
+from mpidl.comm_hooks import bf16_compress
+from mpidl.errors import UsageError
+from mpidl.models.gpt2 import GPT2
+
+BASE, ALONE = "ddp", "single"
+Adam = torch.optim.AdamW
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the ranks that train it. total: bytes of its gradients in fp32. blocks: of them, each unit's."""
+
+    total: float
+    blocks: Sequence[float]
+    sizes: Sequence[torch.Size]
+    nodes: int
+    ranks: int
+
+    def all_reduced(self, nbytes: float) -> float:
+        """Bytes that a node sends to sum so many over the nodes."""
+        return 2 * nbytes * (self.nodes - 1) / self.nodes
+
+    def in_rings(self, nbytes: float) -> float:
+        """Bytes that a node sends if the ranks of all nodes are one ring."""
+        return 2 * nbytes * (self.ranks - 1) / self.ranks if self.nodes > 1 else 0
+
+    def zero3_gathers(self, whole: int) -> float:
+        """Bytes that ZeRO-3 gathers in a step. whole: blocks that stay from forward to backward."""
+        return self.total + sum(self.blocks[: max(0, len(self.blocks) - whole)])
+
+    def zero3(self, whole: int) -> float:
+        """Bytes that a node sends in ZeRO-3."""
+        return self.all_reduced(self.zero3_gathers(whole) + self.total) / 2
+
+    def power_sgd(self, rank: int, min_rate: float = 2) -> float:
+        """Bytes of PowerSGD's factors and of the tensors that they would not make smaller."""
+        elements = 0
+        for size in self.sizes:
+            n, m = size[0], size.numel() // size[0]
+            factors = (n + m) * rank
+            elements += factors if factors * min_rate < n * m else n * m
+        return 4.0 * elements
+
+
+@dataclass(frozen=True)
+class Method:
+    """make: builds the engine around a model. sends: bytes that a node sends in a step, by formula."""
+
+    make: Callable[[GPT2, Communicator], Engine]
+    sends: Callable[[Shape], float]
+    is_peer: bool = False  # torch.distributed's
+
+
+def ddp(hook: Callable[..., Any] | None = None, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+    """This project's DDP."""
+
+    def make(model: GPT2, comm: Communicator) -> Engine:
+        wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
+        if hook is not None:
+            wrapped.register_comm_hook(comm, hook)
+        return plain(wrapped, Adam(model.parameters(), **SETTINGS))
+
+    return make
+
+
+def zero(stage: int, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+    """This project's ZeRO."""
+    return lambda model, comm: plain(
+        model, mpidl.ZeroOptimizer(model, Adam, stage=stage, process_group=comm, **settings, **SETTINGS)
+    )
+
+
+def torch_ddp(hook: str | None = None, rank: int = 4) -> Callable[[GPT2, Communicator], Engine]:
+    """PyTorch's DDP over gloo."""
+
+    def make(model: GPT2, comm: Communicator) -> Engine:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        # The hook's all-reduces of several buckets meet each other over gloo, which has no order for them.
+        cap = 1024 if hook == "powersgd" else None
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap)
+        if hook == "bf16":
+            # By another function, as DDP refuses this one without NCCL, although gloo can do what it asks for.
+            wrapped.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return plain(wrapped, Adam(model.parameters(), **SETTINGS))
+
+    return make
+
+
+AHEAD = 3
+METHODS: dict[str, Method] = {
+    "single": Method(lambda model, _: plain(model, Adam(model.parameters(), **SETTINGS)), lambda s: 0),
+    "ddp": Method(ddp(), lambda s: s.all_reduced(s.total)),
+    "zero1": Method(zero(1), lambda s: s.all_reduced(s.total)),
+    "zero2": Method(zero(2), lambda s: s.all_reduced(s.total)),
+    "zero3": Method(zero(3), lambda s: s.zero3(2)),
+    "zero3-ahead": Method(zero(3, prefetch=AHEAD), lambda s: s.zero3(AHEAD + 1)),
+    "zero3-keep": Method(zero(3, reshard_after_forward=False), lambda s: s.all_reduced(s.total)),
+    "zero3-node": Method(zero(3, shard_group="node"), lambda s: s.all_reduced(s.total)),
+    "bf16": Method(ddp(bf16_compress), lambda s: s.all_reduced(s.total / 2)),
+    "torch-ddp": Method(torch_ddp(), lambda s: s.in_rings(s.total), is_peer=True),
+    "torch-bf16": Method(torch_ddp("bf16"), lambda s: s.in_rings(s.total / 2), is_peer=True),
+    "torch-powersgd": Method(torch_ddp("powersgd"), lambda s: s.in_rings(s.power_sgd(4)), is_peer=True),
+}
+
+
+def method_of(name: str) -> Method:
+    """The method of a name; of another than those of METHODS, an engine with `compress=`."""
+    if name in METHODS:
+        return METHODS[name]
+    engine, plus, compress = name.rpartition("+")
+    stage = int(engine[-1]) if re.fullmatch("zero[123]", engine) else 0
+    if (plus and not stage and engine != BASE) or not compress:
+        raise UsageError(
+            f"--methods: got {name!r}; needs any of {','.join(METHODS)}, a compressor, or ENGINE+compressor "
+            "with ddp, zero1, zero2 or zero3"
+        )
+
+    def sends(shape: Shape) -> float:
+        from mpidl.gradients.compression.settings import compression
+
+        made = compression(compress).compressor()
+        reduced: float = made.sent_bytes(round(shape.total / 4), shape.nodes, not stage, shape.sizes)
+        gathered = (0, shape.total, shape.total, shape.zero3_gathers(2))[stage]
+        return reduced + shape.all_reduced(gathered) / 2
+
+    return Method(zero(stage, compress=compress) if stage else ddp(compress=compress), sends)
