@@ -7,7 +7,7 @@ from ..lazy import lazily
 if TYPE_CHECKING:
     from .adam8bit import Adam8bit, AdamW8bit
     from .diloco import DiLoCo
-    from .dion import Dion, dion_hook
+    from .dion import Dion, DionState, dion_hook
     from .ema import EMA
     from .lamb import LAMB
     from .lars import LARS
@@ -24,7 +24,7 @@ else:  # the engines need few modules of this package
     _MODULES = {
         "adam8bit": ("Adam8bit", "AdamW8bit"),
         "diloco": ("DiLoCo",),
-        "dion": ("Dion", "dion_hook"),
+        "dion": ("Dion", "DionState", "dion_hook"),
         "ema": ("EMA",),
         "lamb": ("LAMB",),
         "lars": ("LARS",),
@@ -47,6 +47,7 @@ __all__ = [
     "AdamW8bit",
     "DiLoCo",
     "Dion",
+    "DionState",
     "OneBitAdam",
     "OneBitLamb",
     "PeriodicAverager",

@@ -11,12 +11,12 @@ gradient, and the gradients of matrices need no reduction at all. Source: Ahn et
 Orthonormalized Updates", algorithm 1 and its distributed form.
 
     optimizer = mpidl.optim.Dion([{"params": matrices}, {"params": others, "rule": "adamw"}], process_group=comm)
-    wrapped.register_comm_hook(optimizer, mpidl.optim.dion_hook)        of a DistributedDataParallel
+    wrapped.register_comm_hook(mpidl.optim.DionState(optimizer), mpidl.optim.dion_hook)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -190,7 +190,7 @@ class Dion(torch.optim.Optimizer):
     def average_momenta(self) -> None:
         """Replaces each rank's momenta by their mean, which changes no later step but for rounding. Collective.
 
-        To be called before mpidl.checkpoint.save, which refuses states that differ between ranks.
+        mpidl.checkpoint.save has it done by the hook's DionState.
         """
         held = [self.state.get(p, {}) for group in self.param_groups for p in group["params"]]
         entries = [entry for entry in held if "momentum" in entry]
@@ -204,11 +204,26 @@ class Dion(torch.optim.Optimizer):
         return super().state_dict()
 
 
-def dion_hook(optimizer: Dion, bucket: GradBucket) -> Handle:
-    """DDP's communication hook: averages gradients, but for those of Dion's matrices, which stay each rank's own.
+class DionState:
+    """State of `dion_hook`. optimizer: a Dion whose process group is the wrapper's."""
 
-    optimizer: the hook's state; a Dion with the wrapper's process group.
-    """
+    def __init__(self, optimizer: Dion) -> None:
+        fits = isinstance(optimizer, Dion) and optimizer.process_group is not None
+        require("optimizer", type(optimizer).__name__, fits, "a Dion with process_group=")
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, str]:
+        """Averages the momenta, so that a checkpoint finds the same state on all ranks. Collective."""
+        self.optimizer.average_momenta()
+        return {"momenta": "mean"}
+
+    def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
+        """Does nothing: the state is the optimizer's."""
+
+
+def dion_hook(state: DionState, bucket: GradBucket) -> Handle:
+    """DDP's communication hook: averages gradients, but for those of Dion's matrices, which stay each rank's own."""
+    optimizer = state.optimizer
     matrices = optimizer.matrices()
     others = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in matrices]
     if len(others) == len(bucket.gradients()):

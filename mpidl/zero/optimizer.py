@@ -116,7 +116,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         broadcast_buffers: bool = True,
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
-        prefetch: int = 1,
         shard_group: Communicator | str | None = None,
         precision: Precision | None = None,
         offload: Offload | str | None = None,
@@ -126,6 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         step_in_backward: bool = False,
         mesh: Mesh | None = None,
         compress: Compression | Compressor | str | None = None,
+        prefetch: int = 1,
         **kwargs: Any,
     ) -> None:
         self.stage = stage

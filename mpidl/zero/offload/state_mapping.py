@@ -83,7 +83,10 @@ def _widened(part: OffloadedSlice, group: SubGroup, chunk: Chunk, file: SwapFile
     if file is not None:
         file.forget()
         own = slice(chunk.start, chunk.stop)
-        entry = {**entry, **{name: file.tensor(part, name, chunk.states[name])[own] for name in chunk.present}}
+        large = {name: file.tensor(part, name, chunk.states[name])[own] for name in chunk.present}
+        entry = {
+            name: large[name] if name in large else entry[name] for name in chunk.keys
+        }  # in one order on all ranks
     inner: Any = group.inner
     widened: dict[str, Any] = inner.widen(entry)
     return widened
