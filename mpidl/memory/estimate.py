@@ -29,8 +29,8 @@ from ..errors import ConfigurationError
 from ..gradients.buckets import FIRST_BUCKET_MB, assign
 from ..gradients.compression import Compression
 from ..gradients.compression.settings import compression
-from ..optim.adam8bit import LEAST
 from ..optim.blockwise import BLOCK
+from ..optim.elementwise import EIGHT_BIT_LEAST
 from ..tensor import Plan
 from ..tensor.counting import outline
 from .process import MIB
@@ -176,7 +176,9 @@ def estimate(
     _check_groups(data_ranks, data_nodes, stage, over)
     each = _state_bytes(optimizer)
     eight_bit = not isinstance(optimizer, int | float) and each == STATE_BYTES["adam8bit"]
-    state = _State(each, isinstance(optimizer, str | type) and not eight_bit, masters, LEAST if eight_bit else 0)
+    state = _State(
+        each, isinstance(optimizer, str | type) and not eight_bit, masters, EIGHT_BIT_LEAST if eight_bit else 0
+    )
     reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
     if reduced is not None and dtype in ("bf16", "fp16"):  # as ZeroOptimizer, of which these are the precision

@@ -20,10 +20,9 @@ import torch
 from ..errors import ConfigurationError
 from ..optimizer_trial import StepNeeds
 from .blockwise import BLOCK, blocks, decode, encode
-from .elementwise import whole_size
+from .elementwise import EIGHT_BIT_LEAST, whole_size
 from .trust import require
 
-LEAST = 4096  # elements from which on a parameter's moments are in 8 bits
 _CHUNK = 1 << 15  # elements of a parameter on a CPU at a time, so that they stay in its caches
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # by name: signed
 _SCALE = "_scale"
@@ -173,7 +172,7 @@ class Adam8bit(torch.optim.Optimizer):
         made = dict(entry)
         if not torch.is_tensor(made.get("step")):
             made["step"] = torch.tensor(float(made.get("step", 0)))
-        if whole_size(p) < LEAST:
+        if whole_size(p) < EIGHT_BIT_LEAST:
             return made
         for name, signed in _MOMENTS.items():
             given = made[name].detach().reshape(-1)

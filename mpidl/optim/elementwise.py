@@ -9,6 +9,8 @@ import torch
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})  # that torch's optimizers keep, one for a whole parameter
 
+EIGHT_BIT_LEAST = 4096  # elements from which on a parameter's moments are in 8 bits (`adam8bit`)
+
 _REPLICATED = "_mpidl_replicated"  # attribute of a tensor
 _WHOLE_SIZE = "_mpidl_whole_size"
 

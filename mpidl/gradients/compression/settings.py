@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -18,8 +20,6 @@ from ...errors import ConfigurationError
 from .blockwise import Blockwise
 from .casts import Cast
 from .compressor import Compressor
-from .gradzip import GradZIP
-from .powersgd import PowerSGD
 
 WHERE = ("between_nodes", "everywhere")
 
@@ -29,9 +29,9 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "fp16": lambda given: _without("fp16", given, Cast(torch.float16)),
     "int8": lambda given: _without("int8", given, Blockwise(8)),
     "int4": lambda given: _without("int4", given, Blockwise(4)),
-    "sign": lambda given: _without("sign", given, _sign()),
-    "powersgd": PowerSGD.of,
-    "gradzip": GradZIP.of,
+    "sign": lambda given: _without("sign", given, _imported("sign", "Sign")()),
+    "powersgd": lambda given: _imported("powersgd", "PowerSGD").of(given),
+    "gradzip": lambda given: _imported("gradzip", "GradZIP").of(given),
 }
 
 
@@ -110,13 +110,12 @@ def compression(given: Compression | Compressor | str) -> Compression:
     return given if isinstance(given, Compression) else Compression(given)
 
 
-def _sign() -> Compressor:
-    from .sign import Sign  # which few programs need
-
-    return Sign()
-
-
 def _without(name: str, given: str | None, made: Compressor) -> Compressor:
     if given is not None:
         raise ConfigurationError(f"compress: got {name}:{given}; {name} has no settings")
     return made
+
+
+def _imported(module: str, name: str) -> Any:
+    """A class of a module that few programs need."""
+    return getattr(import_module(f"..{module}", __name__), name)

@@ -18,8 +18,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
-from ...optim.adam8bit import LEAST
-from ...optim.elementwise import note_whole_size
+from ...optim.elementwise import EIGHT_BIT_LEAST, note_whole_size
 from ...optimizer_trial import without_parameters
 from .offloaded_slice import HALVES
 from .settings import Offload
@@ -52,7 +51,7 @@ def needed(make: Make, groups: Groups, halves: bool, ranks: int) -> int:
         for p in group["params"]:
             half = halves or p.dtype in HALVES
             dtype = torch.float32 if half else p.dtype
-            key = (dtype, p.numel() < LEAST)
+            key = (dtype, p.numel() < EIGHT_BIT_LEAST)
             if key not in each:
                 each[key] = [kind.itemsize for kind in foresee(make, group, dtype, p.numel()).values()]
             master = dtype.itemsize if half or p.device.type != "cpu" else 0

@@ -22,7 +22,7 @@ from collectives.devices import HOST, Place
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, Piece
 from ...job.agreement import check_everywhere, first_problem, is_anywhere
-from ...optim.adam8bit import LEAST
+from ...optim.elementwise import EIGHT_BIT_LEAST
 from ...optim.trust import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ...replicas.consistency import check_settings_agree
@@ -154,7 +154,7 @@ class OffloadedOptimizer(InnerOptimizer):
     def _states(self, number: int, values: torch.Tensor) -> dict[str, torch.dtype]:
         """The tensors that the optimizer keeps for a parameter of a group, found out on one of a few elements."""
         size = self._slices[values].shard.layout.sizes[self._slices[values].index]
-        key = (number, values.dtype, size < LEAST)
+        key = (number, values.dtype, size < EIGHT_BIT_LEAST)
         if key not in self._foreseen:
             self._foreseen[key] = foresee(self._plain, self.param_groups[number], values.dtype, size)
         return dict(self._foreseen[key])
