@@ -84,12 +84,13 @@ def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def in_turn(*arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def in_turn(*arguments: object, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     """Runs bench_in_turn.py, with jobs of two ranks and a small model; see `arguments`."""
     command = [sys.executable, IN_TURN, *map(str, arguments)]
     return run(command, timeout, ROOT, environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"))
 
 
+@pytest.mark.limit(260)
 def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp_path: Path) -> None:
     alone, turns = tmp_path / "alone.json", tmp_path / "turns.json"
     small = ("--layers=1", "--heads=2", "--embd=16", "--batch=2", "--block-size=8")

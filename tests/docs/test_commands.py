@@ -5,6 +5,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.harness.launch import environment
 
 from .commands import Started, programs
@@ -30,6 +32,7 @@ def test_commands_are_found_inside_others_and_through_variables() -> None:
     assert found == [Started(("-m", "b.c"), ["--x"]), Started(("a.py",), ["--y=3"])]
 
 
+@pytest.mark.limit(300)  # starts every program
 def test_programs_have_the_options_that_the_docs_give_them() -> None:
     started = [(snippet, program) for snippet in snippets("sh") for program in programs(snippet)]
     assert len(started) > 30
