@@ -119,7 +119,7 @@ def test_factors_recover_from_gradients_of_zeros_and_of_rank_one(comm: Communica
         run(compressor, comm, values.clone().flatten(), step, parameters=[p])
     random = torch.Generator().manual_seed(5)
     exact = torch.randn(ROWS, 3, generator=random) @ torch.randn(3, COLUMNS, generator=random)
-    for step in range(5, 15):
+    for step in range(5, 30):
         found = run(compressor, comm, exact.clone().flatten(), step, parameters=[p]).view(ROWS, COLUMNS)
     assert float((found - exact).norm()) <= 1e-2 * float(exact.norm())
 
