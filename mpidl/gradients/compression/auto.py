@@ -161,6 +161,11 @@ class AutoChoice:
             self.steps[self.tried] = step
             self.chosen = self.tried if step < _GAIN * self.steps[NONE] else NONE
 
+    @property
+    def chooses_none(self) -> bool:
+        """Returns whether the choice is to send in full precision."""
+        return self.chosen == NONE
+
     def told(self) -> str:
         """The choice in one line."""
         where = f" {self.candidates[self.chosen].where.replace('_', ' ')}" if self.chosen in self.candidates else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,13 +25,15 @@ from ...errors import ConfigurationError
 from ...job import communicator_pool
 from ...job.objects import all_gather_object
 from ...mesh import Mesh
-from .auto import NONE, AutoChoice, Uncompressed
 from .compressor import Compressor, Exchange, Matrix, Section, Steps
 from .layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .pipeline import Pipeline
 from .remainders import BucketSection, mean_remainders, take_over
 from .settings import Compression
 from .undo import Window, note
+
+if TYPE_CHECKING:
+    from .auto import AutoChoice  # at run time where it is made: few programs need it
 
 
 class CompressedReduction:
@@ -56,7 +58,7 @@ class CompressedReduction:
         replicas: Communicator | None = None,
     ) -> None:
         candidates = {each.compressor().name: each for each in settings.candidates()} if settings.is_auto else {}
-        self.compressor = Uncompressed() if settings.is_auto else settings.compressor()
+        self.compressor = _uncompressed() if settings.is_auto else settings.compressor()
         self.settings, self.steps = settings, 0
         given = settings.start_step
         self._start_step = self.compressor.start_step if given is None else given
@@ -118,6 +120,8 @@ class CompressedReduction:
             agree = communicator_pool.take(world)
             weakref.finalize(self, agree.give_back).atexit = False
             trained = [p for p in names if p.requires_grad]
+            from .auto import AutoChoice
+
             self._auto = AutoChoice(self._candidates if trained else {}, world, trained, shards, replicas, agree.comm)
             if self._auto.chosen is not None and world.rank == 0:
                 print(self._auto.told(), flush=True)
@@ -172,8 +176,8 @@ class CompressedReduction:
             if self._world.rank == 0:
                 print(auto.told(), flush=True)
             auto.candidates, self._candidates = {}, {}
-            if auto.chosen == NONE:
-                self.compressor, self.compresses, self._lender = Uncompressed(), False, None
+            if auto.chooses_none:
+                self.compressor, self.compresses, self._lender = _uncompressed(), False, None
             return
         assert auto.tried is not None
         other = self._candidates[auto.tried]
@@ -456,6 +460,12 @@ def refuse_complex(names: Mapping[torch.nn.Parameter, str]) -> None:
 
 def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
     return {p: {key: value.clone() for key, value in state.items()} for p, state in compressor.state().items()}
+
+
+def _uncompressed() -> Compressor:
+    from .auto import Uncompressed
+
+    return Uncompressed()
 
 
 def _started(work: Work | None) -> list[Work]:

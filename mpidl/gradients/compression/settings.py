@@ -18,15 +18,14 @@ import torch
 
 from ...errors import ConfigurationError
 from .blockwise import Blockwise
-from .casts import Cast
 from .compressor import Compressor
 
 WHERE = ("between_nodes", "everywhere")
 
 # What makes the compressor of a name from its settings, which follow a colon: "powersgd:4". None: there are none.
 COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
-    "bf16": lambda given: _without("bf16", given, Cast(torch.bfloat16)),
-    "fp16": lambda given: _without("fp16", given, Cast(torch.float16)),
+    "bf16": lambda given: _without("bf16", given, _imported("casts", "Cast")(torch.bfloat16)),
+    "fp16": lambda given: _without("fp16", given, _imported("casts", "Cast")(torch.float16)),
     "int8": lambda given: _without("int8", given, Blockwise(8)),
     "int4": lambda given: _without("int4", given, Blockwise(4)),
     "sign": lambda given: _without("sign", given, _imported("sign", "Sign")()),
