@@ -276,9 +276,7 @@ class OrderedGroup:
         if not _all_arrive(everywhere):
             self._leave_open(everywhere)
             return
-        if self._progress.drain_hook is not None:
-            self._progress.drain_hook()
-            self.register_drain_hook(None)
+        self._drain()
         self._closed, self._unusable = True, "it was closed"
         for made in self._duplicates:
             made._close()
@@ -295,6 +293,17 @@ class OrderedGroup:
         self._dispatch.close()
         for comm in self._made:
             comm.Free()
+
+    def _drain(self) -> None:
+        """Returns when what is queued here and in the duplicates has run: parts of one may be operations of another."""
+        if self._closed:
+            return
+        if self._progress.drain_hook is not None:
+            self._progress.drain_hook()
+            self.register_drain_hook(None)
+        for made in self._duplicates:
+            made._drain()
+        self._progress.drain()
 
     def _leave_open(self, everywhere: MPI.Request) -> None:
         """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory."""

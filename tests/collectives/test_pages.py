@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -85,6 +87,26 @@ def test_a_compound_operation_uses_what_its_first_parts_found(comm, async_op: bo
     assert (x == comm.size).all()
     everyone = comm.size * (comm.size + 1) // 2
     assert found[: comm.size].tolist() == [everyone] * comm.size
+
+
+@pytest.mark.parametrize("closed", ["it", "what it is a duplicate of"])
+def test_a_compound_operation_that_is_under_way_ends_before_its_communicators_are_closed(comm, closed: str) -> None:
+    """Its parts are operations of the group that is being closed, and of another duplicate."""
+    group = comm.duplicate()
+    other, own = group.duplicate(), group.duplicate()
+    x, closing = np.ones(3), threading.Event()
+
+    def task() -> None:
+        closing.wait(10)
+        time.sleep(0.05)  # for `close` to begin
+        own.all_reduce(x)
+        other.all_reduce(x)
+
+    own.compound("two parts", task, async_op=True)
+    closing.set()
+    (own if closed == "it" else group).close()
+    assert (x == comm.size**2).all()
+    group.close()
 
 
 def test_the_parts_of_a_compound_operation_are_not_asynchronous(comm) -> None:
