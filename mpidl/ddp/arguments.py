@@ -11,6 +11,7 @@ from collectives import Communicator
 
 from ..engine_arguments import refuse_lazy
 from ..errors import ConfigurationError
+from ..gradients.compression import Compression
 from ..trained_by import refuse_trained
 
 BUCKET_CAP_MB = 25.0
@@ -27,8 +28,10 @@ def module(given: Any, wrapper: type) -> torch.nn.Module:
     return given
 
 
-def megabytes(value: Any) -> float:
-    """A size in MiB; None is PyTorch's 25."""
+def megabytes(value: Any, compression: Compression | None) -> float:
+    """A size in MiB; None is PyTorch's 25, with compression the compressor's."""
+    if value is None and compression is not None:
+        return min(each.compressor().bucket_cap_mb for each in compression.candidates())
     if value is None:
         return BUCKET_CAP_MB
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

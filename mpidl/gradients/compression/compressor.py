@@ -114,10 +114,13 @@ class Compressor(ABC):
     feeds_back: its remainders are fed back by default.
     elementwise: each value is rounded by itself, so that equal gradients have equal means, whatever lies beside them.
     start_step: steps that reduce in full precision first, by default.
+    bucket_cap_mb: size of DistributedDataParallel's buckets by default, in MiB. Where backward is over, the last bucket
+        goes through all phases with nothing beside it, so small ones take less time.
     """
 
     phases = 1
     start_step = 0
+    bucket_cap_mb = 4.0
     needs_whole = False
     feeds_back = True
     elementwise = False

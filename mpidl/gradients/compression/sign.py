@@ -22,7 +22,7 @@ import torch
 
 from .compressor import OwnedCompressor, rounded_up
 
-_CHUNK = 1 << 16  # values: 256 KiB of fp32
+_CHUNK = 1 << 17  # values: 512 KiB of fp32
 _HEAD = 8  # bytes before the bits
 _EIGHT = np.dtype((np.void, 32))  # eight fp32 values, moved as one
 _SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1
