@@ -1,24 +1,28 @@
-"""Compares how a small GPT-2 learns when gradients are compressed: validation loss by steps, bytes and seconds.
+"""Compares how a small GPT-2 learns when ranks send less: validation loss by steps, bytes and seconds.
 
-    mpirun -n 4 python benchmarks/bench_learning.py --data shakespeare.txt --methods fp32,int8,powersgd:4 \\
+    mpirun -n 4 python benchmarks/bench_learning.py --data shakespeare.txt --methods fp32,int8,powersgd:4,diloco:50 \\
         --seeds 3 --json learning.json --plot learning.png
 
     fp32                      DDP in full precision
     int8, powersgd:4, ...     a name of mpidl.COMPRESSORS, with error feedback
-    int4 without feedback     the same, without
+    onebit                    1-bit Adam, which freezes v by its own rule
+    diloco:50                 ranks by themselves, with an outer step at every 50th one
+    int4 without feedback     a compressor or onebit without error feedback
 
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
 windows of all ranks together. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text are trained on
 a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any number of ranks.
-Bytes are those that a rank sends, by the compressor's formula.
+Bytes are those that a rank sends, by the method's formula.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,12 @@ import mpidl
 from collectives import Communicator
 from mpidl.data.corpora import read_corpus
 from mpidl.models.gpt2 import GPT2, GPT2Config
+from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
 from mpidl.optim.schedules import warmup_cosine
 
 WINDOW, WINDOWS, WARM_UP = 64, 12, 100
-WITHOUT = " without feedback"
+WITHOUT, DILOCO = " without feedback", re.compile(r"diloco:([1-9]\d*)")
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,13 +80,36 @@ def validation_loss(model: torch.nn.Module, tokens: torch.Tensor, count: int, co
     return float(total[0] / total[1])
 
 
-def sent_bytes(method: str, model: torch.nn.Module, ranks: int) -> float:
-    """Bytes that a rank sends in a step."""
-    shapes = [p.shape for p in model.parameters()]
+@dataclass(frozen=True)
+class Learner:
+    """call: gives the loss of a batch. sent: bytes that a rank has sent after so many steps."""
+
+    call: Callable[..., torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    sent: Callable[[int], float]
+
+
+def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
+    """The method around a model."""
+    feeds_back, name = not method.endswith(WITHOUT), method.removesuffix(WITHOUT)
     elements = sum(p.numel() for p in model.parameters())
-    if method == "fp32":
-        return 2 * (ranks - 1) / ranks * 4 * elements
-    return mpidl.Compression(method.removesuffix(WITHOUT)).compressor().sent_bytes(elements, ranks, True, shapes)
+    in_full = 2 * (comm.size - 1) / comm.size * 4 * elements
+    if (local := DILOCO.fullmatch(method)) is not None:
+        period = int(local[1])
+        outer = DiLoCo(torch.optim.AdamW(model.parameters(), **ADAM), period, comm)
+        return Learner(model, outer, lambda steps: steps // period * in_full)
+    if name == "onebit":
+        ddp = mpidl.DistributedDataParallel(model)
+        few = OneBitAdam(model.parameters(), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
+        ddp.register_comm_hook(few, one_bit_hook)
+        return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
+    compress, a_step = None, in_full
+    if name != "fp32":
+        compress = mpidl.Compression(name, where="everywhere", error_feedback=None if feeds_back else False)
+        shapes = [p.shape for p in model.parameters()]
+        a_step = compress.compressor().sent_bytes(elements, comm.size, True, shapes)
+    ddp = mpidl.DistributedDataParallel(model, compress=compress)
+    return Learner(ddp, torch.optim.AdamW(model.parameters(), **ADAM), lambda steps: steps * a_step)
 
 
 def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], options: Any) -> list[dict[str, Any]]:
@@ -89,19 +118,15 @@ def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], 
     learned, held_out, characters = text
     torch.manual_seed(seed)
     model = GPT2(GPT2Config(vocab_size=characters, block_size=WINDOW, layers=4, heads=4, embd=128))
-    compress = None
-    if method != "fp32":
-        feedback = False if method.endswith(WITHOUT) else None
-        compress = mpidl.Compression(method.removesuffix(WITHOUT), where="everywhere", error_feedback=feedback)
-    ddp = mpidl.DistributedDataParallel(model, compress=compress)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    learner = build(method, model, comm)
+    optimizer = learner.optimizer
     schedule = warmup_cosine(optimizer, WARM_UP, max(options.steps, WARM_UP + 1), end=0.1)
     random = torch.Generator().manual_seed(seed)
-    a_step, seconds, curve = sent_bytes(method, model, comm.size), 0.0, []
+    seconds, curve = 0.0, []
     for step in range(options.steps + 1):
         if step % options.every == 0 or step == options.steps:
             loss = validation_loss(model, held_out, options.validation, comm)
-            point = {"method": method, "seed": seed, "step": step, "loss": loss, "bytes": step * a_step}
+            point = {"method": method, "seed": seed, "step": step, "loss": loss, "bytes": learner.sent(step)}
             curve.append({**point, "seconds": seconds})
             if comm.rank == 0:
                 print(f"{method:24s} seed {seed}  step {step:5d}  validation loss {loss:.4f}", flush=True)
@@ -109,9 +134,8 @@ def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], 
             break
         own = windows(learned, WINDOWS, random).chunk(comm.size)[comm.rank]
         begin = time.perf_counter()
-        loss = ddp(own[:, :-1], own[:, 1:])
-        loss.backward()
-        mpidl.clip_grad_norm_(ddp, 1.0)
+        learner.call(own[:, :-1], own[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -164,9 +188,10 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
 def checked(options: argparse.Namespace, comm: Communicator) -> str:
     """Reads the text, and checks the methods. Raises UsageError."""
     for method in options.methods.split(","):
-        if method != "fp32":
+        name = method.removesuffix(WITHOUT)
+        if method != "fp32" and name != "onebit" and DILOCO.fullmatch(method) is None:
             try:
-                mpidl.Compression(method.removesuffix(WITHOUT))
+                mpidl.Compression(name)
             except mpidl.ConfigurationError as error:
                 raise mpidl.UsageError(f"--methods: {error}") from None
     return read_corpus(options.data, comm)

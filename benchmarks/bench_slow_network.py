@@ -9,7 +9,8 @@ The methods take turns, as often as --rounds says: each is built, warmed up and 
 
 A row, of the slowest rank or the host that sends most:
 
-    ms       a step: the median over the steps of all rounds; and as a ratio of "ddp", the median over the rounds
+    ms       a step: the median over the steps of all rounds; and as a ratio of "ddp", the median over the rounds.
+             "diloco" sends at every 50th step, so its steps are 50, and the time is their mean
     MB       that a host sends in a step, as its network interfaces count it, headers included; by the method's formula
              without them; and the ratio of the two
     wire     ms that the formula's bytes take at --rate, if nothing else is in the way
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +50,7 @@ _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a method, of the slowest rank. ms: of each counted step. The others: a step."""
+    """One round of a method, of the slowest rank. ms: a step, of each counted period. The others: a step."""
 
     ms: list[float]
     sent_mb: float
@@ -91,7 +93,12 @@ def settled_bytes(comm: Communicator) -> int:
 
 
 class NetworkTrial(Trial):
-    """A method, built; counts bytes and time in its counted steps."""
+    """A method, built; counts bytes and time in its counted steps, which are whole periods."""
+
+    def __init__(self, name: str, comm: Communicator, options: argparse.Namespace, *others: Any) -> None:
+        self._period = method_of(name).period
+        steps = -(-options.steps // self._period) * self._period
+        super().__init__(name, comm, argparse.Namespace(**vars(options) | {"steps": steps}), *others)
 
     def _prepare(self, name: str, model: GPT2) -> None:
         self._engine = method_of(name).make(model, self._comm)
@@ -106,6 +113,11 @@ class NetworkTrial(Trial):
         if self._done > self._options.warmup:
             self._idle += time.perf_counter() - wall - (time.thread_time() - busy)
 
+    @property
+    def is_done(self) -> bool:
+        """Returns whether all its steps were made."""
+        return self._done == self._options.warmup + self._options.steps
+
     def round(self) -> Round:
         """Ends it, and gives what was found. Collective."""
         cpu = time.process_time() - self._cpu
@@ -113,7 +125,7 @@ class NetworkTrial(Trial):
         found = np.array([sent, self._idle, cpu]) / self._options.steps
         self._comm.all_reduce(found, "max")
         run = self.end()
-        ms = run.seconds.sum(1) * 1e3
+        ms = run.seconds.sum(1).reshape(-1, self._period).mean(1) * 1e3
         return Round(ms.tolist(), found[0] / MB, found[1] * 1e3, found[2] * 1e3, run.loss)
 
 
@@ -125,7 +137,7 @@ def measure(
     for _ in range(options.rounds):
         for name in options.methods:
             trial = make(name)
-            for _ in range(options.warmup + options.steps):
+            while not trial.is_done:
                 trial.step()
             found[name].append(trial.round())
             del trial

@@ -17,7 +17,9 @@ from bench_training import SETTINGS, Engine, plain
 from collectives import Communicator
 from mpidl.comm_hooks import bf16_compress
 from mpidl.errors import UsageError
+from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
+from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
 
 BASE, ALONE = "ddp", "single"
 Adam = torch.optim.AdamW
@@ -61,11 +63,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Method:
-    """make: builds the engine around a model. sends: bytes that a node sends in a step, by formula."""
+    """make: builds the engine around a model. sends: bytes that a node sends in a step, by formula.
+
+    is_peer: it is torch.distributed's. period: steps after which the same comes again, of which a time is the mean.
+    """
 
     make: Callable[[GPT2, Communicator], Engine]
     sends: Callable[[Shape], float]
-    is_peer: bool = False  # torch.distributed's
+    is_peer: bool = False
+    period: int = 1
 
 
 def ddp(hook: Callable[..., Any] | None = None, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
@@ -100,14 +106,32 @@ def torch_ddp(hook: str | None = None, rank: int = 4) -> Callable[[GPT2, Communi
             # By another function, as DDP refuses this one without NCCL, although gloo can do what it asks for.
             wrapped.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
         elif hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=STARTS)
             wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return plain(wrapped, Adam(model.parameters(), **SETTINGS))
 
     return make
 
 
-AHEAD = 3
+def one_bit(model: GPT2, comm: Communicator) -> Engine:
+    """DDP, and 1-bit Adam, whose v is frozen before the counted steps."""
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    optimizer = OneBitAdam(model.parameters(), freeze_step=STARTS, process_group=comm, **SETTINGS)
+    wrapped.register_comm_hook(optimizer, one_bit_hook)
+    return plain(wrapped, optimizer)
+
+
+def diloco(**settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+    """Each rank alone, with an outer step at every PERIOD-th one."""
+
+    def make(model: GPT2, comm: Communicator) -> Engine:
+        return plain(model, DiLoCo(Adam(model.parameters(), **SETTINGS), PERIOD, comm, **settings))
+
+    return make
+
+
+AHEAD, PERIOD = 3, 50
+STARTS = 2  # steps before a method sends less
 METHODS: dict[str, Method] = {
     "single": Method(lambda model, _: plain(model, Adam(model.parameters(), **SETTINGS)), lambda s: 0),
     "ddp": Method(ddp(), lambda s: s.all_reduced(s.total)),
@@ -118,6 +142,8 @@ METHODS: dict[str, Method] = {
     "zero3-keep": Method(zero(3, reshard_after_forward=False), lambda s: s.all_reduced(s.total)),
     "zero3-node": Method(zero(3, shard_group="node"), lambda s: s.all_reduced(s.total)),
     "bf16": Method(ddp(bf16_compress), lambda s: s.all_reduced(s.total / 2)),
+    "onebit": Method(one_bit, lambda s: Sign().sent_bytes(round(s.total / 4), s.nodes, True)),
+    "diloco": Method(diloco(), lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
     "torch-ddp": Method(torch_ddp(), lambda s: s.in_rings(s.total), is_peer=True),
     "torch-bf16": Method(torch_ddp("bf16"), lambda s: s.in_rings(s.total / 2), is_peer=True),
     "torch-powersgd": Method(torch_ddp("powersgd"), lambda s: s.in_rings(s.power_sgd(4)), is_peer=True),
@@ -144,4 +170,5 @@ def method_of(name: str) -> Method:
         gathered = (0, shape.total, shape.total, shape.zero3_gathers(2))[stage]
         return reduced + shape.all_reduced(gathered) / 2
 
-    return Method(zero(stage, compress=compress) if stage else ddp(compress=compress), sends)
+    starting = mpidl.Compression(compress, start_step=None if compress == "auto" else STARTS)
+    return Method(zero(stage, compress=starting) if stage else ddp(compress=starting), sends)

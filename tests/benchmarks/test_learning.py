@@ -24,23 +24,39 @@ def test_the_table_compares_the_means_of_seeds_with_full_precision() -> None:
     assert compressed.split() == ["int8", "2.000", "+0.500", "1.500", "to", "2.500", "2.0", "3.0"]
 
 
-def test_bytes_of_a_step() -> None:
-    model = torch.nn.Linear(64, 64, bias=False)
-    assert bench_learning.sent_bytes("fp32", model, 4) == 2 * 3 / 4 * 4 * 64 * 64
-    assert bench_learning.sent_bytes("int8 without feedback", model, 4) == 2 * 3 * (1024 + 4 * 4)
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
+def test_bytes_of_steps(comm) -> None:
+    def sent(method: str, steps: int) -> float:
+        return bench_learning.build(method, torch.nn.Linear(64, 64, bias=False), comm).sent(steps)
+
+    in_full = 2 * 3 / 4 * 4 * 64 * 64
+    assert sent("fp32", 3) == 3 * in_full
+    assert sent("int8 without feedback", 2) == 2 * 2 * 3 * (1024 + 4 * 4)
+    assert sent("diloco:10", 29) == 2 * in_full
+    assert sent("onebit", 3) == 3 * in_full
 
 
 @pytest.mark.limit(240)
 def test_methods_begin_with_the_same_loss_and_learn(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("".join("abcdefgh"[(n * n) % 8] for n in range(3000)))
-    options = ["--methods=fp32,int8", "--steps=12", "--every=12", "--validation=4", f"--data={text}", f"--json={out}"]
+    options = [
+        "--methods=fp32,int8,onebit,diloco:4",
+        "--steps=12",
+        "--every=12",
+        "--validation=4",
+        f"--data={text}",
+        f"--json={out}",
+    ]
     done = mpirun(2, ROOT / "benchmarks/bench_learning.py", *options, timeout=200)
     assert done.returncode == 0, done.stderr
     losses = {(point["method"], point["step"]): point["loss"] for point in json.loads(out.read_text())}
-    assert losses["fp32", 0] == losses["int8", 0]
+    assert losses["fp32", 0] == losses["int8", 0] == losses["onebit", 0] == losses["diloco:4", 0]
     assert losses["fp32", 12] < losses["fp32", 0] - 0.1
     assert losses["int8", 12] == pytest.approx(losses["fp32", 12], abs=0.05)
+    assert losses["onebit", 12] == pytest.approx(losses["fp32", 12], abs=0.01)  # v is not frozen yet
+    assert losses["diloco:4", 12] < losses["fp32", 0] - 0.1
 
 
 def test_an_unknown_method_is_one_line(mpirun: Callable[..., Any]) -> None:

@@ -11,7 +11,9 @@ from tests.harness import launch
 from tests.harness.on_hosts import on_hosts
 
 SLOW = "benchmarks/bench_slow_network.py"
-METHODS = "single,ddp,zero2,zero3,zero3-ahead,zero3-keep,zero3-node,bf16,torch-ddp,torch-powersgd"
+METHODS = (
+    "single,ddp,zero2,zero3,zero3-ahead,zero3-keep,zero3-node,bf16,onebit,diloco,powersgd:4,torch-ddp,torch-powersgd"
+)
 
 
 @pytest.mark.limit(120)
