@@ -24,8 +24,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
 
 from mpi4py import MPI
 
@@ -63,11 +63,22 @@ class Communicator(GroupMemory):
 
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
     nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
-    mpi: the communicator that was given.
+    mpi: the communicator that was given. world_ranks: the number in MPI.COMM_WORLD of each rank of the group, in its
+    order; -1 for a rank that is not in there.
+
+    In a `with` statement it is closed at the end, with an exception as `close` does while one is handled.
 
     With MPIDL_DEBUG=1 in the environment the ranks compare, before every operation, what they are about to do, and
     raise the same MismatchError on all ranks where that differs.
     """
+
+    def __enter__(self) -> Communicator:
+        """Returns the communicator itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the communicator; see `close`."""
+        self.close()
 
     def algorithms(self, operation: str) -> list[str]:
         """The values of `algorithm=` for an operation here; not every one serves every dtype and operator."""
@@ -384,6 +395,29 @@ class Communicator(GroupMemory):
         return self._issue("compound", call, words(name), async_op, name=name)
 
     # ---- groups -----------------------------------------------------------------------------------------------
+
+    @overload
+    def translate_ranks(self, ranks: int, other: Communicator | None = None) -> int | None: ...
+    @overload
+    def translate_ranks(self, ranks: Iterable[int], other: Communicator | None = None) -> list[int | None]: ...
+
+    def translate_ranks(self, ranks: Any, other: Communicator | None = None) -> Any:
+        """Translates ranks of this group into the numbers that the same processes have in another group.
+
+        ranks: a rank, or several. other: another group; by default the world. Returns a number, or a list of numbers;
+        None for a process that is not in the other group. Not collective, and possible after `close`.
+        """
+        if other is not None and not isinstance(other, Communicator):
+            raise arguments.wrong_type("translate_ranks: other", other, "a Communicator")
+        several = isinstance(ranks, Iterable)
+        given = [integer("translate_ranks: ranks", rank, 0, self.size - 1) for rank in (ranks if several else [ranks])]
+        if other is self:
+            found: list[int | None] = list(given)
+        else:
+            numbers = [self.world_ranks[rank] for rank in given]
+            there = None if other is None else {number: rank for rank, number in enumerate(other.world_ranks)}
+            found = [None if n < 0 else n if there is None else there.get(n) for n in numbers]
+        return found if several else found[0]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A Communicator of the ranks that give the same colour, ordered by key, then rank; None for colour None.

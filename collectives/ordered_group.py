@@ -97,6 +97,7 @@ class OrderedGroup:
         self._choose = self._selection.choose
         self._barrier = self._dispatch.prepare("barrier", "mpi")
         world, named = world_ranks(self.mpi), names(self.mpi)
+        self.world_ranks: tuple[int, ...] = tuple(max(rank, -1) for rank in world)
         self._called = f"{group_name(named, MPI.COMM_WORLD.size)}, rank {named[self.rank]} of {MPI.COMM_WORLD.size}"
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:

@@ -127,6 +127,13 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
         lambda c: c.send(ones(1), (c.rank + 1) % c.size, 70000),
     ),
     "a colour that is no number": (ArgumentTypeError, "color", lambda c: c.split("red")),
+    "a rank outside to be translated": (ArgumentError, "ranks: got 9", lambda c: c.translate_ranks([0, 9])),
+    "a rank that is no number": (ArgumentTypeError, "ranks: got None", lambda c: c.translate_ranks(None)),
+    "a group that is no Communicator": (
+        ArgumentTypeError,
+        "other: got .* needs a Communicator",
+        lambda c: c.translate_ranks(0, c.mpi),
+    ),
     "a root without its array": (
         ArgumentTypeError,
         "NoneType",

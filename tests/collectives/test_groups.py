@@ -196,6 +196,49 @@ def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator)
         Communicator(group.mpi)
 
 
+def test_ranks_are_translated_between_groups(comm: Communicator) -> None:
+    """As MPI_Group_translate_ranks does it."""
+    assert comm.world_ranks == tuple(range(comm.size))
+    reversed_ = comm.split(0, key=-comm.rank)
+    part = comm.split(comm.rank % 2)
+    assert reversed_ is not None
+    assert part is not None
+    assert part.world_ranks == tuple(range(comm.rank % 2, comm.size, 2))
+    for one in (comm, reversed_, part):
+        for other in (comm, reversed_, part):
+            ours, theirs = one.mpi.Get_group(), other.mpi.Get_group()
+            expected = MPI.Group.Translate_ranks(ours, range(one.size), theirs)
+            found = one.translate_ranks(range(one.size), other)
+            assert found == [None if rank == MPI.UNDEFINED else rank for rank in expected]
+            assert one.translate_ranks(one.rank, other) == other.rank
+            ours.Free()
+            theirs.Free()
+    assert reversed_.translate_ranks([0, comm.size - 1]) == [comm.size - 1, 0]
+    reversed_.close()
+    part.close()
+    assert reversed_.translate_ranks(0, comm) == comm.size - 1
+
+
+def test_a_with_statement_closes_at_its_end(comm: Communicator) -> None:
+    x = np.ones(100_000)
+    with comm.duplicate() as group:
+        group.all_reduce(x, async_op=True)
+    assert (x == comm.size).all()
+    with pytest.raises(OperationError, match="it was closed"):
+        group.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exception_leaves_a_with_statement_though_other_ranks_do_not_come(comm: Communicator) -> None:
+    group = Communicator()
+    if comm.rank == 0:
+        with pytest.raises(KeyError, match="lost"), group:
+            raise KeyError("lost")
+        with pytest.raises(OperationError, match="closed after an exception, while other ranks were elsewhere"):
+            group.barrier()
+    comm.barrier()
+
+
 def test_closing_finishes_what_is_queued(comm: Communicator) -> None:
     group = comm.split(0)
     assert group is not None
