@@ -28,9 +28,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "max": np.maximum,
     "prod": np.multiply,
     "premul_sum": np.add,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
 }
+BITWISE = frozenset({"band", "bor", "bxor"})
 OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})  # that take an operator
-_NAMES = "sum, avg, min, max, prod, PremulSum(factor)"
+_NAMES = "sum, avg, min, max, prod, band, bor, bxor, PremulSum(factor)"
 
 
 @dataclass(frozen=True)
@@ -229,8 +233,9 @@ _TORCH_KERNELS: dict[str, Callable[..., Any]] = {
 def check(op: Any, dtype: DType) -> Reduction:
     """The operator, if it is one and makes sense on the element type.
 
-    avg and PremulSum need floating-point or complex numbers; min and max need numbers with an order. On bool, sum
-    and max are "or", prod and min are "and". A NaN in any contribution to min or max gives NaN.
+    avg and PremulSum need floating-point or complex numbers; min and max need numbers with an order; band, bor and bxor
+    (and, or, exclusive or of each bit) need integers or bool. On bool, sum and max are "or", prod and min are "and". A
+    NaN in any contribution to min or max gives NaN.
     """
     if isinstance(op, str):
         return _check(op, dtype)
@@ -257,7 +262,12 @@ def _check(op: str, dtype: DType) -> Reduction:
     if op not in KERNELS or op == "premul_sum":
         raise ArgumentError(f"op: got {op!r}; needs one of {_NAMES}")
     if op == "avg" and dtype.kind not in "fc":
-        raise ArgumentTypeError(f"op: got 'avg' on {dtype.name}; an average needs a floating-point dtype")
+        raise ArgumentTypeError(
+            f"op: got 'avg' on {dtype.name}; an average needs a floating-point dtype, or op='sum' and then a division "
+            "by the number of ranks, such as x // comm.size"
+        )
+    if op in BITWISE and dtype.kind not in "iub":
+        raise ArgumentTypeError(f"op: got {op!r} on {dtype.name}; an operator on bits needs integers or bool")
     if op in ("min", "max") and dtype.kind == "c":
         raise ArgumentTypeError(f"op: got {op!r} on {dtype.name}; complex numbers have no order")
     return Reduction(op)

@@ -22,8 +22,10 @@ from .backend import Backend, Call, Resources
 
 _COUNTS = 2**31 - 1  # elements; not every MPI counts further
 
-_OPERATORS = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
-_LOGICAL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
+_NUMERIC = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+_OPERATORS = {**_NUMERIC, "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
+_NUMERIC_ON_BOOL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
+_LOGICAL = {**_NUMERIC_ON_BOOL, "band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}
 
 
 class Library(Backend):

@@ -12,6 +12,7 @@ from collectives import Communicator
 DTYPES = ["float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool"]
 IN_ALL_DTYPES = {"auto", "mpi", "composed", "ring", "tree", "pairwise"}
 OPERATORS = ["sum", "avg", "min", "max", "prod"]
+BITWISE = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 
 
 def dtypes(algorithm: str) -> list[str]:
@@ -32,6 +33,8 @@ def values(size: int, rank: int, dtype: str = "float32", seed: int = 0) -> torch
 
 def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of all inputs, rounded once to their dtype."""
+    if op in BITWISE:
+        return torch.from_numpy(np.asarray(BITWISE[op].reduce([x.numpy() for x in inputs])))
     wide = torch.stack([x.double() for x in inputs])
     result = {
         "sum": lambda: wide.sum(0),

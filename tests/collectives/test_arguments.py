@@ -61,8 +61,13 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
     "an operator that is no name": (ArgumentTypeError, "op: got", lambda c: c.all_reduce(ones(3), sum)),
     "the average of integers": (
         ArgumentTypeError,
-        "'avg' on int32",
+        r"'avg' on int32; an average needs a floating-point dtype, or op='sum' and then a division .* x // comm\.size",
         lambda c: c.all_reduce(ones(3, dtype=np.int32), "avg"),
+    ),
+    "the bits of floating-point numbers": (
+        ArgumentTypeError,
+        "'bxor' on float32; an operator on bits needs integers or bool",
+        lambda c: c.all_reduce(ones(3), "bxor"),
     ),
     "the larger of complex numbers": (
         ArgumentTypeError,

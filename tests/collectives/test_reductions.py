@@ -10,7 +10,7 @@ import torch
 
 from collectives import Communicator, PremulSum, even_counts
 from collectives.algorithms import ALGORITHMS
-from tests.collectives.reference import OPERATORS, assert_equal, dtypes, named, reduced, serves, sizes, values
+from tests.collectives.reference import BITWISE, OPERATORS, assert_equal, dtypes, named, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
 ALL_REDUCE = [*ALGORITHMS["all_reduce"], "composed"]
@@ -48,6 +48,34 @@ def test_reduce_scatter(comm: Communicator, op: str, algorithm: str) -> None:
         assert torch.equal(x, before), f"{what}: the input was changed"
         comm.reduce_scatter(x[own], x, op, algorithm=named(comm, "reduce_scatter", algorithm))
         assert_equal(x[own], expected[own], f"{what} in place")
+
+
+@pytest.mark.parametrize("algorithm", ["auto", *ALL_REDUCE, "mpi"])
+def test_operators_on_bits(comm: Communicator, algorithm: str) -> None:
+    for dtype in ("int8", "uint8", "int32", "int64", "bool"):
+        for op in BITWISE:
+            for size in (1, comm.size + 1, 1003):
+                random = [np.random.default_rng((rank, size)) for rank in range(comm.size)]
+                bits = [each.integers(-128, 128, size) for each in random]  # all bits of a byte, signs too
+                inputs = [torch.from_numpy(b % 3 > 0 if dtype == "bool" else b.astype(dtype)) for b in bits]
+                expected, what = reduced(inputs, op), f"{op} {algorithm} {dtype} [{size}]"
+                x = inputs[comm.rank].clone()
+                comm.all_reduce(x, op, algorithm=named(comm, "all_reduce", algorithm))
+                assert_equal(x, expected, what)
+                for operation in ("reduce", "reduce_scatter"):
+                    found = named(comm, operation, algorithm)
+                    if found not in comm.algorithms(operation):
+                        continue
+                    x = inputs[comm.rank].clone()
+                    if operation == "reduce":
+                        comm.reduce(x, op=op, algorithm=found)
+                        assert comm.rank or torch.equal(x, expected), what
+                        continue
+                    counts = even_counts(size, comm.size)
+                    start = sum(counts[: comm.rank])
+                    out = torch.zeros(counts[comm.rank], dtype=x.dtype)
+                    comm.reduce_scatter(out, x, op, algorithm=found)
+                    assert_equal(out, expected[start : start + counts[comm.rank]], what)
 
 
 def test_reduce_scatter_with_counts(comm: Communicator) -> None:

@@ -84,8 +84,12 @@ _EXPRESSIONS = {
     "prod": "a * b",
     "min": "a != a ? a : b != b ? b : b < a ? b : a",
     "max": "a != a ? a : b != b ? b : a < b ? b : a",
+    "band": "a & b",
+    "bor": "a | b",
+    "bxor": "a ^ b",
 }
-_ON_BOOL = {"sum": "a || b", "max": "a || b", "prod": "a && b", "min": "a && b"}
+_LOGICAL = {"sum": "a || b", "max": "a || b", "prod": "a && b", "min": "a && b"}
+_ON_BOOL = {**_LOGICAL, "band": "a && b", "bor": "a || b", "bxor": "!a != !b"}
 
 _KERNEL = r"""
 typedef unsigned long long u64;

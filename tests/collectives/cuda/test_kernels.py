@@ -19,7 +19,10 @@ from tests.collectives.cuda import host_kernels
 
 LIKE_OTHERS = ("float64", "int8", "int16", "int64", "uint16", "uint32", "uint64", "complex128")
 FACTORS = [1.5, -2.0, 0.25]
-OPS = {"sum": "sum", "avg": "avg", "min": "min", "max": "max", "prod": "prod", "premul": PremulSum(1.5)}
+OPS = {
+    **{name: name for name in ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")},
+    "premul": PremulSum(1.5),
+}
 
 
 def served(name: str, dtype: DType) -> Reduction | None:
