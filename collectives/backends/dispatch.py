@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -28,12 +28,14 @@ from ..scratch import Scratch
 from ..topology import Topology, discover, names
 from ..witness import show, witnessed
 from .backend import Call, PartitionedCall, Resources, in_shared_memory
-from .cuda.backend import GpuBackend
-from .cuda.memory import DeviceMemory
 from .cuda.task import Task
 from .meeting import Meetings, MeetsInMemory
 from .registry import make_backends
 from .selection import Selection
+
+if TYPE_CHECKING:  # at run time with the first array on a GPU: few programs on CPUs need them
+    from .cuda.backend import GpuBackend
+    from .cuda.memory import DeviceMemory
 
 Array = np.ndarray[Any, Any]
 
@@ -180,6 +182,8 @@ class Dispatch:
     def gpu(self) -> GpuBackend:
         """The backend of GPU memory, made at first use."""
         if self._gpu is None:
+            from .cuda.backend import GpuBackend
+
             self._gpu = GpuBackend(self)
         return self._gpu
 
