@@ -6,8 +6,8 @@ For each operation and size the algorithms take turns, repetition by repetition 
 the machine and the state of its caches hit all equally. A repetition's time is the slowest rank's, between a barrier
 and its own end; a row's is their median. "bytes" is the operation's larger buffer (the gathered, the scattered, the
 reduced whole). algbw is bytes / time; busbw what the links carry: algbw times 2 (p - 1) / p for all_reduce, (p - 1) / p
-for reduce_scatter, all_gather, all_to_all, gather and scatter, 1 for broadcast and reduce. Every combination's result
-is checked; "wrong" counts elements.
+for reduce_scatter, all_gather, all_to_all, gather and scatter, 1 for broadcast, reduce, scan and exscan. Every
+combination's result is checked; "wrong" counts elements.
 
 buffer: "user" is any array, "symmetric" one of Communicator.empty; of all_gather the output is then one for the node
 (Communicator.shared), and the input lies in it. "copy" is no collective but the memory's limit: each rank copies as
@@ -43,8 +43,11 @@ from collectives.timing import Clock, measure, repetitions
 from mpidl.cli import ArgumentParser, at_least, bytes_text, check_writable, names
 from mpidl.errors import UsageError
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "scan", "exscan")
+OPERATIONS = (
+    *("all_reduce", "reduce_scatter", "all_gather", "all_to_all"),
+    *("broadcast", "reduce", "gather", "scatter", "scan", "exscan"),
+)
 PEERS = ("mpi", "gloo", "copy")
 GPU_PEERS = (*PEERS, "nccl")
 COMPOSED = ("symmetric", "hierarchical")
@@ -130,6 +133,11 @@ def wrong_elements(comm: Communicator, op: str, arrays: Arrays) -> int:
     size, dtype, rank, ranks = arrays.x.numel(), arrays.x.dtype, comm.rank, range(comm.size)
     mine = slice(rank * arrays.out.numel(), (rank + 1) * arrays.out.numel())
     match op:
+        case "scan" | "exscan":
+            before = rank + (op == "scan")
+            if not before:
+                return int((arrays.out != pattern(size, 0, dtype)).sum())
+            expected = torch.stack([pattern(size, r, torch.float64) for r in range(before)]).sum(0).to(dtype)
         case "all_reduce" | "reduce" | "reduce_scatter":
             if op == "reduce" and rank:
                 return 0
@@ -155,7 +163,7 @@ def call_of(comm: Communicator, op: str, algorithm: str, arrays: Arrays, buffer:
     if algorithm in PEERS and (buffer == "symmetric") != (algorithm == "copy"):
         return None
     if algorithm == "gloo":
-        return _gloo(comm, op, arrays) if comm.size > 1 else None
+        return _gloo(comm, op, arrays) if comm.size > 1 and op not in ("scan", "exscan") else None
     if algorithm == "mpi":
         return _library(comm, op, arrays)
     if algorithm == "copy":
@@ -196,7 +204,7 @@ def _tried(comm: Communicator, call: Callable[[], Any]) -> Callable[[], Any] | N
 def ours(comm: Communicator, op: str, arrays: Arrays, **settings: Any) -> Callable[[], Any]:
     """Makes the call of this project's operation."""
     method, x, out = getattr(comm, op), arrays.x, arrays.out
-    if op in ("all_reduce", "broadcast", "reduce"):
+    if op in ("all_reduce", "broadcast", "reduce", "scan", "exscan"):
         return lambda: method(x, **settings)
     root_out = out if comm.rank == 0 else None
     root_x = x if comm.rank == 0 else None
@@ -247,6 +255,8 @@ def _library(comm: Communicator, op: str, arrays: Arrays) -> Callable[[], Any] |
         "reduce": lambda: mpi.Reduce(MPI.IN_PLACE if root else x, x if root else None),
         "gather": lambda: mpi.Gather(x, out if root else None),
         "scatter": lambda: mpi.Scatter(x if root else None, out),
+        "scan": lambda: mpi.Scan(MPI.IN_PLACE, x),
+        "exscan": lambda: mpi.Exscan(MPI.IN_PLACE, x),
     }
     call = calls[op]
     if not arrays.x.is_cuda:
@@ -281,7 +291,8 @@ def _gloo(comm: Communicator, op: str, arrays: Arrays, group: Any = None) -> Cal
 def bus_factor(op: str, ranks: int) -> float:
     """Bytes that links carry for a byte of the larger buffer."""
     share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "broadcast": 1.0, "reduce": 1.0}.get(op, share)
+    whole = ("broadcast", "reduce", "scan", "exscan")
+    return 2 * share if op == "all_reduce" else 1.0 if op in whole else share
 
 
 def parse(comm: Communicator) -> argparse.Namespace:

@@ -186,6 +186,33 @@ class Communicator(GroupMemory):
             call = self._prepare(key, "reduce", chosen, data, root, reduced)
         return self._issue("reduce", *call, async_op, x)
 
+    def scan(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+        """Replaces x on rank r by the reduction of the x of ranks 0 to r.
+
+        op: not "avg", whose divisor would be another one on each rank.
+        """
+        return self._prefix("scan", x, op, algorithm, async_op)
+
+    def exscan(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+        """Replaces x on rank r by the reduction of the x of ranks 0 to r - 1; on rank 0 x is unchanged.
+
+        op: not "avg".
+        """
+        return self._prefix("exscan", x, op, algorithm, async_op)
+
+    def _prefix(self, operation: str, x: Any, op: Any, algorithm: str, async_op: bool) -> Work | None:
+        key = (operation, self._signature(x), op, algorithm)
+        call = self._recall(key)
+        if call is None:
+            data = buffers.inspect(x, f"{operation}: x", writable=True)
+            self._refuse_shared(f"{operation}: x", data)
+            reduced = reduction.check(op, data.dtype)
+            if reduced.averages:
+                raise ArgumentError(f"{operation}: got op 'avg'; needs op='sum' and then a division on each rank")
+            chosen = self._chosen(operation, algorithm, data, data.nbytes, reduced)
+            call = self._prepare(key, operation, chosen, data, reduced)
+        return self._issue(operation, *call, async_op, x)
+
     # ---- movements --------------------------------------------------------------------------------------------
 
     def all_gather(

@@ -42,6 +42,8 @@ OPERATIONS = (
     "close",
     "send",
     "recv",
+    "scan",
+    "exscan",
     "the end of its program",
 )
 CODES = {name: code for code, name in enumerate(OPERATIONS)}

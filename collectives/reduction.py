@@ -33,7 +33,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "bxor": np.bitwise_xor,
 }
 BITWISE = frozenset({"band", "bor", "bxor"})
-OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})  # that take an operator
+OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "reduce", "scan", "exscan"})  # that take an operator
 _NAMES = "sum, avg, min, max, prod, band, bor, bxor, PremulSum(factor)"
 
 

@@ -6,7 +6,8 @@ a list of *rounds*, and in every round the steps that the rank begins together a
 Data lies in three buffers, each cut into numbered chunks:
 
     in      what the caller gave; never written
-    work    in reductions: starts as a copy of `in` (in the accumulating dtype) and holds partial results;
+    work    in reductions: starts as a copy of `in` (in the accumulating dtype) and holds partial results; may have
+            a second half, cut as the first one and undefined at first;
             in movements: starts undefined, room for what only passes through
     out     what the caller gets
 
@@ -133,6 +134,7 @@ class Schedule:
     rounds_of: a rank's program; called once per rank and kept (`program`).
     pieces: chunks that each rank's part is cut into, where parts belong to ranks; chunks is then ranks * pieces.
     work: in movements, chunks of the work buffer, each with room for the largest chunk of in; 0: cut as in and out are.
+    In reductions 2 * chunks, if work has a second half: its chunk chunks + c is as large as chunk c.
     all_finish: in reductions, several ranks finish the same chunk, from the same operands; else one does.
     """
 

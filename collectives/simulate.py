@@ -86,10 +86,14 @@ class _Simulation:
         self.ranks = schedule.ranks
         self.values = _Values(schedule.ranks)
         self.programs = [schedule.program(rank) for rank in range(self.ranks)]
+        # Work with a second half is memory of its own, also in place.
+        self.separate_work = schedule.operation in _REDUCTIONS and schedule.work > 0
         self.memory = [self.start(rank) for rank in range(self.ranks)]
         # Where a buffer's chunks lie among the bits that stand for a rank's memory in `check_round`.
         room = max(schedule.chunks, schedule.work)
         self.bits = {role: 0 if in_place else number * room for number, role in enumerate(Role)}
+        if self.separate_work:
+            self.bits[Role.WORK] = len(Role) * room
         self.position = [0] * self.ranks
         # Messages and receives that wait for their counterpart, in order, by (source, destination).
         self.sent: dict[tuple[int, int], deque[Cells]] = defaultdict(deque)
@@ -109,9 +113,11 @@ class _Simulation:
         for number, label in given.items():
             memory[start][number] = self.values.of(label, 1 << rank)
         if self.schedule.operation in _REDUCTIONS:
-            memory[Role.WORK] = list(memory[Role.IN])
+            memory[Role.WORK] = list(memory[Role.IN]) + [None] * max(0, self.schedule.work - self.schedule.chunks)
         if self.in_place:
-            memory[Role.WORK] = memory[Role.OUT] = memory[Role.IN]
+            memory[Role.OUT] = memory[Role.IN]
+            if not self.separate_work:
+                memory[Role.WORK] = memory[Role.IN]
         return memory
 
     def fail(self, rank: int, reason: str) -> NoReturn:
@@ -254,7 +260,7 @@ class _Simulation:
                     )
 
 
-_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce", "scan", "exscan"})
 
 
 def _part(schedule: Schedule, rank: int) -> range:
@@ -266,7 +272,7 @@ def _given(schedule: Schedule, rank: int) -> dict[int, int]:
     """The chunks that a rank has at the start, and their labels."""
     every = range(schedule.chunks)
     match schedule.operation:
-        case "all_reduce" | "reduce_scatter" | "reduce":
+        case "all_reduce" | "reduce_scatter" | "reduce" | "scan" | "exscan":
             return {c: c for c in every}
         case "all_gather" | "gather":
             return {c: c for c in _part(schedule, rank)}
@@ -288,6 +294,10 @@ def _wanted(schedule: Schedule, rank: int, values: _Values) -> dict[int, int]:
             return {c: values.of(c, values.everyone, True) for c in part}
         case "reduce":
             return {c: values.of(c, values.everyone, True) for c in at_root}
+        case "scan":
+            return {c: values.of(c, (2 << rank) - 1, True) for c in every}
+        case "exscan":  # nothing on the first rank
+            return {c: values.of(c, (1 << rank) - 1, True) for c in every if rank}
         case "all_gather":
             return {c: values.of(c, 1 << c // schedule.pieces) for c in every}
         case "gather":

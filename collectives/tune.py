@@ -37,6 +37,8 @@ def calls(comm: Communicator, operation: str, nbytes: int) -> dict[str, Callable
         "all_reduce": (large,),
         "broadcast": (large,),
         "reduce": (large,),
+        "scan": (large,),
+        "exscan": (large,),
         "reduce_scatter": (small, large),
         "all_gather": (large, small),
         "all_to_all": (other, large),

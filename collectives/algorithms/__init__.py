@@ -16,6 +16,8 @@ log2 p is rounded up. P: the pieces that each half of the data is cut into (`dou
 | bruck | all_to_all (the same cuts on all ranks) | log2 p | about n / 2 log2 p |
 | double_tree | all_reduce | at most P + 2 log2 p + 1 | at most 2 n |
 | double_tree | broadcast, reduce | at most P + log2 p | at most n |
+| tree | scan | at most 2 log2 p | at most n log2 p |
+| tree | exscan | at most 1 + 2 log2 p | at most n (1 + log2 p) |
 | pairwise | all_to_all | p - 1 | n (p - 1) / p |
 """
 
@@ -25,7 +27,17 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ..schedule import Schedule
-from . import bruck, double_tree, halving_doubling, pairwise, recursive_doubling, ring, ring_bidirectional, tree
+from . import (
+    bruck,
+    double_tree,
+    halving_doubling,
+    pairwise,
+    prefix_tree,
+    recursive_doubling,
+    ring,
+    ring_bidirectional,
+    tree,
+)
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Schedule]]] = {
     "all_reduce": {
@@ -52,6 +64,8 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Schedule]]] = {
     "reduce": {"tree": tree.reduce_to_root, "double_tree": double_tree.reduce_to_root},
     "gather": {"tree": tree.gather},
     "scatter": {"tree": tree.scatter},
+    "scan": {"tree": prefix_tree.scan},
+    "exscan": {"tree": prefix_tree.exscan},
 }
 # All of them, in an order that is that of each operation's.
 NAMES = (

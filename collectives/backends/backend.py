@@ -119,6 +119,14 @@ class Backend:
         """counts[r] elements from the root, which alone has an x, to rank r."""
         raise NotImplementedError
 
+    def scan(self, x: Buffer, op: Reduction) -> Call:
+        """Reduces the x of ranks 0 to r in place on each rank r."""
+        raise NotImplementedError
+
+    def exscan(self, x: Buffer, op: Reduction) -> Call:
+        """Reduces the x of ranks 0 to r - 1 in place on each rank r; x of rank 0 is unchanged."""
+        raise NotImplementedError
+
     def barrier(self) -> Call:
         """Returns once every rank has called it."""
         raise NotImplementedError

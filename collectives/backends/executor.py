@@ -81,7 +81,8 @@ class Execution:
         self.comm = comm
         self.schedule = schedule
         self.regions = regions
-        self.work_starts = (0, *accumulate(counts))
+        second = counts if op is not None and schedule.work else ()  # half of work
+        self.work_starts = (0, *accumulate((*counts, *second)))
         self.scratch = scratch
         self.op = op
         self.sent: dict[int, int] = {}  # messages to and from each peer so far
@@ -92,17 +93,17 @@ class Execution:
             self.work_starts = tuple(number * max(counts) for number in range(schedule.work + 1))
 
     def _prepare_work(self) -> None:
-        """Work is out's memory where that is as large and of the accumulating dtype, else scratch.
+        """Work is out's memory where that is as large, with one half, and of the accumulating dtype, else scratch.
 
         It starts as a copy of in, made chunk by chunk as the chunks are first needed (`_local`).
         """
         source = self.regions[Role.IN]
         out = self.regions.get(Role.OUT)
         dtype = source.data.dtype
-        if out is not None and out.ranges == source.ranges and not dtype.widened:
+        if out is not None and out.ranges == source.ranges and not dtype.widened and not self.schedule.work:
             self.work = out.data.flat
         else:
-            memory = self.scratch.take("work", source.data.size * dtype.accumulate.itemsize)
+            memory = self.scratch.take("work", self.work_starts[-1] * dtype.accumulate.itemsize)
             self.work = memory.view(dtype.accumulate)
         self.touched: set[int] = set()
         assert self.op is not None
@@ -124,7 +125,7 @@ class Execution:
                 leaving.append((step.target, sent))
                 requests += sent
             elif step.kind is Kind.RECV:
-                target, tag = _bytes(self._data(step.target).flat), _next(self.received, step.peer)
+                target, tag = _bytes(self._incoming(step.target)), _next(self.received, step.peer)
                 requests += [self.comm.Irecv([s, MPI.BYTE], step.peer, tag) for s in _segments(target)]
             elif step.kind is Kind.REDUCE:
                 reductions.append((step, _next(self.received, step.peer)))
@@ -188,6 +189,12 @@ class Execution:
         if untouched and not self._transformed:
             return self.regions[Role.IN].part(chunks).flat  # as it is: no need to copy it to work first
         return self._local(chunks)
+
+    def _incoming(self, chunks: Chunks) -> Array:
+        if chunks.role is not Role.WORK or self.op is None:
+            return self._data(chunks).flat
+        self.touched.update(range(chunks.start, chunks.stop))  # partial results in place of what was there
+        return self.work[self.work_starts[chunks.start] : self.work_starts[chunks.stop]]
 
     def _reduce(self, step: Step, tag: int, scratch: str, leaving: Sequence[Sequence[MPI.Request]]) -> Iterator[bool]:
         """Receives and reduces a segment between any two yields, in two halves of scratch that take turns.

@@ -110,6 +110,24 @@ class Library(Backend):
         target = MPI.IN_PLACE if x is not None and _overlap(out, x) else _elements(out)
         return collective(self._comm, "Scatterv", None if x is None else _parts(x, counts), target, root)
 
+    def scan(self, x: Buffer, op: Reduction) -> Call:
+        """MPI_Scan, in place."""
+        return collective(self._comm, "Scan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+
+    def exscan(self, x: Buffer, op: Reduction) -> Call:
+        """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then."""
+        call = collective(self._comm, "Exscan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+        if self._comm.rank:
+            return call
+        flat = x.flat
+
+        def run() -> None:
+            before = flat.copy()
+            call()
+            np.copyto(flat, before)
+
+        return run
+
     def barrier(self) -> Call:
         """MPI_Barrier."""
         call: Call = self._comm.Barrier

@@ -52,6 +52,14 @@ class ScheduleBackend(Backend):
         out = whole(x, counts) if self._rank == root else None
         return self._call(schedule, whole(x, counts), out, counts, op)
 
+    def scan(self, x: Buffer, op: Reduction) -> Call:
+        """Reduces the prefix of every chunk."""
+        return self._prefix("scan", x, op)
+
+    def exscan(self, x: Buffer, op: Reduction) -> Call:
+        """Reduces the prefix of every chunk without this rank's own."""
+        return self._prefix("exscan", x, op)
+
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
         """Each rank's part is cut into the schedule's pieces."""
         schedule = self._schedule("all_gather")
@@ -79,6 +87,11 @@ class ScheduleBackend(Backend):
         """A chunk goes from the root to each rank."""
         own = single(out, self._rank, self._size)
         return self._call(self._schedule("scatter", root), None if x is None else whole(x, counts), own, counts)
+
+    def _prefix(self, operation: str, x: Buffer, op: Reduction) -> Call:
+        schedule = self._schedule(operation, nbytes=x.nbytes)
+        counts = even_counts(x.size, schedule.chunks)
+        return self._call(schedule, whole(x, counts), whole(x, counts), counts, op)
 
     def _schedule(self, operation: str, root: int = 0, nbytes: int = 0) -> Schedule:
         return algorithms.schedule(operation, self.name, self._size, root, nbytes)

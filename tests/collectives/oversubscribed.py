@@ -38,6 +38,10 @@ def check(comm: Communicator, operation: str, algorithm: str, size: int, root: i
         case "reduce":
             comm.reduce(mine, root, **options)
             return np.array_equal(mine, total(size, comm.size) if at_root else given(size, comm.rank))
+        case "scan" | "exscan":
+            before = comm.rank + (operation == "scan")
+            getattr(comm, operation)(mine, **options)
+            return np.array_equal(mine, total(size, before) if before else given(size, comm.rank))
         case "reduce_scatter":
             out = np.full(counts[comm.rank], -1, np.float32)
             comm.reduce_scatter(out, mine, **options)

@@ -69,6 +69,11 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
         "'bxor' on float32; an operator on bits needs integers or bool",
         lambda c: c.all_reduce(ones(3), "bxor"),
     ),
+    "the average of a prefix": (
+        ArgumentError,
+        "scan: got op 'avg'; needs op='sum' and then a division",
+        lambda c: c.scan(ones(3), "avg"),
+    ),
     "the larger of complex numbers": (
         ArgumentTypeError,
         "no order",

@@ -98,6 +98,37 @@ def test_reduce_changes_the_root_only(comm: Communicator, op: str, algorithm: st
         assert_equal(x, expected if comm.rank == root else before, what)
 
 
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["scan"], "mpi"])
+@pytest.mark.parametrize("op", [*(op for op in OPERATORS if op != "avg"), "bxor"])
+def test_prefixes(comm: Communicator, op: str, algorithm: str) -> None:
+    for dtype in dtypes(algorithm):
+        if not serves(op, dtype, algorithm) or (op == "bxor" and "float" in dtype):
+            continue
+        for size in sizes(comm.size):
+            inputs = [values(size, rank, dtype) for rank in range(comm.size)]
+            what = f"{op} {algorithm} {dtype} [{size}]"
+            x = inputs[comm.rank].clone()
+            comm.scan(x, op, algorithm=algorithm)
+            assert_equal(x, reduced(inputs[: comm.rank + 1], op), f"scan {what}")
+            x = inputs[comm.rank].clone()
+            comm.exscan(x, op, algorithm=algorithm)
+            assert_equal(x, reduced(inputs[: comm.rank], op) if comm.rank else inputs[0], f"exscan {what}")
+
+
+def test_prefixes_of_sixteen_bit_floats_are_rounded_once_and_premultiplied(comm: Communicator) -> None:
+    for operation, own in ((comm.scan, 1), (comm.exscan, 0)):
+        x = torch.full((7,), 2048.0 if comm.rank == 0 else 1.0, dtype=torch.float16)
+        work = operation(x, async_op=True)
+        assert work is not None
+        work.wait()
+        added = max(0, comm.rank - 1 + own)
+        assert torch.equal(x, torch.full((7,), 2048.0 + added).to(torch.float16))
+        y = np.ones(400_000, np.float32)  # several segments
+        operation(y, PremulSum(comm.rank + 1))
+        last = comm.rank + own
+        assert (y == (last * (last + 1) / 2 if last else 1)).all()
+
+
 def test_numpy_arrays_of_any_shape_and_slices_of_larger_ones(comm: Communicator) -> None:
     for shape in [(), (3, 4), (2, 0, 5), (2, 3, 4)]:
         x = np.full(shape, comm.rank + 1.0)

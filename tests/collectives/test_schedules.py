@@ -25,7 +25,7 @@ def test_algorithm_is_right_for_1_to_64_ranks(sizes: range, operation: str, name
             verify(schedule(operation, name, ranks, root))
 
 
-REDUCTIONS = [pair for pair in ALL if pair[0] in ("all_reduce", "reduce_scatter", "reduce")]
+REDUCTIONS = [pair for pair in ALL if pair[0] in ("all_reduce", "reduce_scatter", "reduce", "scan", "exscan")]
 
 
 @pytest.mark.parametrize(("operation", "name"), REDUCTIONS)
@@ -109,6 +109,15 @@ def test_bidirectional_ring_sends_as_much_to_either_side() -> None:
             assert sum(s.target.stop - s.target.start for s in sends if s.peer == side) == 2 * (ranks - 1)
 
 
+@pytest.mark.parametrize(("operation", "more"), [("scan", 0), ("exscan", 1)])
+def test_prefixes_take_at_most_twice_log2_p_rounds(operation: str, more: int) -> None:
+    for ranks in range(2, 65):
+        for rank in range(ranks):
+            found = traffic(schedule(operation, "tree", ranks), rank)
+            assert found.rounds <= 2 * log2_up(ranks) + more
+            assert found.chunks <= log2_up(ranks) + more
+
+
 def test_no_rank_of_a_double_tree_sends_or_receives_more_than_the_data() -> None:
     cut = 4
     for ranks in range(2, 65):
@@ -186,6 +195,12 @@ WRONG: dict[str, tuple[str, str, Callable[[int], list[Round]]]] = {
         lambda rank: [(send(chunk(Role.IN, 1), 0),)] if rank else [(recv(Chunks(Role.OUT, 0, 2), 1),)],
     ),
     "the input is written": ("writes the input", "all_reduce", lambda rank: [(recv(IN, 1 - rank),)]),
+    "a prefix with a later rank's contribution": (
+        "was asked for",
+        "scan",
+        lambda rank: [(send(WORK, 1 - rank), reduce(0, 1, 1 - rank)), (finish(0, 1),)],
+    ),
+    "an exclusive prefix with a rank's own": ("was asked for", "exscan", lambda rank: [(finish(0, 1),)]),
     "a chunk is finished twice": (
         "finishes a chunk twice",
         "all_reduce",

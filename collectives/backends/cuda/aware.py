@@ -45,7 +45,7 @@ class Aware:
 
     def serves(self, operation: str, algorithm: str) -> bool:
         """Implements `Transport.serves`."""
-        return algorithm in ("auto", Library.name)
+        return algorithm in ("auto", Library.name) and operation not in ("scan", "exscan")
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""

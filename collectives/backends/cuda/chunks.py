@@ -23,6 +23,7 @@ from ...buffers import Buffer
 from ...partition import Splits
 
 Range = tuple[int, int]
+IN_PLACE = ("all_reduce", "scan", "exscan", "reduce", "broadcast")  # on one array
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class StagingPlan:
 
 
 def whole(size: int, room: int, *, gives: bool = True, takes: bool = True) -> StagingPlan:
-    """all_reduce, reduce and broadcast: arrays of one size. room: elements that the host's memory has place for."""
+    """Cuts an operation of IN_PLACE, on arrays of one size.
+
+    room: elements that the host's memory has place for.
+    """
     chunks = []
     for first in range(0, max(size, 1), room):
         last = min(first + room, size)
@@ -134,7 +138,7 @@ def all_to_all(splits: Splits, largest: int, room: int) -> StagingPlan:
 
 def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[Any], largest: int = 0) -> StagingPlan:
     """The plan of an operation; arguments: as `Backend` has them. largest: see `all_to_all`."""
-    if operation == "all_reduce":
+    if operation in ("all_reduce", "scan", "exscan"):
         return whole(arguments[0].size, room)
     if operation == "reduce":
         return whole(arguments[0].size, room, takes=rank == arguments[1])
@@ -152,7 +156,7 @@ def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[A
 def on_host(operation: str, chunk: Chunk, memory: Buffer, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments of the host's operation on a chunk in its memory."""
     x, out = _part(memory, chunk.x), _part(memory, chunk.out)
-    if operation in ("all_reduce", "reduce", "broadcast"):
+    if operation in IN_PLACE:
         return (x, *arguments[1:])
     if operation == "reduce_scatter":
         return out, x, arguments[2], chunk.counts

@@ -153,7 +153,7 @@ class Staged:
 
 def _first(operation: str, arguments: tuple[Any, ...]) -> Buffer | None:
     """The array that is read."""
-    found = arguments[0] if operation in ("all_reduce", "reduce", "broadcast") else arguments[1]
+    found = arguments[0] if operation in chunks.IN_PLACE else arguments[1]
     return found if isinstance(found, Buffer) else None
 
 

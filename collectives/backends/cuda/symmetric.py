@@ -75,7 +75,7 @@ class Ipc:
 
     def serves(self, operation: str, algorithm: str) -> bool:
         """Implements `Transport.serves`."""
-        return algorithm in ("auto", Symmetric.name)
+        return algorithm in ("auto", Symmetric.name) and self._symmetric.serves(operation)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""

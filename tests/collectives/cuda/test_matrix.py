@@ -7,7 +7,7 @@ import torch
 
 from collectives import Communicator, PremulSum, even_counts
 from tests.collectives.cuda.standin import Gpu
-from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
+from tests.collectives.reference import BITWISE, DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
 ISLANDS = pytest.param("islands", marks=[pytest.mark.one_node, pytest.mark.ranks(4)])
@@ -65,6 +65,19 @@ def test_reductions(comm: Communicator, gpu: Gpu, way: str, op: str) -> None:
             own = x[start : start + counts[comm.rank]]
             comm.reduce_scatter(own, x, op)
             assert_equal(gpu.get(own), own_part(comm, expected, counts), f"reduce_scatter {what} in place")
+
+
+def test_prefixes_and_operators_on_bits(comm: Communicator, gpu: Gpu, way: str) -> None:
+    for dtype in ("float32", "bfloat16", "int32", "uint8", "bool"):
+        for number, size in enumerate(sizes(comm.size)):
+            inputs, kind = [values(size, rank, dtype) for rank in range(comm.size)], KINDS[number % 2]
+            for op in ("sum", *(BITWISE if "float" not in dtype else ())):
+                what = f"{op} {dtype} [{size}]"
+                for operation, stop in (("all_reduce", comm.size), ("scan", comm.rank + 1), ("exscan", comm.rank)):
+                    x = gpu.put(inputs[comm.rank], kind)
+                    getattr(comm, operation)(x, op)
+                    expected = reduced(inputs[:stop], op) if stop else inputs[0]
+                    assert_equal(gpu.get(x), expected, f"{operation} {what}")
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "complex64"])
