@@ -3,8 +3,9 @@
 Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new algorithm of messages goes into
 `algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 
-    what is called      communicator (the operations), over group_memory (arrays that ranks share), over ordered_group
-                        (set-up, issue, failure, end); partitioned (an all-reduce in parts); messages, message_work
+    what is called      communicator (the operations), over group_messages, over group_memory (arrays that ranks
+                        share), over ordered_group (set-up, issue, failure, end);
+                        partitioned (an all-reduce in parts); messages, channels (their order), message_work
     its checks          arguments, errors; coalesced (lists of arrays); details (words about an operation, for reports)
     arrays              buffers (a view of any array's memory), partition (n elements over p ranks), devices
     arithmetic          reduction (operators, kernels), float_errors (neither raises nor warns)
@@ -34,9 +35,11 @@ from .errors import (
     CollectivesError,
     MismatchError,
     OperationError,
+    OperationTimeout,
     ScheduleError,
     WorkTimeout,
 )
+from .messages import Envelope, P2POp
 from .partition import even_counts
 from .partitioned import PartitionedAllReduce
 from .progress import Work
@@ -47,8 +50,11 @@ __all__ = [
     "ArgumentTypeError",
     "CollectivesError",
     "Communicator",
+    "Envelope",
     "MismatchError",
     "OperationError",
+    "OperationTimeout",
+    "P2POp",
     "PartitionedAllReduce",
     "PremulSum",
     "ScheduleError",

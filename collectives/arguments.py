@@ -31,6 +31,17 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
+def seconds(name: str, value: Any) -> float:
+    """`value` as a positive number of seconds."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise wrong_type(name, value, "a number of seconds") from None
+    if not 0 < number < math.inf:
+        raise ArgumentError(f"{name}: got {value!r}; needs a number of seconds above 0")
+    return number
+
+
 def elements(name: str, shape: Any) -> int:
     """The number of elements of an array of this shape."""
     try:
@@ -43,14 +54,6 @@ def elements(name: str, shape: Any) -> int:
 def root_rank(operation: str, root: Any, ranks: int) -> int:
     """`root` as a rank of the group."""
     return integer(f"{operation}: root", root, 0, ranks - 1)
-
-
-def peer(name: str, value: Any, rank: int, ranks: int) -> int:
-    """`value` as another rank of the group."""
-    number = integer(name, value, 0, ranks - 1)
-    if number == rank:
-        raise ArgumentError(f"{name}: got {number}, this rank itself; needs another one of {ranks}")
-    return number
 
 
 def parts(name: str, counts: Sequence[int] | None, size: int, ranks: int) -> list[int]:

@@ -16,6 +16,9 @@ Every operation takes
     algorithm   "auto" (default), "mpi" for the MPI library's own, or another of `Communicator.algorithms`
     async_op    True: return a Work at once; the arrays must not be touched until it is complete (on a GPU: by
                 nothing that is queued before `Work.wait`)
+    timeout     seconds that it may take; after that OperationTimeout is raised, and the communicator cannot be used
+                any more, nor the arrays, to which other ranks may still write. Only synchronous operations take it:
+                of the others `Work.wait` has a timeout, after which they go on
 and raises ArgumentTypeError or ArgumentError for what it cannot work with.
 """
 
@@ -37,9 +40,8 @@ from .backends.cuda.arrays import gpu_index
 from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import freed_if_mpi_fails
 from .errors import ArgumentError, OperationError
-from .group_memory import GroupMemory
+from .group_messages import GroupMessages
 from .idle_wait import background_on_all_ranks
-from .labels import label
 from .memory.shared_memory import is_one_for_all
 from .ordered_group import Plain, Prepared
 from .partition import Splits
@@ -51,7 +53,7 @@ from .reduction import Reduction
 _KEPT_CALLS = 1024
 
 
-class Communicator(GroupMemory):
+class Communicator(GroupMessages):
     """A group of ranks and the operations among them.
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
@@ -60,6 +62,8 @@ class Communicator(GroupMemory):
 
     timeout: seconds that an operation may wait for other ranks before the job is aborted with a report of where each
     rank is; by default the environment's MPIDL_TIMEOUT, or 600; 0: for ever.
+
+    name: what errors and the watchdog's reports call the group by, the same on every rank; may be empty.
 
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
     nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
@@ -88,10 +92,12 @@ class Communicator(GroupMemory):
 
     # ---- reductions -------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
+    ) -> Work | None:
         """Replaces x, or each of a list, by the reduction of all ranks' x; bitwise equal on all of them."""
         if isinstance(x, list):
-            return self._coalesced("all_reduce", algorithm, async_op, wholes=x, op=op)
+            return self._coalesced("all_reduce", algorithm, async_op, timeout, wholes=x, op=op)
         key = ("all_reduce", self._signature(x), op, algorithm)
         call = self._recall(key)
         if call is None:
@@ -100,7 +106,7 @@ class Communicator(GroupMemory):
             reduced = reduction.check(op, data.dtype)
             chosen = self._chosen("all_reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "all_reduce", chosen, data, reduced)
-        return self._issue("all_reduce", *call, async_op, x)
+        return (self._issue if timeout is None else self._within(timeout))("all_reduce", *call, async_op, x)
 
     def partitioned_all_reduce(
         self, parts: Sequence[Any], op: str = "sum", *, algorithm: str = "auto"
@@ -145,6 +151,7 @@ class Communicator(GroupMemory):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work | None:
         """out becomes this rank's part of the reduction of all ranks' x; x is unchanged. Lists: each with its like.
 
@@ -153,7 +160,7 @@ class Communicator(GroupMemory):
         """
         if isinstance(x, list):
             arguments.no_counts("reduce_scatter", counts)
-            return self._coalesced("reduce_scatter", algorithm, async_op, wholes=x, owns=out, op=op)
+            return self._coalesced("reduce_scatter", algorithm, async_op, timeout, wholes=x, owns=out, op=op)
         key = ("reduce_scatter", self._signature(x), self._signature(out), op, algorithm, _tuple(counts))
         call = self._recall(key)
         if call is None:
@@ -167,15 +174,22 @@ class Communicator(GroupMemory):
             arguments.refuse_overlap("reduce_scatter", target, data, parts, self.rank)
             chosen = self._chosen("reduce_scatter", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
-        return self._issue("reduce_scatter", *call, async_op, (out, x))
+        return (self._issue if timeout is None else self._within(timeout))("reduce_scatter", *call, async_op, (out, x))
 
     def reduce(
-        self, x: Any, root: int = 0, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work | None:
         """Replaces the root's x, or each of a list, by the reduction of all ranks' x; x is unchanged elsewhere."""
         root = root_rank("reduce", root, self.size)
         if isinstance(x, list):
-            return self._coalesced("reduce", algorithm, async_op, wholes=x, root=root, op=op)
+            return self._coalesced("reduce", algorithm, async_op, timeout, wholes=x, root=root, op=op)
         key = ("reduce", self._signature(x), op, algorithm, root)
         call = self._recall(key)
         if call is None:
@@ -184,23 +198,29 @@ class Communicator(GroupMemory):
             reduced = reduction.check(op, data.dtype)
             chosen = self._chosen("reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce", chosen, data, root, reduced)
-        return self._issue("reduce", *call, async_op, x)
+        return (self._issue if timeout is None else self._within(timeout))("reduce", *call, async_op, x)
 
-    def scan(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+    def scan(
+        self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
+    ) -> Work | None:
         """Replaces x on rank r by the reduction of the x of ranks 0 to r.
 
         op: not "avg", whose divisor would be another one on each rank.
         """
-        return self._prefix("scan", x, op, algorithm, async_op)
+        return self._prefix("scan", x, op, algorithm, async_op, timeout)
 
-    def exscan(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+    def exscan(
+        self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
+    ) -> Work | None:
         """Replaces x on rank r by the reduction of the x of ranks 0 to r - 1; on rank 0 x is unchanged.
 
         op: not "avg".
         """
-        return self._prefix("exscan", x, op, algorithm, async_op)
+        return self._prefix("exscan", x, op, algorithm, async_op, timeout)
 
-    def _prefix(self, operation: str, x: Any, op: Any, algorithm: str, async_op: bool) -> Work | None:
+    def _prefix(
+        self, operation: str, x: Any, op: Any, algorithm: str, async_op: bool, timeout: float | None
+    ) -> Work | None:
         key = (operation, self._signature(x), op, algorithm)
         call = self._recall(key)
         if call is None:
@@ -211,7 +231,7 @@ class Communicator(GroupMemory):
                 raise ArgumentError(f"{operation}: got op 'avg'; needs op='sum' and then a division on each rank")
             chosen = self._chosen(operation, algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, operation, chosen, data, reduced)
-        return self._issue(operation, *call, async_op, x)
+        return (self._issue if timeout is None else self._within(timeout))(operation, *call, async_op, x)
 
     # ---- movements --------------------------------------------------------------------------------------------
 
@@ -223,6 +243,7 @@ class Communicator(GroupMemory):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work | None:
         """out becomes all ranks' x, one behind the other. Lists: each with its like.
 
@@ -231,7 +252,7 @@ class Communicator(GroupMemory):
         """
         if isinstance(out, list):
             arguments.no_counts("all_gather", counts)
-            return self._coalesced("all_gather", algorithm, async_op, wholes=out, owns=x)
+            return self._coalesced("all_gather", algorithm, async_op, timeout, wholes=out, owns=x)
         key = ("all_gather", self._signature(out), self._signature(x), algorithm, _tuple(counts))
         call = self._recall(key)
         if call is None:
@@ -245,7 +266,7 @@ class Communicator(GroupMemory):
                 algorithm = self._dispatch.composed or "auto"
             chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
             call = self._prepare(key, "all_gather", chosen, target, data, parts)
-        return self._issue("all_gather", *call, async_op, (out, x))
+        return (self._issue if timeout is None else self._within(timeout))("all_gather", *call, async_op, (out, x))
 
     def all_to_all(
         self,
@@ -256,6 +277,7 @@ class Communicator(GroupMemory):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work | None:
         """Part q of x goes to rank q; part q of out comes from rank q. out and x must not overlap.
 
@@ -287,20 +309,22 @@ class Communicator(GroupMemory):
             arguments.even_only("all_to_all", chosen, even=even)
             splits = Splits(leaving, coming, uniform=even and data.size % self.size == 0)
             call = self._prepare(key, "all_to_all", chosen, target, data, splits)
-        return self._issue("all_to_all", *call, async_op, (out, x))
+        return (self._issue if timeout is None else self._within(timeout))("all_to_all", *call, async_op, (out, x))
 
-    def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+    def broadcast(
+        self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
+    ) -> Work | None:
         """Replaces x, or each of a list, on every rank by the root's."""
         root = root_rank("broadcast", root, self.size)
         if isinstance(x, list):
-            return self._coalesced("broadcast", algorithm, async_op, wholes=x, root=root)
+            return self._coalesced("broadcast", algorithm, async_op, timeout, wholes=x, root=root)
         key = ("broadcast", self._signature(x), algorithm, root)
         call = self._recall(key)
         if call is None:
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
             chosen = self._chosen("broadcast", algorithm, data, data.nbytes)
             call = self._prepare(key, "broadcast", chosen, data, root)
-        return self._issue("broadcast", *call, async_op, x)
+        return (self._issue if timeout is None else self._within(timeout))("broadcast", *call, async_op, x)
 
     def gather(
         self,
@@ -311,6 +335,7 @@ class Communicator(GroupMemory):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work | None:
         """The root's out becomes all ranks' x, one behind the other; out is None on the others.
 
@@ -336,7 +361,7 @@ class Communicator(GroupMemory):
                 arguments.refuse_overlap("gather", data, target, parts, self.rank)
             chosen = self._chosen("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
             call = self._prepare(key, "gather", chosen, target, data, root, parts)
-        return self._issue("gather", *call, async_op, (out, x))
+        return (self._issue if timeout is None else self._within(timeout))("gather", *call, async_op, (out, x))
 
     def scatter(
         self,
@@ -347,6 +372,7 @@ class Communicator(GroupMemory):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work | None:
         """out becomes this rank's part of the root's x; x is None on the others.
 
@@ -372,33 +398,18 @@ class Communicator(GroupMemory):
                 arguments.refuse_overlap("scatter", target, data, parts, self.rank)
             chosen = self._chosen("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
             call = self._prepare(key, "scatter", chosen, target, data, root, parts)
-        return self._issue("scatter", *call, async_op, (out, x))
+        return (self._issue if timeout is None else self._within(timeout))("scatter", *call, async_op, (out, x))
 
-    # ---- messages ---------------------------------------------------------------------------------------------
+    # ---- order ------------------------------------------------------------------------------------------------
 
-    def send(self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Sends x to rank `dest`, which must receive as many elements of the same dtype with the same tag.
-
-        Messages do not queue behind collectives: two ranks may both receive first and then send, asynchronously.
-        """
-        self._refuse_if_unusable("send")
-        with label("collectives::send"):
-            return self._messages.send(x, dest, tag, async_op=async_op)
-
-    def recv(self, x: Any, source: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Fills x with the next message of the same tag from rank `source`.
-
-        Raises OperationError if the message is longer or shorter than x, or of another dtype; x may then hold anything.
-        """
-        self._refuse_if_unusable("recv")
-        with label("collectives::recv"):
-            return self._messages.recv(x, source, tag, async_op=async_op)
-
-    def barrier(self, *, async_op: bool = False) -> Work | None:
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Returns once every rank has called it."""
-        return self._issue("barrier", self._barrier, NO_WORDS, async_op)
+        issue = self._issue if timeout is None else self._within(timeout)
+        return issue("barrier", self._barrier, NO_WORDS, async_op)
 
-    def compound(self, name: str, task: Plain, *, async_op: bool = False, device: Any = "cpu") -> Work | None:
+    def compound(
+        self, name: str, task: Plain, *, async_op: bool = False, device: Any = "cpu", timeout: float | None = None
+    ) -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
 
         So that what comes later may depend on what came first, and nothing comes in between. name: for errors. task:
@@ -419,7 +430,8 @@ class Communicator(GroupMemory):
                 self._compound_in = None
 
         call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
-        return self._issue("compound", call, words(name), async_op, name=name)
+        issue = self._issue if timeout is None else self._within(timeout)
+        return issue("compound", call, words(name), async_op, name=name)
 
     # ---- groups -----------------------------------------------------------------------------------------------
 
@@ -446,10 +458,11 @@ class Communicator(GroupMemory):
             found = [None if n < 0 else n if there is None else there.get(n) for n in numbers]
         return found if several else found[0]
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(self, color: int | None, key: int = 0, *, name: str = "") -> Communicator | None:
         """A Communicator of the ranks that give the same colour, ordered by key, then rank; None for colour None.
 
-        Collective over this communicator. Groups work independently, also at the same time.
+        name: of the new group, for errors and reports. Collective over this communicator. Groups work independently,
+        also at the same time.
         """
         chosen = MPI.UNDEFINED if color is None else integer("split: color", color, 0, 2**31 - 1)
         key = integer("split: key", key, -(2**31), 2**31 - 1)
@@ -471,7 +484,7 @@ class Communicator(GroupMemory):
             return None
         assert isinstance(group, MPI.Intracomm)
         try:
-            made = Communicator(group, timeout=self._timeout)
+            made = Communicator(group, timeout=self._timeout, name=name)
         except OperationError:
             group.Free()
             raise
@@ -497,7 +510,7 @@ class Communicator(GroupMemory):
 
     def duplicate(self) -> Communicator:
         """Makes a Communicator of the same ranks with a queue of its own; closed along with this one. Collective."""
-        made = self.split(0, self.rank)
+        made = self.split(0, self.rank, name=self.name)
         assert made is not None
         self._duplicates.append(made)
         return made
@@ -509,6 +522,7 @@ class Communicator(GroupMemory):
         operation: str,
         algorithm: str,
         async_op: bool,
+        timeout: float | None,
         *,
         wholes: list[Any],
         owns: Any = None,
@@ -531,7 +545,8 @@ class Communicator(GroupMemory):
         call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
         sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
         detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
-        return self._issue(operation, call, detail, async_op, (wholes, owns))
+        issue = self._issue if timeout is None else self._within(timeout)
+        return issue(operation, call, detail, async_op, (wholes, owns))
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from .channels import Channels
 from .errors import OperationError
-from .message_work import Channels
 from .topology import world_ranks
 from .watchdog import Guard
 

@@ -23,9 +23,13 @@ class OperationError(CollectivesError, RuntimeError):
     """An operation that failed while it ran; the cause is chained."""
 
 
+class OperationTimeout(OperationError, TimeoutError):
+    """An operation's own `timeout` has passed; the communicator cannot be used any more."""
+
+
 class MismatchError(CollectivesError, RuntimeError):
     """The ranks are in different operations, or in one with arguments that do not fit; raised on all of them."""
 
 
 class WorkTimeout(CollectivesError, TimeoutError):
-    """`Work.wait(timeout)` returned before the operation was complete."""
+    """`Work.wait(timeout)` ended before the operation was complete, or `probe` before a message came; all goes on."""

@@ -19,13 +19,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from math import inf
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from .buffers import DTYPES, Buffer
+from .buffers import DTYPES, Buffer, DType
 from .errors import OperationError
 from .forked import is_forked, refuse_if_forked
 from .lifetime import keep_for_ever
@@ -34,22 +35,26 @@ from .progress import Work
 INLINE_BYTES = 8 << 10
 PIECE_BYTES = 1 << 30  # not every MPI counts past 2^31
 _HEADER = struct.Struct("=2q")  # number of the dtype, bytes
+_EAGER_S, _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-5, 2e-4
 _TAGS = 1 << 15  # MPI tags of headers are below, those of pieces above
 _DTYPES = list(DTYPES.values())
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 under_way: set[Message] = set()  # of this process
+_unbegun: set[Message] = set()  # those that wait for their turn in `Channels`
 
 
 class Channel:
     """The messages to or from one peer with one tag, in their order.
 
-    comm: for messages alone. messages: how many there were; as both ends count them, a message has one number.
+    comm: for messages alone. messages: how many there were; as both ends count them, a message has one number. probed:
+    the header of the next message to come in, if a probe has taken it.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int, tag: int) -> None:
         self.comm, self.peer, self.tag = comm, peer, tag
         self.messages = 0
+        self.probed: Header | None = None
         largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int)
         self._slots = max(1, (largest + 1) // _TAGS - 1)
@@ -59,89 +64,89 @@ class Channel:
         self.messages += 1
         return self.messages
 
+    def take_header(self) -> Header:
+        """The header of the next message to come in, as a probe has left it or to be received."""
+        header, self.probed = self.probed or Header(self), None
+        return header
+
     def pieces_tag(self, number: int) -> int:
         """The MPI tag of that message's pieces; it comes again when the message has long ended."""
         return (1 + number % self._slots) * _TAGS + self.tag
 
 
-class Channels:
-    """The channels of one rank in one group. comm: for messages alone."""
+class Header:
+    """A message's header, and its elements where they are few. request: completes when they are there.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
-        self._outgoing: dict[tuple[int, int], Channel] = {}  # by peer and tag
-        self._incoming: dict[tuple[int, int], Channel] = {}
+    found: what a probe has found of the message; None: the next one of the channel.
+    """
 
-    def outgoing(self, dest: int, tag: int) -> Channel:
-        """The channel to a rank."""
-        return self._channel(self._outgoing, dest, tag)
+    def __init__(self, channel: Channel, found: MPI.Message | None = None) -> None:
+        self._memory = np.empty(_HEADER.size + INLINE_BYTES, np.uint8)
+        target = [self._memory, MPI.BYTE]
+        if found is None:
+            self.request = channel.comm.Irecv(target, channel.peer, channel.tag)
+        else:
+            self.request = found.Irecv(target)
 
-    def incoming(self, source: int, tag: int) -> Channel:
-        """The channel from a rank."""
-        return self._channel(self._incoming, source, tag)
+    def read(self) -> tuple[DType, int]:
+        """The element type of the message and its bytes."""
+        number, nbytes = _HEADER.unpack_from(self._memory.data)
+        return _DTYPES[number], nbytes
 
-    def has(self, work: Any) -> bool:
-        """Returns whether it is a message of the group."""
-        return isinstance(work, Message) and work.channel.comm is self.comm
-
-    def close(self) -> None:
-        """Ends every message of the group: what was sent is delivered, a receive that nothing was sent for cancelled.
-
-        Collective. A message that its receiver has not asked for is dropped. All ranks say how many they have sent,
-        then each knows which of its receives are still to be filled, and takes the messages that are left over.
-        """
-        numbers: list[dict[int, int]] = [{} for _ in range(self.comm.Get_size())]
-        for (dest, tag), channel in self._outgoing.items():
-            numbers[dest][tag] = channel.messages
-        sent = self.comm.alltoall(numbers)
-        ending = [message for message in list(under_way) if message.channel.comm is self.comm]
-        for message in ending:
-            channel = message.channel
-            if isinstance(message, Receiving) and message.number > sent[channel.peer].get(channel.tag, 0):
-                message.cancel()
-        for source, counts in enumerate(sent):
-            for tag, count in counts.items():
-                channel = self.incoming(source, tag)
-                left_over = count - channel.messages
-                ending += [Receiving("close", channel, None, nullcontext, _nothing) for _ in range(left_over)]
-        while ending := [message for message in ending if not message.is_completed()]:
-            time.sleep(1e-4)
-
-    def _channel(self, channels: dict[tuple[int, int], Channel], other: int, tag: int) -> Channel:
-        if (other, tag) not in channels:
-            channels[other, tag] = Channel(self.comm, other, tag)
-        return channels[other, tag]
+    def elements(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """The bytes that came with it."""
+        return self._memory[_HEADER.size : _HEADER.size + nbytes]
 
 
 class Message(Work):
-    """A Work that is MPI requests, which do not wait for the turn of other operations.
+    """A Work that is MPI requests, which do not wait for the turn of other operations. `begin` starts it.
 
-    number: in its channel. waiting: a context for blocking. finish: called when the array is sent or filled.
+    channel: where it is, once it has begun. number: in its channel. waiting: a context for blocking. finish: called
+    when the array is sent or filled.
     """
 
     def __init__(
         self,
         name: str,
-        channel: Channel,
+        comm: MPI.Comm,
         data: Buffer | None,
         waiting: Callable[[], AbstractContextManager[None]],
         finish: Callable[[], None],
     ) -> None:
         super().__init__(name)
-        self.channel, self.number = channel, channel.next()
+        self.comm = comm
+        self.channel: Channel
+        self.number = 0
         self._data, self._waiting, self._finish = data, waiting, finish
         self._requests: list[MPI.Request] = []
         self._pieces: list[MPI.Request] = []
         self._lock = threading.Lock()
         self._started = self._cancelled = False
+        self._begin_in_turn: Callable[[], None] = _nothing
         under_way.add(self)  # before MPI knows of the array
+
+    def begin(self, channel: Channel) -> None:
+        """Makes it the channel's next message. With the lock of `Channels`, so that MPI has them in that order too."""
+        _unbegun.discard(self)
+        self.channel, self.number = channel, channel.next()
         self._start()
         self._started = True
+
+    def queue(self, begin_in_turn: Callable[[], None]) -> None:
+        """Leaves it to a function to begin it, which is called while any message is waited for or asked."""
+        self._begin_in_turn = begin_in_turn
+        _unbegun.add(self)
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether it is in a channel."""
+        return self._started
 
     def is_completed(self) -> bool:
         """True when the message has been sent or has arrived, or has failed; never blocks."""
         if not self._done.is_set():
             refuse_if_forked(self.name)
+        begin_in_turn()
         if self._started and not self._done.is_set() and self._lock.acquire(blocking=False):
             try:
                 self._advance(MPI.Request.Testall)
@@ -154,6 +159,9 @@ class Message(Work):
         if not self._done.is_set():
             refuse_if_forked(self.name)
         if timeout is None:
+            if _unbegun:  # the other rank may wait for this one to take a message that it sends
+                with self._waiting():
+                    poll(self._has_ended_or_is_last)
             with self._lock, self._waiting():
                 self._advance(MPI.Request.Waitall)
         else:
@@ -161,6 +169,20 @@ class Message(Work):
             while not self.is_completed() and MPI.Wtime() < limit:
                 pause.wait(1e-4)
         self._raise(timeout)
+
+    def _has_ended_or_is_last(self) -> bool:
+        """Returns whether MPI alone can be left to end it."""
+        return self.is_completed() or (self._started and not _unbegun)
+
+    def drop(self) -> None:
+        """Ends a message that has not begun, with an error."""
+        self._data = None
+        under_way.discard(self)
+        _unbegun.discard(self)
+        self._end(OperationError(self._unsent()), expected=True)
+
+    def _unsent(self) -> str:
+        return f"{self.name}: the communicator was closed, and no message had been sent"
 
     def cancel(self) -> None:
         """Gives up a message that the other rank has not begun; it then ends with an error."""
@@ -185,7 +207,7 @@ class Message(Work):
                 if not complete(self._requests) or (self._cancelled and not complete(self._pieces)):
                     return
                 if self._cancelled:
-                    raise OperationError(f"{self.name}: the communicator was closed, and no message had been sent")
+                    raise OperationError(self._unsent())
                 self._requests = self._arrive()
             self._finish()
         except OperationError as failure:
@@ -217,10 +239,17 @@ class Sending(Message):
 class Receiving(Message):
     """A message that arrives. data: None: whatever comes is dropped."""
 
+    @property
+    def sender(self) -> int:
+        """The rank from which it comes. Raises OperationError while that is open, as of a receive from any rank."""
+        if not self._started:
+            raise OperationError(f"{self.name}: no message has come yet; needs a wait() before its sender is known")
+        return self.channel.peer
+
     def _start(self) -> None:
         data, channel = self._data, self.channel
-        self._header: np.ndarray[Any, Any] | None = np.empty(_HEADER.size + INLINE_BYTES, np.uint8)
-        self._requests.append(channel.comm.Irecv([self._header, MPI.BYTE], channel.peer, channel.tag))
+        self._header: Header | None = channel.take_header()
+        self._requests.append(self._header.request)
         if data is not None and data.nbytes > INLINE_BYTES:
             tag = channel.pieces_tag(self.number)
             for piece in _pieces_of(data):  # now, as they come while this rank is in other operations
@@ -230,8 +259,7 @@ class Receiving(Message):
         if self._header is None:  # then these were the pieces
             return []
         data, header, self._header = self._data, self._header, None
-        number, nbytes = _HEADER.unpack_from(header.data)
-        dtype = _DTYPES[number]
+        dtype, nbytes = header.read()
         if data is None or dtype is not data.dtype or nbytes != data.nbytes:
             self._take_away(nbytes)
         if data is None:
@@ -242,7 +270,7 @@ class Receiving(Message):
                 f"{nbytes // dtype.itemsize} of {dtype.name} came; needs as many of the same dtype"
             )
         if not self._pieces:
-            data.flat.view(np.uint8)[:] = header[_HEADER.size : _HEADER.size + nbytes]
+            data.flat.view(np.uint8)[:] = header.elements(nbytes)
         return self._pieces
 
     def _take_away(self, nbytes: int) -> None:
@@ -263,6 +291,25 @@ class Receiving(Message):
 
 def _nothing() -> None:
     pass
+
+
+def begin_in_turn() -> None:
+    """Begins what waits for its turn, as far as messages have come for it."""
+    for begin in {message._begin_in_turn for message in list(_unbegun)}:  # one for all of a queue
+        begin()
+
+
+def poll(is_there: Callable[[], bool], seconds: float = inf) -> bool:
+    """Calls the function until it returns True, after a moment with naps in between; False when the seconds pass."""
+    begin, nap = time.monotonic(), 0.0
+    while not is_there():
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            return False
+        if waited > _EAGER_S:
+            nap = min(max(2 * nap, _SHORTEST_NAP_S), _LONGEST_NAP_S)
+        time.sleep(nap)
+    return True
 
 
 def _pieces_of(data: Buffer) -> list[np.ndarray[Any, Any]]:

@@ -1,6 +1,7 @@
 """A group of ranks whose operations run in the order of issue, on every rank: set-up, issue, failure and end.
 
     issue    at once, in the caller's thread, if nothing is queued; else, or with async_op, in the progress thread
+    limit    an operation with a timeout of its own runs in the progress thread, and is left there when it passes
     failure  of one operation makes the object unusable, as other ranks may be anywhere in it and write to its memory
     end      `close` finishes what is queued and frees what was made; what is dropped without it, `dropped` frees
 
@@ -16,7 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -30,7 +32,7 @@ from .backends.dispatch import Dispatch
 from .backends.meeting import MeetsInMemory
 from .backends.selection import Selection, read_tables
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
-from .errors import ArgumentError, MismatchError, OperationError
+from .errors import ArgumentError, MismatchError, OperationError, OperationTimeout, WorkTimeout
 from .forked import is_forked, refuse_if_forked, why
 from .labels import is_profiled, record_function
 from .leftovers import remove_names
@@ -54,8 +56,10 @@ class OrderedGroup:
     Arguments and attributes: see `Communicator`.
     """
 
-    def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None) -> None:
+    def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None, name: str = "") -> None:
         refuse_if_forked("Communicator")
+        if not isinstance(name, str):
+            raise arguments.wrong_type("name", name, "a text")
         if mpi is not None and not isinstance(mpi, MPI.Intracomm):
             raise arguments.wrong_type("mpi", mpi, "an mpi4py intracommunicator")
         if mpi == MPI.COMM_NULL:
@@ -77,7 +81,7 @@ class OrderedGroup:
         self._compound_in: int | None = None  # the thread that runs one
         self._duplicates: list[OrderedGroup] = []
         weakref.finalize(self, self._progress.abandon).atexit = False  # there everything queued is waited for
-        self._timeout = timeout
+        self._timeout, self.name = timeout, name
         self.rank: int = self.mpi.Get_rank()
         self.size: int = self.mpi.Get_size()
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
@@ -90,7 +94,7 @@ class OrderedGroup:
         self._progress.follows = place.full and not place.crowded and place.nodes == 1
         self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
         self._positions = self._dispatch.positions
-        self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses)
+        self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
         tables, number = self._collective.bcast((tables, next(_numbers)))
         self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
@@ -98,11 +102,13 @@ class OrderedGroup:
         self._barrier = self._dispatch.prepare("barrier", "mpi")
         world, named = world_ranks(self.mpi), names(self.mpi)
         self.world_ranks: tuple[int, ...] = tuple(max(rank, -1) for rank in world)
-        self._called = f"{group_name(named, MPI.COMM_WORLD.size)}, rank {named[self.rank]} of {MPI.COMM_WORLD.size}"
+        self._called = (
+            f"{group_name(named, MPI.COMM_WORLD.size, name)}, rank {named[self.rank]} of {MPI.COMM_WORLD.size}"
+        )
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
             seen = list(place.members) if self._positions.shared else [self.rank]
-            self._guard = Guard(self._for_messages, self._positions, seen, named, limit)
+            self._guard = Guard(self._for_messages, self._positions, seen, named, limit, name=name)
             watch(self._guard)
         guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
         left = Left(world, self._made, self._messages.channels, guard)
@@ -127,7 +133,8 @@ class OrderedGroup:
         return made  # type: ignore[return-value]
 
     def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, size={self.size})"
+        name = f", name={self.name!r}" if self.name else ""
+        return f"Communicator(rank={self.rank}, size={self.size}{name})"
 
     # ---- issue ------------------------------------------------------------------------------------------------
 
@@ -167,11 +174,60 @@ class OrderedGroup:
             self._progress.end_turn()
         return None
 
+    # ---- a limit of time --------------------------------------------------------------------------------------
+
+    def _within(self, timeout: Any) -> Callable[..., Work | None]:
+        """Returns what takes the place of `_issue` for an operation with a timeout of its own, in seconds."""
+        return partial(self._issue_within, timeout)
+
+    def _issue_within(
+        self,
+        timeout: Any,
+        operation: str,
+        task: Call,
+        detail: bytes,
+        async_op: bool,
+        arrays: Any = None,
+        name: str | None = None,
+    ) -> None:
+        """Runs the operation in the progress thread and waits so long for it; after that it is left there."""
+        if self._compound_in is not None and self._compound_in == threading.get_ident():
+            raise ArgumentError(f"{operation}: got a timeout inside a compound operation; needs it on `compound`")
+        if not async_op and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise OperationError(f"{operation}: got a timeout; needs an MPI library with MPI_THREAD_MULTIPLE")
+        with self._giving_up(operation, timeout, async_op) as seconds:
+            work = self._issue(operation, task, detail, True, arrays, name)
+            assert work is not None
+            try:
+                work.wait(seconds)
+            except WorkTimeout:
+                keep_for_ever((arrays, self._dispatch))
+                work.give_up()
+                self._progress.stranded = work
+                self._positions.leave(failed=True)
+                raise
+
+    @contextmanager
+    def _giving_up(self, operation: str, timeout: Any, async_op: bool = False) -> Iterator[float]:
+        """Context of a wait of so many seconds, which it gives; makes the communicator unusable when they pass."""
+        seconds = arguments.seconds(f"{operation}: timeout", timeout)
+        if async_op:
+            raise ArgumentError(
+                f"{operation}: got timeout={timeout} and async_op; needs Work.wait(timeout), after which the "
+                "operation goes on"
+            )
+        try:
+            yield seconds
+        except WorkTimeout as late:
+            self._give_up(f"{late}, its timeout")
+            raise OperationTimeout(f"{late}, its timeout; the communicator cannot be used any more") from None
+
     def _refuse_if_unusable(self, operation: str, queued: bool = False) -> None:
         if self._unusable:
             if not queued:
                 unheard.heard(self._progress)  # the refusal says why
-            raise self._refusal(f"{operation}: this communicator cannot be used any more: {self._unusable}")
+            group = f"communicator {self.name!r}" if self.name else "this communicator"
+            raise self._refusal(f"{operation}: {group} cannot be used any more: {self._unusable}")
 
     def _next_number(self) -> int:
         """The number of the next operation that is issued here."""
@@ -188,8 +244,10 @@ class OrderedGroup:
             if (queued or self._crowded) and not isinstance(task, MeetsInMemory):
                 self._positions.wait_for_all(number)
             task()
-        except MismatchError:  # on all ranks, before anything was sent
+        except MismatchError as error:  # on all ranks, before anything was sent
             self._positions.leave()
+            if self.name:
+                raise MismatchError(f"communicator {self.name!r}: {error}") from None
             raise
         except BaseException as error:  # the other ranks may be anywhere in the operation, and write to its memory
             keep_for_ever((arrays, self._dispatch))
@@ -273,6 +331,9 @@ class OrderedGroup:
         if self._closed:
             return
         self._when_dropped.detach()
+        if self._progress.is_stranded():
+            self._leave_open(MPI.REQUEST_NULL, ended=True)
+            return
         everywhere = MPI.REQUEST_NULL if self._failed else self._for_messages.Ibarrier()
         if not _all_arrive(everywhere):
             self._leave_open(everywhere)
@@ -287,8 +348,10 @@ class OrderedGroup:
             everywhere.Wait()
             self._messages.channels.close()
             self._positions.leave()
-        elif self._guard is not None and not self._guard.closed:
-            self._positions.end()  # a rank that waits for this one, as in its own `close`, hears of it
+        else:
+            self._messages.channels.drop_queued()  # which would look for messages in what is freed
+            if self._guard is not None and not self._guard.closed:
+                self._positions.end()  # a rank that waits for this one, as in its own `close`, hears of it
         if self._guard is not None:
             self._guard.close()
         self._dispatch.close()
@@ -297,7 +360,7 @@ class OrderedGroup:
 
     def _drain(self) -> None:
         """Returns when what is queued here and in the duplicates has run: parts of one may be operations of another."""
-        if self._closed:
+        if self._closed or self._progress.is_stranded():
             return
         if self._progress.drain_hook is not None:
             self._progress.drain_hook()
@@ -306,15 +369,21 @@ class OrderedGroup:
             made._drain()
         self._progress.drain()
 
-    def _leave_open(self, everywhere: MPI.Request) -> None:
-        """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory."""
+    def _leave_open(self, everywhere: MPI.Request, *, ended: bool = False) -> None:
+        """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory.
+
+        ended: a rank that waits for this one, as in its own `close`, hears of it.
+        """
         self._closed, self._unusable = True, "it was closed after an exception, while other ranks were elsewhere"
         self.register_drain_hook(None)
         for made in self._duplicates:
             made._when_dropped.detach()
-            made._leave_open(MPI.REQUEST_NULL)
+            made._leave_open(MPI.REQUEST_NULL, ended=ended)
         self._progress.abandon()
+        self._messages.channels.drop_queued()
         self._positions.leave(failed=True)
+        if ended:
+            self._positions.end()
         keep_for_ever((self._dispatch, self._made, everywhere))
 
     def abort(self, status: int = 1) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .memory.counters import STRIDE, Counters
@@ -42,12 +42,14 @@ OPERATIONS = (
     "close",
     "send",
     "recv",
+    "probe",
     "scan",
     "exscan",
     "the end of its program",
 )
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 END = OPERATIONS[-1]
+ANY = -1  # as the peer of a message: the one that comes first
 _AFTER, _INSIDE, _QUEUED, _FAILED = range(4)  # where a rank is: inside in the program's thread, or in another one
 _COLLECTIVE = struct.Struct("3q")
 _MESSAGE = struct.Struct("4q")
@@ -64,8 +66,8 @@ class Position:
 
     queued: it runs in the progress thread, and the program may go on meanwhile. failed: it was left by an exception.
     detail: what it works with, which must fit on all ranks, in words that follow the operation; may be empty.
-    waits: the messages that it has waited for. message: "send" or "recv", with `peer`, if it is waiting for one. beat:
-    how often its watchdog has looked.
+    waits: the messages that it has waited for. message: "send", "recv" or "probe", with `peer` (may be ANY), if it is
+    waiting for one. beat: how often its watchdog has looked.
     At the end of its program `peer` is the status with which it exits, as far as is known.
     """
 
@@ -85,11 +87,25 @@ class Position:
         """The exit status of a rank at the end of its program; 0 for the others."""
         return self.peer if self.operation == END else 0
 
+    def waits_for(self, rank: int) -> bool:
+        """Returns whether it waits for a message to or from the rank, or for one from any rank."""
+        return self.message is not None and self.peer in (rank, ANY)
+
+    def renumbered(self, numbers: Sequence[int]) -> Position:
+        """Returns the position with another number for the peer of its message. numbers: of each rank of the group."""
+        return replace(self, peer=numbers[self.peer]) if self.message and self.peer != ANY else self
+
+    @property
+    def message_text(self) -> str:
+        """Describes the message that it waits for: "recv from rank 1"."""
+        other = "any rank" if self.peer == ANY else f"rank {self.peer}"
+        return f"{self.message} {'to' if self.message == 'send' else 'from'} {other}"
+
     @property
     def description(self) -> str:
         """Describes the position, in words that follow "is" or "was"."""
         if self.message:
-            return f"in {self.message} {'to' if self.message == 'send' else 'from'} rank {self.peer}"
+            return f"in {self.message_text}"
         if not self.number:
             return "before its first operation"
         if self.operation == END:
@@ -178,7 +194,7 @@ class Positions:
 
     @contextmanager
     def waiting(self, message: str, peer: int) -> Iterator[None]:
-        """Context in which this rank waits for a "send" to or a "recv" from the peer."""
+        """Context in which this rank waits for a "send" to, or a "recv" or "probe" from, the peer; it may be ANY."""
         self._waits += 1
         own = self._message
         own[0], own[1], own[3] = self._waits, CODES[message], peer
@@ -233,9 +249,12 @@ def words(text: str) -> bytes:
     return text.encode()[:_WORDS].ljust(_WORDS, b"\0")
 
 
-def group_name(ranks: Sequence[int], world: int) -> str:
-    """Names a communicator of these ranks of the world, which has so many."""
-    return "this communicator" if list(ranks) == list(range(world)) else f"the communicator of {listing(sorted(ranks))}"
+def group_name(ranks: Sequence[int], world: int, name: str = "") -> str:
+    """Names a communicator of these ranks of the world, which has so many. name: the one that it was given, if any."""
+    is_world = list(ranks) == list(range(world))
+    if name:
+        return f"communicator {name!r}" if is_world else f"communicator {name!r} of {listing(sorted(ranks))}"
+    return "this communicator" if is_world else f"the communicator of {listing(sorted(ranks))}"
 
 
 def listing(ranks: Sequence[int]) -> str:

@@ -32,6 +32,7 @@ from .idle_wait import enter_background
 from .labels import label
 from .watchdog import abort_job, mark_end, say
 
+_STRANDED = 2.0  # seconds
 _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI ends the ranks
 
 
@@ -47,6 +48,7 @@ class Work:
         self.name, self.source = name, source or self
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._given_up = False
         self._count_waiter = count_waiter
 
     def is_completed(self) -> bool:
@@ -72,6 +74,14 @@ class Work:
             self._done.wait(timeout)
         self._raise(timeout)
 
+    def has_ended_within(self, seconds: float) -> bool:
+        """Returns whether the operation has ended, well or not; waits so long for it."""
+        return self._done.wait(seconds)
+
+    def give_up(self) -> None:
+        """Gives up a wait for good, as the program has been told: no error that comes later is told to it again."""
+        self._given_up = True
+
     def _raise(self, timeout: float | None) -> None:
         """Raises unless the operation has ended well; timeout: seconds that were waited for it."""
         if not self._done.is_set():
@@ -86,7 +96,7 @@ class Work:
     def _end(self, error: BaseException | None = None, *, expected: bool = False) -> None:
         """Ends it. expected: the error is not told to a program that does not wait."""
         self._error = error
-        if error is not None and not expected:
+        if error is not None and not (expected or self._given_up):
             unheard.note(self)
         self._done.set()
 
@@ -100,7 +110,8 @@ class Progress:
 
     may_sleep: the thread may sleep while it waits for messages (`idle_wait`). follows: it runs on the core of the
     thread that issues; both to be set before the first task. drain_hook: see `Communicator.register_drain_hook`.
-    number: in the order in which they were made.
+    number: in the order in which they were made. stranded: an operation that its caller has given up, if there is one;
+    it may never end.
     """
 
     def __init__(self) -> None:
@@ -113,6 +124,7 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._waiters = 0
+        self.stranded: Work | None = None
         self._core = -1  # of the thread that has issued the last task
         _alive.add(self)
 
@@ -155,7 +167,7 @@ class Progress:
 
     def close(self) -> None:
         """Drains the queue and ends the thread."""
-        if self._closed:
+        if self._closed or self.is_stranded():
             return
         self.drain()
         with self._condition:
@@ -164,6 +176,10 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def is_stranded(self) -> bool:
+        """Returns whether an operation that was given up is still under way, after a moment in which it may end."""
+        return self.stranded is not None and not self.stranded.has_ended_within(_STRANDED)
 
     def abandon(self) -> None:
         """Ends the thread once it has run what is queued; waits for nothing."""
@@ -235,6 +251,18 @@ def _finish_what_is_queued() -> None:
         progress.close()
     _end_with_unheard_errors()
     mark_end(late=True)
+    _end_if_stranded()
+
+
+def _end_if_stranded() -> None:
+    """Ends the job if an operation that was given up is still under way, as MPI cannot be finalized beside it."""
+    stranded = [progress.stranded for progress in list(_alive) if progress.is_stranded()]
+    if not stranded or MPI.Is_finalized():
+        return
+    world, names = MPI.COMM_WORLD, ", ".join(work.name for work in stranded if work is not None)
+    say(f"mpidl: rank {world.rank} of {world.size} ends the job: {names} has timed out and is still under way\n")
+    time.sleep(_LAST_WORDS)
+    abort_job(exit_status.noted() or 1)
 
 
 def _end_with_unheard_errors() -> None:

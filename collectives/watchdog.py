@@ -33,7 +33,7 @@ from mpi4py import MPI
 
 from . import exit_status
 from .errors import ArgumentError
-from .positions import END, Position, Positions, group_name, listing
+from .positions import ANY, END, Position, Positions, group_name, listing
 
 TIMEOUT = "MPIDL_TIMEOUT"
 TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
@@ -96,7 +96,8 @@ class Guard:
 
     messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes. positions: of
     this node's ranks. ranks: the group's number of each of them. world: the number in the world of each rank of the
-    group. limit: seconds. late: this rank takes part in its operations until after the end of its program.
+    group. limit: seconds. late: this rank takes part in its operations until after the end of its program. name: the
+    group's, may be empty.
     """
 
     messages: MPI.Intracomm
@@ -105,6 +106,7 @@ class Guard:
     world: list[int]
     limit: float
     late: bool = False
+    name: str = ""
     _seen: list[_Seen] = field(default_factory=list)
     _asked: float | None = None
     _answers: dict[int, tuple[Position, float]] = field(default_factory=dict)  # with the seconds since its last beat
@@ -189,7 +191,8 @@ class Guard:
         }
         if inside:
             return waited >= 2 * self.interval and any(number <= mine.number for number in ended.values())
-        return waited >= _LAST_MESSAGE and mine.peer in ended
+        others = set(range(self.messages.size)) - {self.ranks[self.positions.rank]}
+        return waited >= _LAST_MESSAGE and (mine.peer in ended or (mine.peer == ANY and others <= set(ended)))
 
     def _show_lateness(self, now: float) -> None:
         """Prints where this rank's program is, once, if another has waited for it too long."""
@@ -201,7 +204,8 @@ class Guard:
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
                 where = "".join(traceback.format_stack(frame)) if frame else ""
                 own = self.world[self.ranks[self.positions.rank]]
-                what = f"{there.operation} (operation {there.number})"
+                group = f" of communicator {self.name!r}" if self.name else ""
+                what = f"{there.operation} (operation {there.number}{group})"
                 say(f"mpidl: rank {own} is late for {what}; it is at\n{where}")
 
     # ---- the report -------------------------------------------------------------------------------------------
@@ -225,15 +229,12 @@ class Guard:
         first = [found for found in first if found[1] not in silent]
         if first and own != min(first)[1] and now < self._asked + _ANSWER + _GRACE:
             return
-        named = {self.world[rank]: self._named(there) for rank, there in known.items()}
+        named = {self.world[rank]: there.renumbered(self.world) for rank, there in known.items()}
         quiet = {self.world[rank]: seconds for rank, seconds in silent.items()}
-        say(report(self.world[own], self.world, MPI.COMM_WORLD.size, self._named(mine), waited, named, quiet))
+        mine, size = mine.renumbered(self.world), MPI.COMM_WORLD.size
+        say(report(self.world[own], self.world, size, mine, waited, named, quiet, self.name))
         time.sleep(min(_LAST_WORDS, self.limit / 2))  # late ranks print where they are
         abort_job(next((there.status for there in known.values() if there.status), 1))
-
-    def _named(self, there: Position) -> Position:
-        """Returns the position with the peer's number in the world."""
-        return replace(there, peer=self.world[there.peer]) if there.message else there
 
     def _ask(self) -> None:
         others = [rank for rank in range(self.messages.size) if rank not in self.ranks]
@@ -276,18 +277,18 @@ def report(
     waited: float,
     known: dict[int, Position],
     silent: dict[int, float],
+    name: str = "",
 ) -> str:
     """Writes the report of a rank that waits: the operation, who has arrived, and where the others are.
 
     ranks: of the communicator, by their numbers in the world, as all are. world: how many ranks it has. silent: ranks
-    whose beat has ceased, and for how many seconds.
+    whose beat has ceased, and for how many seconds. name: of the communicator.
     """
     if mine.inside:
-        operation = f"{mine.operation} (operation {mine.number} of {group_name(ranks, world)})"
+        operation = f"{mine.operation} (operation {mine.number} of {group_name(ranks, world, name)})"
         arrived = [r for r, there in known.items() if (there.number, there.inside) >= (mine.number, True)]
     else:
-        way = "to" if mine.message == "send" else "from"
-        operation = f"{mine.message} {way} rank {mine.peer}"
+        operation = mine.message_text + (f" (communicator {name!r})" if name else "")
         arrived = [rank]
     left = [r for r, there in known.items() if mine.inside and _has_left(there, mine)]
     arrived += [r for r in left if r not in arrived]
@@ -295,7 +296,7 @@ def report(
     lines.append(f"  arrived: {listing(sorted(arrived))}")
     missing: dict[str, list[int]] = {}
     for other in sorted(ranks):
-        if other not in arrived and (mine.inside or other == mine.peer):
+        if other not in arrived and (mine.inside or mine.waits_for(other)):
             where = str(known[other]) if other in known else "has not answered"
             missing.setdefault(where, []).append(other)
     lines += [f"  not arrived: {listing(late)}, which {where}" for where, late in missing.items()]

@@ -20,7 +20,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from mpi4py import MPI
@@ -75,7 +75,7 @@ class _Page:
         try:
             found = Positions.decode(os.pread(self.file, Positions.nbytes_seen(len(self.members)), 0))
             return {
-                self.world[member]: replace(there, peer=self.world[there.peer]) if there.message else there
+                self.world[member]: there.renumbered(self.world)
                 for member, there in zip(self.members, found, strict=True)
             }
         except (OSError, ValueError, IndexError):

@@ -182,7 +182,7 @@ def _waiting(rank: int, group: Group) -> dict[int, Position]:
 
     def waits(there: Position) -> bool:
         if there.message:
-            return there.peer == rank
+            return there.waits_for(rank)
         return there.inside and (own is None or own.number <= there.number)
 
     return {other: there for other, there in group.items() if other != rank and waits(there)}

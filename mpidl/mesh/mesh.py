@@ -98,7 +98,7 @@ class Mesh:
 
     def _split(self, axes: tuple[str, ...]) -> Communicator:
         members = self.ranks(*axes)
-        made = self.comm.split(members[0], self.rank(*axes))
+        made = self.comm.split(members[0], self.rank(*axes), name=" x ".join(axes))
         assert made is not None
         return made
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import ArgumentError, ArgumentTypeError, CollectivesError, Communicator
+from collectives import ArgumentError, ArgumentTypeError, CollectivesError, Communicator, P2POp
 
 pytestmark = pytest.mark.mpi
 
@@ -74,6 +74,22 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
         "scan: got op 'avg'; needs op='sum' and then a division",
         lambda c: c.scan(ones(3), "avg"),
     ),
+    "a timeout of no time": (
+        ArgumentError,
+        "all_reduce: timeout: got 0; needs a number of seconds above 0",
+        lambda c: c.all_reduce(ones(3), timeout=0),
+    ),
+    "a timeout that is no number": (
+        ArgumentTypeError,
+        "send: timeout: got 'soon'",
+        lambda c: c.send(ones(3), c.rank, timeout="soon"),
+    ),
+    "a timeout of an asynchronous operation": (
+        ArgumentError,
+        r"barrier: got timeout=1.0 and async_op; needs Work.wait\(timeout\)",
+        lambda c: c.barrier(timeout=1.0, async_op=True),
+    ),
+    "a name that is no text": (ArgumentTypeError, "name: got 3", lambda c: Communicator(c.mpi, name=3)),
     "the larger of complex numbers": (
         ArgumentTypeError,
         "no order",
@@ -129,7 +145,43 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
         "share memory",
         lambda c: (x := ones(4 * c.size + 4), c.all_gather(x[: 4 * c.size], x[4 * c.rank + 1 :][:4])),
     ),
-    "a message to oneself": (ArgumentError, "this rank itself", lambda c: c.send(ones(1), c.rank)),
+    "a sendrecv into what it sends": (
+        ArgumentError,
+        "sendrecv: out and x share memory",
+        lambda c: (x := ones(4), c.sendrecv(x[:3], c.rank, x[1:], c.rank)),
+    ),
+    "a probe with no time": (
+        ArgumentError,
+        "probe: timeout: got -1; needs a number of seconds above 0",
+        lambda c: c.probe(timeout=-1),
+    ),
+    "a message from oneself that was not sent": (
+        ArgumentError,
+        "recv: source: got .*, and rank . has sent itself nothing with tag 3 .* needs the send first",
+        lambda c: c.recv(ones(1), c.rank, 3),
+    ),
+    "a probe for what was not sent": (ArgumentError, "has sent itself nothing", lambda c: c.probe(c.rank)),
+    "a message to any rank": (ArgumentTypeError, "send: dest: got None", lambda c: c.send(ones(1), None)),
+    "a batch of what is no message": (
+        ArgumentTypeError,
+        "operation 1: got .* needs a P2POp",
+        lambda c: c.batch_isend_irecv([P2POp("send", ones(1), c.rank), "recv"]),
+    ),
+    "a batch with a send to any rank": (
+        ArgumentTypeError,
+        "operation 0: dest: got None",
+        lambda c: c.batch_isend_irecv([P2POp("send", ones(1), None)]),
+    ),
+    "a message that neither comes nor goes": (
+        ArgumentError,
+        "kind: got 'isend'; needs 'send' or 'recv'",
+        lambda c: P2POp("isend", ones(1), 0),
+    ),
+    "a batch that receives into read-only memory": (
+        ArgumentError,
+        "operation 0: x: got a read-only array",
+        lambda c: c.batch_isend_irecv([P2POp("recv", read_only(), c.rank)]),
+    ),
     "a message to no rank": (ArgumentError, "got 9", lambda c: c.recv(ones(1), 9)),
     "a tag that is too large": (
         ArgumentError,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collectives import ArgumentError, cores
-from collectives.positions import Position
+from collectives.positions import ANY, Position
 from collectives.watchdog import limit_of, report
 
 HEAD = """
@@ -190,6 +190,16 @@ def test_a_report_of_a_group_has_the_world_s_ranks() -> None:
     assert "not arrived: rank 2, which is after all_reduce (operation 3)\n" in text
 
 
+def test_a_report_has_the_name_of_the_group() -> None:
+    text = report(0, [0, 1], 4, IN_FOURTH, 9, {0: IN_FOURTH}, {}, "dp")
+    assert "rank 0 of 4 has waited 9 s in all_reduce (operation 4 of communicator 'dp' of ranks 0, 1)\n" in text
+    receiving = Position(3, "barrier", inside=False, message="recv", peer=ANY)
+    text = report(0, [0, 1, 2], 3, receiving, 9, {0: receiving, 1: IN_FOURTH}, {}, "dp")
+    assert "rank 0 of 3 has waited 9 s in recv from any rank (communicator 'dp')\n" in text
+    assert "not arrived: rank 1, which is in all_reduce (operation 4)\n" in text
+    assert "not arrived: rank 2, which has not answered\n" in text
+
+
 @pytest.mark.thorough
 def test_different_operations_are_told_of_beside_a_late_rank_and_not_of_one_at_its_end(job: Callable) -> None:
     status, text, _ = job(
@@ -226,19 +236,49 @@ def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> No
     assert "not arrived: rank 2, which is after barrier (operation 1)" in text
 
 
-def test_a_message_that_nobody_sends(job: Callable) -> None:
+@pytest.mark.parametrize(("source", "named"), [(2, "rank 2"), (None, "any rank")])
+def test_a_message_that_nobody_sends(job: Callable, source: int | None, named: str) -> None:
     status, text, _ = job(
         f"""
         if rank == 1:
-            comm.recv(x, 2)
+            comm.recv(x, {source})
         comm.barrier() if rank == 0 else time.sleep({LONG})
         """,
         MPIDL_TIMEOUT="1.5",
     )
     assert status != 0
     assert "rank 1 of 3 has waited" in text
-    assert "in recv from rank 2" in text
+    assert f"in recv from {named}" in text
     assert "not arrived: rank 2, which is after barrier (operation 1)" in text
+
+
+@pytest.mark.parametrize(
+    ("group", "number", "others"), [("comm", 2, f"time.sleep({LONG})"), ("comm.duplicate()", 1, "")]
+)
+def test_a_program_that_ends_while_an_operation_that_timed_out_is_under_way_ends_the_job(
+    job: Callable, group: str, number: int, others: str
+) -> None:
+    """Also where it closes the group, or the one that this is a duplicate of."""
+    status, text, seconds = job(
+        f"""
+        group = {group}
+        if rank:
+            {others or "pass"}
+        else:
+            try:
+                group.all_reduce(x, timeout=0.3)
+            except TimeoutError:
+                pass
+        comm.close()
+        """
+    )
+    assert status != 0
+    assert seconds < LONG / 2
+    what = f"all_reduce (operation {number} of this communicator, rank 0 of 3)"
+    if others:
+        assert f"rank 0 of 3 ends the job: {what} has timed out" in text
+    else:  # the others wait in `close`
+        assert "not arrived: rank 0, which is at the end of its program, after an exception in operation 1" in text
 
 
 def test_a_rank_that_has_left_is_noticed_long_before_the_limit(job: Callable) -> None:

@@ -145,6 +145,14 @@ class GpuWork(Work):
         self._work.wait(timeout)
         self._started.wait_on_current_stream()
 
+    def has_ended_within(self, seconds: float) -> bool:
+        """Returns whether the host's part has ended; waits so long for it."""
+        return self._work.has_ended_within(seconds)
+
+    def give_up(self) -> None:
+        """Gives up the host's part; see Work.give_up."""
+        self._work.give_up()
+
 
 def _on_gpu(arrays: Any) -> Iterator[Any]:
     """The GPU arrays among nested lists and tuples."""
