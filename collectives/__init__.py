@@ -3,8 +3,8 @@
 Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new algorithm of messages goes into
 `algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 
-    what is called      communicator (the operations), over group_messages, over group_memory (arrays that ranks
-                        share), over ordered_group (set-up, issue, failure, end);
+    what is called      communicator (the operations), over group_objects (pickled), over group_messages, over
+                        group_memory (arrays that ranks share), over ordered_group (set-up, issue, failure, end);
                         partitioned (an all-reduce in parts); messages, channels (their order), message_work
     its checks          arguments, errors; coalesced (lists of arrays); details (words about an operation, for reports)
     arrays              buffers (a view of any array's memory), partition (n elements over p ranks), devices

@@ -40,7 +40,7 @@ from .backends.cuda.arrays import gpu_index
 from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import freed_if_mpi_fails
 from .errors import ArgumentError, OperationError
-from .group_messages import GroupMessages
+from .group_objects import GroupObjects
 from .idle_wait import background_on_all_ranks
 from .memory.shared_memory import is_one_for_all
 from .ordered_group import Plain, Prepared
@@ -53,7 +53,7 @@ from .reduction import Reduction
 _KEPT_CALLS = 1024
 
 
-class Communicator(GroupMessages):
+class Communicator(GroupObjects):
     """A group of ranks and the operations among them.
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that

@@ -100,7 +100,7 @@ LAYERS = {
         "backends": "backends partitioned",
         "messages": "message_work channels messages dropped",
         "dispatch": "backends.registry backends.dispatch backends.checks",
-        "group": "ordered_group group_memory group_messages",
+        "group": "ordered_group group_memory group_messages group_objects",
         "API": "communicator",
         "over it": "__init__ devices deadlock diagnostics timing tune",
     },

@@ -26,6 +26,13 @@ def test_an_operation_within_its_timeout_is_as_without_one(comm: Communicator) -
     comm.send(x, comm.rank, timeout=60)
     assert comm.recv(np.zeros(1000), comm.rank, timeout=60) == comm.rank
     assert comm.sendrecv(parts, comm.rank, parts.copy(), comm.rank, timeout=60) == comm.rank
+    assert comm.broadcast_object(comm.rank, timeout=60) == 0
+    everyone = list(range(comm.size))
+    assert comm.all_gather_object(comm.rank, timeout=60) == everyone
+    assert comm.gather_object(comm.rank, timeout=60) == (None if comm.rank else everyone)
+    assert comm.scatter_object(everyone, timeout=60) == comm.rank
+    comm.send_object("it", comm.rank, timeout=60)
+    assert comm.recv_object(comm.rank, timeout=60) == ("it", comm.rank)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -67,10 +74,11 @@ def test_a_receive_that_times_out_ends_with_its_group(comm: Communicator) -> Non
 def test_a_probe_that_times_out_leaves_all_as_it_was(comm: Communicator) -> None:
     with pytest.raises(WorkTimeout, match=r"probe: no message has come after 0\.05 s"):
         comm.probe(timeout=0.05)
+    with pytest.raises(TimeoutError):
+        comm.recv_object(tag=3, timeout=0.05)
     comm.barrier()
-    comm.send(np.ones(3), (comm.rank + 1) % comm.size)
-    assert comm.probe(timeout=60).size == 3
-    assert comm.recv(np.zeros(3), timeout=60) == (comm.rank - 1) % comm.size
+    comm.send_object("late", (comm.rank + 1) % comm.size, tag=3)
+    assert comm.recv_object(tag=3, timeout=60) == ("late", (comm.rank - 1) % comm.size)
     comm.barrier()
 
 
