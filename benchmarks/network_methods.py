@@ -51,6 +51,10 @@ class Shape:
         """Bytes that a node sends in ZeRO-3."""
         return self.all_reduced(self.zero3_gathers(whole) + self.total) / 2
 
+    def zero3_int8(self, whole: int) -> float:
+        """The same, with parameters and gradients as int8 in blocks of 256, each with a scale of 4 bytes."""
+        return self.zero3(whole) * (1 + 4 / 256) / 4
+
     def power_sgd(self, rank: int, min_rate: float = 2) -> float:
         """Bytes of PowerSGD's factors and of the tensors that they would not make smaller."""
         elements = 0
@@ -132,6 +136,7 @@ def diloco(**settings: Any) -> Callable[[GPT2, Communicator], Engine]:
 
 AHEAD, PERIOD = 3, 50
 STARTS = 2  # steps before a method sends less
+INT8 = {"compress": "int8", "compress_parameters": "int8"}
 METHODS: dict[str, Method] = {
     "single": Method(lambda model, _: plain(model, Adam(model.parameters(), **SETTINGS)), lambda s: 0),
     "ddp": Method(ddp(), lambda s: s.all_reduced(s.total)),
@@ -140,6 +145,8 @@ METHODS: dict[str, Method] = {
     "zero3": Method(zero(3), lambda s: s.zero3(2)),
     "zero3-ahead": Method(zero(3, prefetch=AHEAD), lambda s: s.zero3(AHEAD + 1)),
     "zero3-keep": Method(zero(3, reshard_after_forward=False), lambda s: s.all_reduced(s.total)),
+    "zero3-int8": Method(zero(3, **INT8), lambda s: s.zero3_int8(2)),
+    "zero3-ahead-int8": Method(zero(3, prefetch=AHEAD, **INT8), lambda s: s.zero3_int8(AHEAD + 1)),
     "zero3-node": Method(zero(3, shard_group="node"), lambda s: s.all_reduced(s.total)),
     "bf16": Method(ddp(bf16_compress), lambda s: s.all_reduced(s.total / 2)),
     "onebit": Method(one_bit, lambda s: Sign().sent_bytes(round(s.total / 4), s.nodes, True)),

@@ -26,7 +26,16 @@ import numpy as np
 import torch
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, add_compress, add_device, at_least, check_writable, resolve_device
+from mpidl.cli import (
+    ArgumentParser,
+    Progress,
+    add_compress,
+    add_compress_parameters,
+    add_device,
+    at_least,
+    check_writable,
+    resolve_device,
+)
 from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
 from mpidl.errors import ConfigurationError, UsageError
 from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
@@ -95,6 +104,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks that hold parts of each layer")
     train.add_argument("--sequence-parallel", action="store_true", help="those cut activations between the layers too")
     add_compress(train)
+    add_compress_parameters(train)
     add_device(train)
     train.add_argument("--seed", type=at_least(0), default=1337, help="of weights, batches and the sample")
     add_options(parser)
@@ -129,6 +139,8 @@ def parse(comm: Any) -> argparse.Namespace:
             raise UsageError("--init-from brings its sizes; leave out --layers, --heads, --embd")
         if options.offload and not options.zero:
             raise UsageError(f"--offload {options.offload}: needs --zero 1, 2 or 3; DDP keeps its state where it is")
+        if options.compress_parameters and options.zero != 3:
+            raise UsageError(f"--compress-parameters {options.compress_parameters}: needs --zero 3")
         if options.offload_dir and options.offload != "disk":
             raise UsageError(f"--offload-dir {options.offload_dir}: needs --offload disk")
         if options.offload_dir and not Path(options.offload_dir).is_dir():
@@ -221,6 +233,7 @@ def parallelise(
         device=device,
         mesh=mesh,
         compress=options.compress,
+        compress_parameters=options.compress_parameters,
         **settings,
     )
     # Stages 2 and 3 would have to keep whole gradients to save the communication of the micro-steps.
@@ -337,7 +350,8 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
     half = HALVES.get(options.dtype)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(options, step))
     how = f"ZeRO stage {options.zero}" if options.zero else "DDP"
-    how += f" with {options.compress} gradients" if options.compress else ""
+    sent = {"gradients": options.compress, "parameters": options.compress_parameters}
+    how += f" with {' and '.join(f'{by} {what}' for what, by in sent.items() if by)}" if any(sent.values()) else ""
     how += f" on {comm.size} rank{'s' * (comm.size > 1)}"
     if options.tp > 1:
         how += f" (dp={mesh.size('dp')}, tp={options.tp}{', sequence parallel' * options.sequence_parallel})"

@@ -16,7 +16,7 @@ from collectives import Communicator
 from . import memory
 from .errors import ConfigurationError, UsageError
 from .gradients.compression import COMPRESSORS
-from .gradients.compression.settings import compression
+from .gradients.compression.settings import OF_PARAMETERS, compression
 from .job.agreement import agree_or_exit
 
 
@@ -89,6 +89,13 @@ def add_compress(parser: Any) -> None:
     """Adds --compress: None, or checked settings of `Compression`."""
     parser.add_argument(
         "--compress", type=_method, metavar="METHOD", help=f"how gradients are sent: auto, {', '.join(COMPRESSORS)}"
+    )
+
+
+def add_compress_parameters(parser: Any) -> None:
+    """Adds --compress-parameters: None, or a method of ZeroOptimizer's argument."""
+    parser.add_argument(
+        "--compress-parameters", choices=OF_PARAMETERS, help="how ZeRO-3 gathers parameters, over several nodes"
     )
 
 

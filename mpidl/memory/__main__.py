@@ -22,6 +22,7 @@ import torch
 
 from ..errors import ConfigurationError, UsageError
 from ..gradients.compression import COMPRESSORS
+from ..gradients.compression.settings import OF_PARAMETERS
 from ..models import bert, gpt2, resnet
 from .activations import RECOMPUTE, activation_bytes, slot_bytes
 from .estimate import DTYPES, OFFLOAD, STAGES, Estimate, estimate
@@ -97,6 +98,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--compress", metavar="METHOD", help=f"what gradients are compressed by: {', '.join(COMPRESSORS)}, ..."
     )
     parser.add_argument(
+        "--compress-parameters", choices=OF_PARAMETERS, help="how stage 3 gathers parameters, over several nodes"
+    )
+    parser.add_argument(
         "--unit", type=_number, default=0, metavar="N", help="with --params: parameters of the largest unit"
     )
     parser.add_argument(
@@ -150,7 +154,7 @@ def estimates(options: argparse.Namespace) -> tuple[list[Estimate], float]:
     settings |= {"masters": not options.no_masters, "activations": kept, "unit": options.unit}
     settings |= {"tp": options.tp, "slots": slots}
     settings |= {"step_in_backward": options.step_in_backward, "compress": options.compress}
-    settings |= {"prefetch": options.prefetch}
+    settings |= {"prefetch": options.prefetch, "compress_parameters": options.compress_parameters}
     of_zero = {"shard_ranks": options.shard_ranks, "reduce_dtype": options.reduce_dtype}  # DDP has neither
     rows = [
         estimate(model, options.ranks, options.nodes, stage, **settings, **(of_zero if stage else {}))
@@ -189,6 +193,7 @@ def heading(options: argparse.Namespace, count: float) -> str:
     within = ", stepped in backward" if options.step_in_backward else ""
     tp = f", tp={options.tp}{' with sequence parallelism' * options.sequence_parallel}" if options.tp > 1 else ""
     sent = f", gradients sent as {options.compress}" if options.compress else ""
+    sent += f", parameters gathered as {options.compress_parameters}" if options.compress_parameters else ""
     how = f"{options.ranks} ranks on {where}{tp}{cut}, {options.dtype}{masters}{reduced}, {state}{within}{sent}"
     return f"{named}{count / size:.4g} {suffix} parameters, {how}"
 

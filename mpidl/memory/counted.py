@@ -26,8 +26,9 @@ class Measurement:
 
     parameters: what is whole or sharded, and the model's buffers (running statistics, ...). optimizer: its state and
     fp32 masters. buckets: storage for gradients in flight that holds none to keep. activations: what autograd keeps
-    for backward. compression: what `compress=` has not sent, and its compressor's states. slots: memory by which ranks
-    of tp exchange activations. offloaded: optimizer state and masters elsewhere (`Offload`), in no total.
+    for backward. compression: what `compress=` has not sent, and its compressor's states; the place for messages of
+    `compress_parameters=`, which may be the node's. slots: memory by which ranks of tp exchange activations. offloaded:
+    optimizer state and masters elsewhere (`Offload`), in no total.
     rss, pss: of the process as a whole, with Python, torch and all else in it.
     """
 

@@ -28,7 +28,7 @@ import torch
 from ..errors import ConfigurationError
 from ..gradients.buckets import FIRST_BUCKET_MB, assign
 from ..gradients.compression import Compression
-from ..gradients.compression.settings import compression
+from ..gradients.compression.settings import compression, parameter_compressor
 from ..optim.blockwise import BLOCK
 from ..optim.elementwise import EIGHT_BIT_LEAST
 from ..tensor import Plan
@@ -56,7 +56,7 @@ class Estimate:
     optimizer: its state and fp32 masters. buckets: gradients in flight, and units of stage 3 that are whole.
     offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total. tp: of the ranks, how
     many hold parts of the same layers. slots: memory by which these exchange activations. compression: what `compress=`
-    has not sent, and its compressor's states.
+    has not sent, and its compressor's states; the place for messages of `compress_parameters=`.
     """
 
     stage: int
@@ -96,6 +96,7 @@ class _Whole:
     the backward pass: the one that fills and the two largest of each dtype. unit: of the largest unit of stage 3; own:
     of the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their
     buckets in the dtype in which they are reduced. trained: how many parameters, and shapes: theirs, if they are known.
+    gathered: elements of what stage 3 gathers in one operation at most.
     """
 
     parameters: int
@@ -109,6 +110,7 @@ class _Whole:
     unit_gradients: int
     trained: int
     shapes: Sequence[torch.Size]
+    gathered: int
 
 
 def estimate(
@@ -133,6 +135,7 @@ def estimate(
     slots: int = 0,
     compress: Compression | str | None = None,
     prefetch: int = 1,
+    compress_parameters: str | None = None,
 ) -> Estimate:
     """Bytes a rank needs to train a model, by category.
 
@@ -161,6 +164,7 @@ def estimate(
     compress: as of the engines; with `Compression(undo=True)` what undoes a skipped step is counted too, and between
         nodes what a rank has of its node's sums. States of a compressor are counted of a model, not of a number.
     prefetch: units of stage 3 that may be whole ahead of the one that computes, over several nodes.
+    compress_parameters: as of ZeroOptimizer, in stage 3 over several nodes.
 
     In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
     the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
@@ -169,6 +173,7 @@ def estimate(
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb, prefetch)
     data_ranks, data_nodes = _without_tp(ranks, nodes, tp, tp_rank, slots)
     methods = [None] if compress is None else [*compression(compress).candidates()]
+    of_parameters = None if compress_parameters is None else parameter_compressor(compress_parameters)
     if step_in_backward and offload:
         raise ConfigurationError("step_in_backward: got offload with it; what is offloaded is stepped after the pass")
     over = data_ranks if shard_ranks is None else shard_ranks
@@ -203,6 +208,9 @@ def estimate(
         if stage == 3 and over > local:
             units = min(whole.own + (1 + prefetch) * whole.unit, whole.parameters)
             buckets += units // local
+        kept = max(_compression(each, whole, data_ranks, data_nodes, over) for each in methods)
+        if of_parameters is not None and stage == 3 and over > local:
+            kept += over * of_parameters.message_bytes(-(-whole.gathered // over)) // local
         return Estimate(
             stage,
             ranks,
@@ -215,7 +223,7 @@ def estimate(
             offloaded=state_share if offload else 0,
             tp=tp,
             slots=slots,
-            compression=max(_compression(each, whole, data_ranks, data_nodes, over) for each in methods),
+            compression=kept,
         )
 
     return max(map(of, held), key=lambda each: each.total)
@@ -339,6 +347,7 @@ def _of_number(
         unit_gradients=min(gradients, _ROTATING * round(unit * itemsize)),
         trained=round(number),
         shapes=(),
+        gathered=round(unit),
     )
 
 
@@ -370,7 +379,17 @@ def _of_model(
         unit_gradients=flats[-1] + sum(sorted(flats[:-1])[1 - _ROTATING :]),
         trained=sum(q.numel() for q in trained),
         shapes=[q.shape for q in trained],
+        gathered=max(map(_largest_flat, units)),
     )
+
+
+def _largest_flat(unit: Sequence[torch.Tensor]) -> int:
+    """Elements of a unit's largest flat group, of one dtype, all of which train or do not."""
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    for p in unit:
+        kind = p.dtype, p.requires_grad
+        sizes[kind] = sizes.get(kind, 0) + p.numel()
+    return max(sizes.values(), default=0)
 
 
 def _compression(given: Compression | None, whole: _Whole, ranks: int, nodes: int, over: int) -> int:

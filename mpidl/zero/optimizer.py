@@ -94,6 +94,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slice, or counts steps by itself.
     compress: how gradients are sent with fewer bytes: "int8", "powersgd:4" (`mpidl.COMPRESSORS`), a `Compression` with
         more settings; by default in full precision. It is a communication hook, so that no other can be registered.
+    compress_parameters: how stage 3, where it gathers, gathers parameters with fewer bytes: "int8", "bf16" or "fp16".
+        Passes compute with the rounded values, the same on all ranks; steps, states and `gathered` have full precision.
     device: where a model on the meta device gets its values, the host's memory by default. Any other one trains where
         it lies: in the host's memory or on one GPU.
 
@@ -126,6 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mesh: Mesh | None = None,
         compress: Compression | Compressor | str | None = None,
         prefetch: int = 1,
+        compress_parameters: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.stage = stage
@@ -150,6 +153,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             step_in_backward=step_in_backward,
             mesh=mesh,
             compress=compress,
+            compress_parameters=compress_parameters,
         )
         self._installed: Parts | None = None
         parts = build(self, model, optimizer_class, options, kwargs, _weakly(self._before_backward_steps))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class ZeroTraffic:
     """Counts since construction. What moves no bytes, as gathering in memory that a node shares, is not counted.
 
-    gathers, gathered_bytes: units or buckets of parameters that were gathered, and their bytes, whole.
+    gathers, gathered_bytes: units or buckets of parameters that were gathered, and the bytes of all ranks' parts.
     reductions, reduced_bytes: buckets of gradients that were reduce-scattered, and their bytes, whole.
     rounds: how often the ranks agreed on what to gather. ahead: how many of this rank's uses found their unit asked
     for before. peak_bytes: of the units that were whole at one time on some rank.

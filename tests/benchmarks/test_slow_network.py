@@ -12,7 +12,8 @@ from tests.harness.on_hosts import on_hosts
 
 SLOW = "benchmarks/bench_slow_network.py"
 METHODS = (
-    "single,ddp,zero2,zero3,zero3-ahead,zero3-keep,zero3-node,bf16,onebit,diloco,powersgd:4,torch-ddp,torch-powersgd"
+    "single,ddp,zero2,zero3,zero3-ahead,zero3-keep,zero3-int8,zero3-node,bf16,onebit,diloco,powersgd:4,torch-ddp,"
+    "torch-powersgd"
 )
 
 

@@ -28,6 +28,8 @@ _TINY = torch.finfo(torch.float32).tiny  # the least scale by which values are d
 class Blockwise(OwnedCompressor):
     """Rounds blocks of 256 values to integers of `bits`: 8 or 4."""
 
+    block = BLOCK
+
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self._largest = 2 ** (bits - 1) - 1

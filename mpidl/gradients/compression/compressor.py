@@ -165,9 +165,14 @@ class Compressor(ABC):
 
 
 class OwnedCompressor(Compressor):
-    """A compressor of flat values, whose messages only their owner can add up."""
+    """A compressor of flat values, whose messages only their owner can add up.
+
+    block: of methods for parameters (`settings.OF_PARAMETERS`): values, counted from the first of a message, that are
+        rounded by each other alone.
+    """
 
     phases = 2
+    block = 1
 
     @abstractmethod
     def message_bytes(self, elements: int) -> int:

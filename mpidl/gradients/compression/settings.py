@@ -18,9 +18,10 @@ import torch
 
 from ...errors import ConfigurationError
 from .blockwise import Blockwise
-from .compressor import Compressor
+from .compressor import Compressor, OwnedCompressor
 
 WHERE = ("between_nodes", "everywhere")
+OF_PARAMETERS = ("bf16", "fp16", "int8")  # of COMPRESSORS, those by which weights are gathered: `compress_parameters=`
 
 # What makes the compressor of a name from its settings, which follow a colon: "powersgd:4". None: there are none.
 COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
@@ -107,6 +108,16 @@ class Compression:
 def compression(given: Compression | Compressor | str) -> Compression:
     """The settings from an engine's argument `compress`. Raises ConfigurationError for wrong ones."""
     return given if isinstance(given, Compression) else Compression(given)
+
+
+def parameter_compressor(method: Any) -> OwnedCompressor:
+    """The compressor from ZeroOptimizer's argument `compress_parameters`. Raises ConfigurationError."""
+    if not isinstance(method, str) or method not in OF_PARAMETERS:
+        known = ", ".join(OF_PARAMETERS)
+        raise ConfigurationError(f"compress_parameters: got {method!r}; needs one of {known}, or None")
+    made = COMPRESSORS[method](None)
+    assert isinstance(made, OwnedCompressor)
+    return made
 
 
 def _without(name: str, given: str | None, made: Compressor) -> Compressor:

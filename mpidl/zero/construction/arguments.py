@@ -11,6 +11,8 @@ from ...ddp.sparse import sparse_parameters
 from ...ddp.wrapper import DistributedDataParallel
 from ...engine_arguments import refuse_lazy
 from ...errors import ConfigurationError
+from ...gradients.compression import OwnedCompressor
+from ...gradients.compression.settings import parameter_compressor
 from ...mesh import Mesh
 from ...mesh.experts import refuse_experts
 from ...mesh.placement import refuse_offload, refuse_unknown_cut
@@ -58,6 +60,24 @@ def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any, pref
         raise ConfigurationError(f"bucket_cap_mb: got {bucket_cap_mb!r}; needs a size above 0, in MiB")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ConfigurationError(f"prefetch: got {prefetch!r}; needs how many units, 0 or more")
+
+
+def compressor_of_parameters(model: torch.nn.Module, stage: int, method: str | None) -> OwnedCompressor | None:
+    """The compressor by which stage 3 gathers parameters; None for full precision. Refuses what cannot be rounded."""
+    if method is None:
+        return None
+    made = parameter_compressor(method)
+    if stage != 3:
+        raise ConfigurationError(
+            f"compress_parameters: got {method!r} with stage={stage}, in which every rank keeps its parameters whole; "
+            "needs stage=3, or None"
+        )
+    for name, p in model.named_parameters():
+        if not p.is_floating_point():
+            raise ConfigurationError(
+                f"compress_parameters: {name} is {p.dtype}; needs floating-point parameters, or None"
+            )
+    return made
 
 
 def refuse_placements(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ...compiling import plain
 from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
+from ...gradients.compression import OwnedCompressor
 from ...gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh
 from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
@@ -80,6 +82,7 @@ class _Plan:
     needs: StepNeeds
     offloaded: OffloadedOptimizer | None
     compressed: CompressedReduction | None
+    of_parameters: OwnedCompressor | None
 
 
 def build(
@@ -109,7 +112,8 @@ def build(
     dtypes = {p: values.dtype for p, values in originals.items()}
     names = {p: name for name, p in model.named_parameters()}
 
-    layouts = lay_out(plan.units, group.size, plan.needs.block) if options.stage == 3 else []
+    block = lcm(plan.needs.block, 1 if plan.of_parameters is None else plan.of_parameters.block)
+    layouts = lay_out(plan.units, group.size, block) if options.stage == 3 else []
     parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
@@ -220,9 +224,11 @@ def _check(
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
     compress = check_everywhere(world, lambda: None if options.compress is None else compression(options.compress))
     compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type, "compress": compress}
-    compared |= {"prefetch": options.prefetch}
+    given = options.compress_parameters
+    compared |= {"prefetch": options.prefetch, "compress_parameters": given}
     check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})
     check_models_agree(world, model)
+    of_parameters = check_everywhere(world, lambda: arguments.compressor_of_parameters(model, stage, given))
     conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
     check_settings_agree(world, "precision", conversion.settings())
     construction = check_everywhere(
@@ -231,13 +237,13 @@ def _check(
     compressed = None
     if compress is not None:
         names = {p: name for name, p in model.named_parameters()}
-        given = compress
+        reduced = compress
         mesh = options.mesh
         if mesh is not None:
-            check_everywhere(world, lambda: refuse_mesh(given, mesh))
+            check_everywhere(world, lambda: refuse_mesh(reduced, mesh))
         check_everywhere(world, lambda: refuse_complex(names))
         compressed = check_everywhere(
-            world, lambda: CompressedReduction(given, world, names, group.shards, group.replicas)
+            world, lambda: CompressedReduction(reduced, world, names, group.shards, group.replicas)
         )
     units = check_everywhere(world, lambda: cut(model, options.units))
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
@@ -272,6 +278,7 @@ def _check(
         needs=needs,
         offloaded=offloaded,
         compressed=compressed,
+        of_parameters=of_parameters,
     )
 
 
@@ -326,6 +333,7 @@ def _cut_parameters(
         share_in_node=options.share_in_node,
         reshard_after_forward=options.reshard_after_forward,
         prefetch=options.prefetch,
+        compressor=plan.of_parameters,
     )
 
 

@@ -40,6 +40,7 @@ class Options:
     step_in_backward: bool
     mesh: Mesh | None
     compress: Compression | Compressor | str | None
+    compress_parameters: str | None
 
     def flags(self) -> dict[str, bool]:
         """Returns the options that are True or False."""

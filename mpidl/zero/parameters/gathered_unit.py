@@ -2,7 +2,8 @@
 
 shard         this rank's part of each flat group of parameters; the optimizer steps on it; always in memory
 whole         the flat group, at its place in memory that the node's ranks share; `gather` brings its pages, `discard`
-              gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew
+              gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew.
+              Its values are the shards', or with `compress_parameters=` those of compressed shards, but in `gathered`
 views         of `whole`, of the parameters' shapes: the parameters' data while the unit is held
 placeholders  one NaN each, expanded to the parameter's shape: the parameters' data while the unit is released
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +25,9 @@ from ..placeholder import placeholder
 from .private_copy import PrivateCopy
 from .released import BeforeRead, release, restore
 from .units import FlatGroup, UnitLayout
+
+if TYPE_CHECKING:
+    from .compressed_gather import CompressedGather  # at run time where it is made: few programs need it
 
 _CONSUMERS = "_mpidl_consumers"  # of a tensor that is a unit's output: what to call when its gradient is there
 
@@ -64,11 +69,17 @@ class FlatParameters:
         """Bytes of the whole pages that a group takes."""
         return -(-group.nbytes // Pages.SIZE) * Pages.SIZE
 
-    def gather(self, comm: Communicator, reserves: bool) -> None:
-        """Gathers `whole` from all shards. Collective. reserves: whether this rank brings the pages of its node."""
+    def gather(self, comm: Communicator, reserves: bool, compressed: CompressedGather | None) -> int:
+        """Gathers `whole` from all shards, in full precision or compressed. Collective. Returns the gathered bytes.
+
+        reserves: whether this rank brings the pages of its node.
+        """
         if reserves:
             self._pages.reserve(self._start, self.nbytes)
+        if compressed is not None:
+            return compressed.gather(self.whole, self.shard.values)
         comm.all_gather(self.whole, self.shard.values)
+        return self.nbytes
 
     def discard(self) -> None:
         """Gives the pages of `whole` back."""
@@ -125,7 +136,8 @@ class GatheredUnit:
     """A unit's flat parameters, and their state on this rank. It does not keep the model, as graphs keep it.
 
     number: int; of the unit in messages between the ranks. name: of its module.
-    flats: list of FlatParameters. gathered_bytes: int; of all of them, whole.
+    flats: list of FlatParameters. whole_bytes: int; of all of them, whole.
+    exact: whether it was gathered in full precision the last time; the same on all ranks.
     trained: int; parameters that train. frozen: whether any parameter does not.
     state: UnitState. pin_count: int; `gathered` blocks that hold it.
     arrived: set of trained parameters whose gradient this backward pass has given since the unit was last gathered.
@@ -134,15 +146,23 @@ class GatheredUnit:
     """
 
     def __init__(
-        self, number: int, layout: UnitLayout, comm: Communicator, pages: Pages | DevicePages, start: int
+        self,
+        number: int,
+        layout: UnitLayout,
+        comm: Communicator,
+        pages: Pages | DevicePages,
+        start: int,
+        compressed: CompressedGather | None = None,
     ) -> None:
         self.number, self.name = number, layout.unit.name
+        self._compressed = compressed
         self._reserves = comm.local_rank == 0 or not pages.shared
         self.flats: list[FlatParameters] = []
         for group in layout.groups:
             self.flats.append(FlatParameters(group, comm, pages, start))
             start += FlatParameters.page_bytes(group)
-        self.gathered_bytes = sum(flat.nbytes for flat in self.flats)
+        self.whole_bytes = sum(flat.nbytes for flat in self.flats)
+        self.exact = compressed is None
         self.trained = sum(len(flat.shard.parameters) for flat in self.flats if flat.shard.trains)
         self.frozen = any(not flat.shard.trains for flat in self.flats)
         self.state = UnitState.RELEASED
@@ -169,10 +189,16 @@ class GatheredUnit:
         """
         return len(self.arrived) == self.trained and not (self.frozen and self.open_calls)
 
-    def gather(self, comm: Communicator) -> None:
-        """Makes it whole at its node's place, from all ranks' shards. Collective."""
-        for flat in self.flats:
-            flat.gather(comm, self._reserves)
+    @property
+    def is_as_wanted(self) -> bool:
+        """Tells if its values, where it is whole, are right: in full precision where a `gathered` block pins it."""
+        return self._compressed is None or self.exact == (self.pin_count > 0)
+
+    def gather(self, comm: Communicator, exact: bool) -> int:
+        """Makes it whole at its node's place, from all ranks' shards. Collective. Returns the gathered bytes."""
+        self.exact = exact or self._compressed is None
+        compressed = None if self.exact else self._compressed
+        return sum(flat.gather(comm, self._reserves, compressed) for flat in self.flats)
 
     def discard(self) -> None:
         """Gives its node's place back; no rank of the node holds it."""

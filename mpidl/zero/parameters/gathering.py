@@ -8,6 +8,9 @@ with the unit that it will want next. A round is one operation of the Communicat
 messages, then an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same
 messages and so run the same operations. In the usual case all want the same unit, some ahead of the one that computes.
 
+With `compress_parameters=` a unit is gathered compressed, or in full precision if any rank's message says that a
+`gathered` block pins it; one that is whole in the other way is gathered anew.
+
 A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
 one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.
 """
@@ -45,12 +48,16 @@ class Purpose(IntEnum):
 
 
 class Gatherable(Protocol):
-    """A unit. gathered_bytes: of all ranks' shards."""
+    """A unit. whole_bytes: of all ranks' shards. exact: whether it was gathered in full precision the last time."""
 
-    gathered_bytes: int
+    whole_bytes: int
+    exact: bool
 
-    def gather(self, comm: Communicator) -> None:
-        """Makes the unit whole where this rank's node keeps it. Collective."""
+    def gather(self, comm: Communicator, exact: bool) -> int:
+        """Makes the unit whole where this rank's node keeps it. Collective. Returns the gathered bytes.
+
+        exact: in full precision, in any case.
+        """
 
     def discard(self) -> None:
         """Gives that memory back, which no rank of the node uses any more."""
@@ -83,11 +90,17 @@ class GatherRound:
 class GatherRounds:
     """Starts rounds, which run in the order in which they are started.
 
-    comm: serves nothing else. device: of the units.
+    comm: serves nothing else. device: of the units. compresses: whether they are gathered compressed.
     """
 
-    def __init__(self, comm: Communicator, units: Sequence[Gatherable], device: torch.device = HOST.device) -> None:
-        self.traffic, self._device = ZeroTraffic(), device
+    def __init__(
+        self,
+        comm: Communicator,
+        units: Sequence[Gatherable],
+        device: torch.device = HOST.device,
+        compresses: bool = False,
+    ) -> None:
+        self.traffic, self._device, self._compresses = ZeroTraffic(), device, compresses
         self._comm, self._units = comm, list(units)
         self._whole: set[int] = set()  # on all ranks the same
         self._message, self._table = _messages(comm, len(self._units))
@@ -98,14 +111,18 @@ class GatherRounds:
         """Tells if all ranks have joined every round that this one has started."""
         return self._last is None or self._last.is_over()
 
-    def start(self, wanted: int | None, held: Collection[int], purpose: Purpose) -> GatherRound:
+    def start(
+        self, wanted: int | None, held: Collection[int], purpose: Purpose, pinned: Collection[int] = ()
+    ) -> GatherRound:
         """Starts a round, in which this rank wants a unit gathered or takes part in the others' gathers.
 
-        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank.
+        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank. pinned: of
+        those that it needs in full precision.
         """
         words = [0] * (self._message.size - 2)
-        for number in held:
-            words[number // _BITS] |= 1 << (number % _BITS)
+        for first, numbers in ((0, held), (len(words) // 2, pinned)):
+            for number in numbers:
+                words[first + number // _BITS] |= 1 << (number % _BITS)
         message = [-1 if wanted is None else wanted, purpose, *words]
         self._last = started = GatherRound()
         started.work = self._comm.compound(
@@ -113,9 +130,9 @@ class GatherRounds:
         )
         return started
 
-    def done(self, held: Collection[int]) -> GatherRound:
+    def done(self, held: Collection[int], pinned: Collection[int] = ()) -> GatherRound:
         """Returns a round in which this rank wants nothing, when it is over."""
-        last = self.start(None, held, Purpose.DONE)
+        last = self.start(None, held, Purpose.DONE, pinned)
         last.wait()
         return last
 
@@ -124,7 +141,7 @@ class GatherRounds:
 
         def task() -> None:
             for number in sorted(self._whole.intersection(numbers)):
-                self._gather(number)
+                self._gather(number, self._units[number].exact)
 
         self._comm.compound("gather units", task, device=self._device)
 
@@ -136,23 +153,24 @@ class GatherRounds:
         started.everyone_done = bool((table[:, 1] >= Purpose.DONE).all())
         started.reducing = tuple(int(rank) for rank in np.flatnonzero(table[:, 1] == Purpose.REDUCES))
         wanted = {int(number) for number in table[:, 0]} - {-1}
-        if (table[:, 1] == Purpose.GONE).any():
+        gathers = not (table[:, 1] == Purpose.GONE).any()
+        if not gathers:
             wanted &= self._whole
-        held = np.bitwise_or.reduce(table[:, 2:], axis=0)
-        kept = {n for n in self._whole if int(held[n // _BITS]) >> (n % _BITS) & 1} | (wanted & self._whole)
+        held, pinned = np.split(np.bitwise_or.reduce(table[:, 2:], axis=0), 2)
+        kept = {n for n in self._whole if _has(held, n)} | (wanted & self._whole)
         for number in sorted(self._whole - kept):
             self._units[number].discard()
         self._whole = kept
-        for number in sorted(wanted - kept):
+        other = {n for n in kept if self._units[n].exact != _has(pinned, n)} if self._compresses and gathers else set()
+        for number in sorted((wanted - kept) | other):
             self._whole.add(number)
-            self._gather(number)
+            self._gather(number, _has(pinned, number))
         started.served = message[0] in self._whole
 
-    def _gather(self, number: int) -> None:
-        self._units[number].gather(self._comm)
+    def _gather(self, number: int, exact: bool) -> None:
+        self.traffic.gathered_bytes += self._units[number].gather(self._comm, exact)
         self.traffic.gathers += 1
-        self.traffic.gathered_bytes += self._units[number].gathered_bytes
-        whole = sum(self._units[n].gathered_bytes for n in self._whole)
+        whole = sum(self._units[n].whole_bytes for n in self._whole)
         self.traffic.peak_bytes = max(self.traffic.peak_bytes, whole)
 
 
@@ -180,8 +198,13 @@ def leave(comm: Communicator, units: int) -> None:
 
 def _messages(comm: Communicator, units: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Memory for what this rank says in a round, and for what all ranks say."""
-    words = 2 + -(-units // _BITS)
+    words = 2 + 2 * -(-units // _BITS)
     return np.empty(words, np.int64), np.empty((comm.size, words), np.int64)
+
+
+def _has(words: np.ndarray[Any, Any], number: int) -> bool:
+    """Tells if a unit's bit is set in a message's words."""
+    return bool(int(words[number // _BITS]) >> (number % _BITS) & 1)
 
 
 class Forecast:

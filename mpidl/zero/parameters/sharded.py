@@ -45,6 +45,7 @@ from collectives.diagnostics import deadlocked, label, listing
 from ...compiling import uncompiled
 from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
+from ...gradients.compression import OwnedCompressor
 from ...job import communicator_pool
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
@@ -70,6 +71,7 @@ class ShardedParameters(ParameterStrategy):
     share_in_node: gather once for all ranks of a node, in the host's memory.
     reshard_after_forward: reshard units between their forward and their backward pass.
     prefetch: number of units that may be gathered ahead of the one that computes.
+    compressor: of the shards that are gathered (`compressed_gather`); by default they are in full precision.
     """
 
     write_effect: ClassVar = "the change went into a copy that is given up, and not into the shards"
@@ -86,6 +88,7 @@ class ShardedParameters(ParameterStrategy):
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
+        compressor: OwnedCompressor | None = None,
     ) -> None:
         self._watch = watch
         self._reshards = reshard_after_forward
@@ -97,11 +100,18 @@ class ShardedParameters(ParameterStrategy):
         pooled.set_drain(partial(leave, comm, len(layouts)))
         sizes = [GatheredUnit.page_bytes(layout) for layout in layouts]
         pages = comm.pages(sum(sizes), shared=share_in_node, device=place.device)
+        self._compressed = None
+        if compressor is not None:
+            from .compressed_gather import CompressedGather  # which few programs need
+
+            largest = max(group.layout.shard_size for layout in layouts for group in layout.groups)
+            self._compressed = CompressedGather(compressor, comm, largest, pages.shared, place.device)
         self._units = [
-            GatheredUnit(number, layout, comm, pages, sum(sizes[:number])) for number, layout in enumerate(layouts)
+            GatheredUnit(number, layout, comm, pages, sum(sizes[:number]), self._compressed)
+            for number, layout in enumerate(layouts)
         ]
         self._root = self._units[-1]
-        self._rounds = GatherRounds(comm, self._units, place.device)
+        self._rounds = GatherRounds(comm, self._units, place.device, compressor is not None)
         self._forecast, self._count_ahead = Forecast(self._root.number), prefetch
         self._window: set[int] = set()  # numbers of the units that are to be whole for the uses that come next
         self._prefetches: dict[GatheredUnit, GatherRound] = {}  # of them, those that are not held, and their rounds
@@ -310,9 +320,17 @@ class ShardedParameters(ParameterStrategy):
 
     # ---- unshard and reshard -----------------------------------------------------------------------------------------
 
+    def _start(self, wanted: int | None, purpose: Purpose) -> GatherRound:
+        """Starts a round with what this rank holds. wanted: the number of a unit, or None."""
+        return self._rounds.start(wanted, self._held_numbers(), purpose, self._pinned_numbers())
+
     def _held_numbers(self) -> set[int]:
         """Numbers of the units that must stay whole for this rank."""
         return {unit.number for unit in self._units if unit.is_held} | {unit.number for unit in self._prefetches}
+
+    def _pinned_numbers(self) -> list[int]:
+        """Numbers of the units that this rank needs in full precision."""
+        return [unit.number for unit in self._units if unit.pin_count]
 
     def _unshard_and_prefetch(self, unit: GatheredUnit, watched: bool = False) -> None:
         """Returns when the unit is whole and held, and has started the gathers of the units expected next."""
@@ -330,21 +348,23 @@ class ShardedParameters(ParameterStrategy):
         if number is not None:
             unit = self._units[number]
             if not unit.is_held and unit not in self._prefetches:
-                started = self._rounds.start(number, self._held_numbers() | {number}, Purpose.AHEAD)
+                held = self._held_numbers() | {number}
+                started = self._rounds.start(number, held, Purpose.AHEAD, self._pinned_numbers())
                 self._prefetches[unit] = started
                 return started
         return None
 
     def _unshard(self, unit: GatheredUnit, watched: bool = False) -> None:
-        if unit.is_held:
+        if unit.is_held and unit.is_as_wanted:
             return
         with label("mpidl::gather", unit.name):
             prefetched = self._prefetches.pop(unit, None)
             self.traffic.ahead += prefetched is not None
-            started = prefetched or self._rounds.start(unit.number, self._held_numbers(), Purpose.NEEDED)
+            started = prefetched or self._start(unit.number, Purpose.NEEDED)
             self._wait_for_others(unit, started)
-            while not started.served:  # some rank's engine is gone, and gathers nothing
-                started = self._rounds.start(unit.number, self._held_numbers(), Purpose.NEEDED)
+            # Some rank's engine is gone, and gathers nothing; or a `gathered` block begins or has ended meanwhile.
+            while not (started.served and unit.is_as_wanted):
+                started = self._start(unit.number, Purpose.NEEDED)
                 self._wait_for_others(unit, started)
             self._gathered_in[unit] = started
             unit.hold(watched)
@@ -378,7 +398,8 @@ class ShardedParameters(ParameterStrategy):
     def _reshard_if_unused(self, unit: GatheredUnit) -> None:
         if unit.state is UnitState.HELD and not unit.pin_count:
             unit.release(self._before_read)
-            if unit.number in self._window:  # every message since that round has said that it is held
+            # Every message since that round has said that it is held. After a `gathered` block others gather it anew.
+            if unit.number in self._window and unit.is_as_wanted:
                 self._prefetches[unit] = self._gathered_in[unit]
 
     def end_backward(self) -> None:
@@ -417,7 +438,7 @@ class ShardedParameters(ParameterStrategy):
         So no rank waits in one while the others are in operations of their program.
         """
         stuck_since: float | None = None
-        while not (started := self._rounds.done(self._held_numbers())).everyone_done:
+        while not (started := self._rounds.done(self._held_numbers(), self._pinned_numbers())).everyone_done:
             stuck_since = (stuck_since or monotonic()) if started.reducing else None
             if stuck_since is not None and monotonic() - stuck_since > _REDUCTION_STALL_S:
                 raise TrainingError(
@@ -438,7 +459,7 @@ class ShardedParameters(ParameterStrategy):
             except WorkTimeout:
                 poll = _POLL_S
                 if self._rounds.are_over:  # else others can take part in one of this rank's
-                    self._rounds.start(None, self._held_numbers(), Purpose.REDUCES)
+                    self._start(None, Purpose.REDUCES)
 
     def publish(self) -> None:
         """Gathers anew the units that `gathered` blocks keep whole, and starts to gather the next pass's first ones."""
@@ -455,7 +476,7 @@ class ShardedParameters(ParameterStrategy):
         ahead: list[int | None] = [*self._forecast.ahead(self._count_ahead, next_pass=True)]
         self._window = {number for number in ahead if number is not None}
         for number in ahead + [None] * (self._count_ahead + 1 - len(ahead)):
-            started = self._prefetch(number) or self._rounds.start(None, self._held_numbers(), Purpose.AHEAD)
+            started = self._prefetch(number) or self._start(None, Purpose.AHEAD)
             self._for_next_pass.append(started)
 
     def wait_for_gathers(self) -> None:
@@ -470,14 +491,20 @@ class ShardedParameters(ParameterStrategy):
     def gathered(self, parameters: Iterable[torch.nn.Parameter] | None = None, writable: bool = True) -> Iterator[None]:
         """Whole parameters inside, of every unit that holds any of `parameters` (default: all). Collective.
 
+        They are in full precision, whatever is gathered for passes.
+
         writable: as copies of this rank's own, of which its shard is kept; every rank must make the same changes.
             Inside, the ranks need not run the same. A block inside another has that one's copies.
         """
         wanted = None if parameters is None else set(parameters)
         chosen = [u for u in self._units if wanted is None or any(wanted & set(f.shard.parameters) for f in u.flats)]
         for unit in chosen:
-            self._unshard(unit)
             unit.pin_count += 1
+            try:
+                self._unshard(unit)
+            except BaseException:
+                unit.pin_count -= 1
+                raise
         flats = [flat for unit in chosen for flat in unit.flats]
         for flat in flats if writable else ():
             flat.copy()
@@ -498,12 +525,13 @@ class ShardedParameters(ParameterStrategy):
             handle.remove()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The shards, and the units that this rank holds whole now; the latter are the node's, where it shares them."""
+        """The shards, units that this rank holds whole now, and messages; the node's are those that it shares."""
         shards = [shard.values for shard in self.shards]
-        return {"parameters": shards + [flat.whole for unit in self._units if unit.is_held for flat in unit.flats]}
+        found = {"parameters": shards + [flat.whole for unit in self._units if unit.is_held for flat in unit.flats]}
+        return found if self._compressed is None else {**found, "compression": [self._compressed.place]}
 
     def _refuse_state_dict(self, *_: Any) -> None:
-        if not all(unit.is_held for unit in self._units):
+        if not all(unit.is_held and unit.exact for unit in self._units):
             raise TrainingError(
                 "model.state_dict(): the parameters are sharded over the ranks; call optimizer.model_state_dict() on "
                 "every rank, or use model.state_dict() inside `with optimizer.gathered():`"

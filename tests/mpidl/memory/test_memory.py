@@ -30,6 +30,7 @@ from mpidl.memory import (
 from mpidl.memory.__main__ import estimates, main, parse, table
 from mpidl.memory.estimate import DTYPES
 from mpidl.models.gpt2 import GPT2, GPT2Config
+from mpidl.zero.parameters.units import cut
 from tests.harness import launch
 from tests.mpidl.small_models import Mixture, sequences
 
@@ -439,11 +440,28 @@ def test_remainders_are_where_gradients_are_compressed(settings: dict[str, Any],
     assert found.total == estimate(1e6, 8, **{"stage": 2, **settings, "compress": None}).total + found.compression
 
 
+@pytest.mark.parametrize(("method", "each"), [("int8", 1 + 4 / 256), ("bf16", 2)])
+def test_messages_of_parameters_take_those_of_one_unit_a_node(method: str, each: float) -> None:
+    settings: dict[str, Any] = {"nodes": 2, "unit": 1e5, "compress_parameters": method}
+    found = estimate(1e6, 8, **settings)
+    assert found.compression == pytest.approx(each * 1e5 / 4, rel=1e-3)
+    assert found.total == estimate(1e6, 8, **{**settings, "compress_parameters": None}).total + found.compression
+    of_model = estimate(GPT2(COUNTED), 8, **{**settings, "unit": 0})
+    largest = max(sum(p.numel() for p in unit.parameters) for unit in cut(GPT2(COUNTED)))
+    assert of_model.compression == pytest.approx(each * largest / 4, rel=1e-2)
+    for other in ({"nodes": 1}, {"stage": 2}, {"shard_ranks": 4}):  # where nothing is gathered
+        assert not estimate(1e6, 8, **{**settings, **other}).compression
+    with pytest.raises(mpidl.ConfigurationError, match="compress_parameters: got 'int4'; needs one of bf16, fp16"):
+        estimate(1e6, 8, **{**settings, "compress_parameters": "int4"})
+
+
 def test_the_command_line_counts_compression() -> None:
     rows, _ = estimates(parse(["--params", "1e6", "--ranks", "4", "--nodes", "2", "--compress", "int8"]))
     assert [row.compression for row in rows] == [2e6] * 4
     assert "compression" in table(rows).splitlines()[1]
     assert main(["--params", "1e6", "--ranks", "4", "--compress", "int9"]) == 2
+    line = "--model gpt2 --ranks 4 --nodes 2 --stage 3 --compress-parameters int8"
+    assert estimates(parse(line.split()))[0][0].compression > 1e6
 
 
 @pytest.mark.mpi

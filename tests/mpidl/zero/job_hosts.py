@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--shard-group", default="world")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--compress-parameters")
     parser.add_argument("--checkpoint", type=Path, help="save there in the middle, and go on from it in a new model")
     options = parser.parse_args()
     comm = mpidl.init()
@@ -82,6 +83,7 @@ def main() -> None:
     model = Stack()
     group = None if options.shard_group == "world" else options.shard_group
     settings = {"stage": 3, "shard_group": group, "lr": 1e-3, "offload": "disk" if options.checkpoint else None}
+    settings |= {"compress_parameters": options.compress_parameters}
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, **settings)
     losses: list[float] = []
 

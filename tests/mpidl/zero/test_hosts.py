@@ -56,6 +56,20 @@ def test_a_host_gets_each_unit_once_and_each_gradient_once() -> None:
         assert report["gathered_bytes"] == STEPS * gathers
 
 
+@pytest.mark.limit(120)
+def test_a_host_gets_each_unit_in_a_quarter_of_its_bytes() -> None:
+    """Codes of 8 bits and a scale for each block of 256 of them; gradients as ever."""
+    reports = over_hosts("--compress-parameters", "int8")
+    for report in reports:
+        blocks, own = report["block_bytes"], report["own_bytes"]
+        gathers = (2 * sum(blocks) - sum(blocks[-2:]) + own) * 260 / 1024
+        expected = STEPS * (gathers + sum(blocks) + own) / 2
+        assert report["received"] == pytest.approx(expected, rel=0.05)
+        assert report["sent"] == pytest.approx(expected, rel=0.05)
+        assert report["gathered_bytes"] == pytest.approx(STEPS * gathers, rel=0.01)  # with padding
+        assert report["losses"] == reports[0]["losses"]
+
+
 @pytest.mark.thorough
 @pytest.mark.limit(120)
 def test_shards_inside_hosts_send_gradients_alone() -> None:

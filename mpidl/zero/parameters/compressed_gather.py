@@ -1,0 +1,66 @@
+"""Gathers shards of parameters as messages of a compressor, so that fewer bytes travel.
+
+    shard of rank r    blocks of 256 values -> message r: fp32 scales, int8 codes      each rank, of its own shard
+    all-gather         [ message 0 | message 1 | ... ]      into one place for all units, in turn
+    whole              [ values 0  | values 1  | ... ]      out of all messages, the own one too
+
+All ranks compute with what the messages say, the owner of a shard too, so they have the same values to the bit, and
+the same shards give the same messages in forward and backward. The shards stay in full precision: the optimizer steps
+on them, and states and checkpoints are made of them.
+
+A unit is laid out in whole blocks of the compressor: each parameter begins with one, and no shard's edge cuts one. So a
+value is rounded by others of its parameter alone, and to the same on any number of ranks, of tp too.
+
+Who runs what: the thread of the Communicator in which the rounds run (`gathering`), as a part of a round. Where the
+ranks of a node share the whole unit, they share the place for messages too: the node receives each message once, each
+rank decompresses some of them, and the ranks meet, so that none computes with what another has yet to write, nor writes
+its next message over one that another still reads.
+
+Source: Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from collectives import Communicator
+
+from ...gradients.compression import OwnedCompressor
+
+
+class CompressedGather:
+    """Gathers whole units of compressed shards. Construction is collective.
+
+    comm: the ranks that have shards. largest: elements of the largest shard. shared: the ranks of a node share whole
+    units. device: as torch has it, of the shards.
+
+    place: uint8; all ranks' messages of one flat group; the node's, where it shares them.
+    """
+
+    def __init__(
+        self, compressor: OwnedCompressor, comm: Communicator, largest: int, shared: bool, device: torch.device
+    ) -> None:
+        self._compressor, self._comm = compressor, comm
+        allocate = comm.shared if shared else comm.empty
+        self.place: torch.Tensor = allocate(compressor.message_bytes(largest) * comm.size, torch.uint8, device=device)
+        node = comm.node_ranks
+        self._meets = shared and len(node) > 1
+        self._decompressed = range(node.index(comm.rank), comm.size, len(node)) if shared else range(comm.size)
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> int:
+        """Makes `whole`, all ranks' shards, of their messages. Collective. Returns the bytes of the messages."""
+        comm, size = self._comm, shard.numel()
+        nbytes = self._compressor.message_bytes(size)
+        messages = self.place[: nbytes * comm.size]
+        own = messages[nbytes * comm.rank : nbytes * (comm.rank + 1)]
+        self._compressor.compress(shard.float(), own, None)
+        comm.all_gather(messages, own)
+        wide = None if whole.dtype == torch.float32 else shard.new_empty(size, dtype=torch.float32)
+        for rank in self._decompressed:
+            message, values = messages[nbytes * rank : nbytes * (rank + 1)], whole[size * rank : size * (rank + 1)]
+            self._compressor.decompress(message, values if wide is None else wide)
+            if wide is not None:
+                values.copy_(wide)
+        if self._meets:
+            comm.barrier()
+        return nbytes * comm.size
