@@ -4,10 +4,13 @@
     discard(start, bytes)     the pages are given back; what is read there is zero
 
 What views of it have been taken, also by autograd, are right again once the same bytes are written anew.
+
+To bring a page costs more than to write it, so that private ones of 2 MiB are asked for, wherever they fit in whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 from typing import Any
@@ -17,6 +20,8 @@ import torch
 from ..errors import OperationError
 from ..forked import is_forked
 from .shared_memory import reserve
+
+_HUGE = 2 << 20  # bytes
 
 
 class Pages:
@@ -70,8 +75,18 @@ class Pages:
 
     def reserve(self, start: int, nbytes: int) -> None:
         """Makes sure that there are pages for these bytes. Raises OperationError where there is no room."""
-        if self._file >= 0 and nbytes and not reserve(self._file, start, nbytes):
+        if self._file < 0:
+            self._ask_for_huge(start, nbytes)
+        elif nbytes and not reserve(self._file, start, nbytes):
             raise OperationError(f"the node's shared memory has no room for {nbytes} bytes more: enlarge /dev/shm")
+
+    def _ask_for_huge(self, start: int, nbytes: int) -> None:
+        """Asks for huge pages where they fit in whole, so that no byte beyond is brought. Not all systems have them."""
+        base = self.address
+        first, last = -(-(base + start) // _HUGE) * _HUGE, (base + start + nbytes) // _HUGE * _HUGE
+        if last > first and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, first - base, last - first)
 
     def discard(self, start: int, nbytes: int) -> None:
         """Gives the pages back. Shared ones are gone for every process: all must be through with them."""

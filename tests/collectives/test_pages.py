@@ -63,6 +63,31 @@ def test_discarded_pages_are_free_for_others(comm) -> None:
     assert used() == SIZE // 2
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
+def test_huge_pages_bring_no_byte_beyond_what_is_reserved(comm) -> None:
+    """Of private memory, as the system counts it for this mapping; other regions of it stay as they are."""
+    size, huge = 9 << 20, 2 << 20
+    pages = Pages.private(4 * size)
+
+    def resident() -> int:
+        """Bytes of the pages that are there, of which the system keeps a bit each."""
+        with open("/proc/self/pagemap", "rb") as table:
+            table.seek(pages.address // mmap.PAGESIZE * 8)
+            entries = np.frombuffer(table.read(4 * size // mmap.PAGESIZE * 8), np.uint64)
+        return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
+
+    for start in (size, 2 * size):
+        pages.reserve(start, size)
+        pages.tensor(start, size, torch.uint8).fill_(3)
+    assert resident() == 2 * size
+    pages.discard(size, size)
+    pages.reserve(3 * size, huge // 2)
+    pages.tensor(3 * size, huge // 2, torch.uint8).fill_(3)
+    assert resident() == size + huge // 2
+    assert pages.tensor(size, size, torch.uint8).count_nonzero() == 0
+    assert (pages.tensor(2 * size, size, torch.uint8) == 3).all()
+
+
 def test_too_much_is_refused_before_it_is_touched(comm) -> None:
     pages = Pages(mmap.mmap(-1, 10), os.open(os.devnull, os.O_RDONLY))  # a file that takes none
     with pytest.raises(OperationError, match=r"no room for 4096 bytes more"):
