@@ -1,7 +1,8 @@
 """Compressors of gradients, for every engine: `compress="int8"`.
 
 compressor   the interface: values in, the mean and what was not sent out
-casts, blockwise, sign, powersgd, gradzip   a method each; low_rank, matrices   what the last two share
+casts, blockwise, sign, powersgd, gradzip, topk, randomk   a method each
+low_rank, matrices   what powersgd and gradzip share
 layout       which elements of a bucket a rank reduces with which others
 pipeline     several buckets at once, phase by phase
 remainders   what was not sent, kept for the next step; undo   takes back what a skipped step has left

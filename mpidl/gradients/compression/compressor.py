@@ -87,6 +87,7 @@ class Section:
     step: number of steps before this one.
     needed: (start, stop) of the elements whose mean this rank needs, of the result's n; None: all of them. The others
         need not be written.
+    arrays: fp32, n elements each, of the compressor's `arrays`, as they stay from step to step; it overwrites them.
     """
 
     key: Any
@@ -99,6 +100,7 @@ class Section:
     keeps_remainder: bool
     step: int
     needed: tuple[int, int] | None = None
+    arrays: Sequence[torch.Tensor] = ()
 
     @property
     def needed_elements(self) -> tuple[int, int]:

@@ -32,6 +32,8 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "sign": lambda given: _without("sign", given, _imported("sign", "Sign")()),
     "powersgd": lambda given: _imported("powersgd", "PowerSGD").of(given),
     "gradzip": lambda given: _imported("gradzip", "GradZIP").of(given),
+    "topk": lambda given: _imported("topk", "TopK").of(given),
+    "randomk": lambda given: _imported("randomk", "RandomK").of(given),
 }
 
 

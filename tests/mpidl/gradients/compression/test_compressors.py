@@ -54,7 +54,7 @@ def test_mean_and_remainders_make_up_all_gradients(comm: Communicator, method: s
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
         error = float((total(comm, whole) * comm.size - expected).norm() / expected.norm())
         assert error <= VARIANTS[method]
-        assert comm.size > 1 or needs_all or error < 1e-6
+        assert comm.size > 1 or needs_all or error < 1e-6 or not isinstance(compressor, OwnedCompressor)
 
 
 @pytest.mark.mpi

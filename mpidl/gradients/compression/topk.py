@@ -1,0 +1,163 @@
+"""The largest values of a section, and their places (top-k).
+
+    values     [ piece | piece | piece ]       each rank takes the k largest of each piece
+    message    [ k int32 places | k fp32 values ]       of a piece: 8 bytes a value
+
+    all ranks need the mean     each rank sends all its messages to all others, who add them up
+    owners need their pieces    each rank sends each owner the message of its piece
+
+What is not sent remains, and is fed back. Sums are formed in the order of the ranks, so that all have the same bits. A
+value that is not finite is sent before all others; nothing then remains of those like it that are not sent.
+
+What a rank sends to all others grows with N, their number: 8 k (N - 1) bytes. Where it is shorter the owners add up,
+and send the sums of their pieces back as they are: (8 k + 4 n) (N - 1) / N bytes, with the same means.
+
+A rank has its own piece whole, and takes the k largest of it all the same: so all engines have the same means.
+
+Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with Memory".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from collectives import Work
+
+from .compressor import Compressor, Exchange, Section, Steps
+from .options import Option, check, read
+
+FRACTION = Option(float, lambda value: 0 < value <= 1, "a part of the values, above 0 and up to 1")
+_SAMPLE = 1 << 15  # values
+
+
+class TopK(Compressor):
+    """Sends the largest values of each piece, "topk:0.01": which part of them.
+
+    Raises ConfigurationError for another part than above 0 and up to 1.
+    """
+
+    phases = 2
+
+    def __init__(self, fraction: float = 0.01) -> None:
+        check("topk", "fraction", FRACTION, fraction)
+        self.fraction = fraction
+
+    @classmethod
+    def of(cls, text: str | None) -> TopK:
+        """Makes one of the settings in a name."""
+        given = read("topk", text, ("fraction", FRACTION))
+        return cls() if given.first is None else cls(given.first)
+
+    @property
+    def name(self) -> str:
+        """With the fraction."""
+        return f"topk:{self.fraction:g}"
+
+    def fraction_at(self, step: int) -> float:
+        """The part of the values that a step sends."""
+        return self.fraction
+
+    def reduce(self, section: Section, exchange: Exchange) -> Steps:
+        """Sends the largest values to the owners of their pieces, or to all ranks."""
+        me, elements, fraction = exchange.rank, section.values.numel(), self.fraction_at(section.step)
+        if not elements:
+            yield []
+            yield []
+            return
+        sizes = [count_of(stop - start, fraction) for start, stop in section.pieces]
+        sent = torch.cat([_take(section, *piece, size) for piece, size in zip(section.pieces, sizes, strict=True)])
+        lengths = [2 * size for size in sizes]
+        if section.needs_all and not _is_shorter_dense(elements, fraction, exchange.size):
+            received = sent.new_empty(exchange.size * sent.numel())
+            yield _started(exchange.phases[0].all_gather(received, sent, async_op=True))
+            section.result.zero_()
+            for theirs in received.view(exchange.size, sent.numel()):
+                for (start, stop), message in zip(section.pieces, theirs.split(lengths), strict=True):
+                    _add(section.result[start:stop], message)
+            section.result.div_(section.contributions)
+            yield []
+            return
+        coming = [lengths[me]] * exchange.size
+        received = sent.new_empty(sum(coming))
+        yield _started(exchange.phases[0].all_to_all(received, sent, coming, lengths, async_op=True))
+        start, stop = section.pieces[me]
+        own = section.result[start:stop] if section.needs_all else section.result
+        own.zero_()
+        for message in received.split(coming):
+            _add(own, message)
+        own.div_(section.contributions)
+        if not section.needs_all:
+            yield []
+            return
+        counts = [stop - start for start, stop in section.pieces]
+        yield _started(exchange.phases[1].all_gather(section.result, own, counts=counts, async_op=True))
+
+    def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
+        """8 bytes a value: to all ranks, or to the owners, and the dense sums of these where that is shorter."""
+        piece = -(-elements // ranks)
+        to_owners = (ranks - 1) * 8 * count_of(piece, self.fraction)
+        if not needs_all:
+            return to_owners
+        if _is_shorter_dense(elements, self.fraction, ranks):
+            return to_owners + (ranks - 1) * 4 * piece
+        return to_owners * ranks
+
+
+def count_of(elements: int, fraction: float) -> int:
+    """How many of these values are sent: at least one, if there are any."""
+    return min(elements, math.ceil(fraction * elements))
+
+
+def largest_places(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the largest magnitudes, int64, in no order; values that are not finite are the largest.
+
+    The threshold of a sample lets about twice as many pass, of which the largest are taken. So few values are sorted.
+    """
+    magnitudes = values.abs().nan_to_num_(math.inf, math.inf)
+    stride = values.numel() // _SAMPLE
+    if stride > 1:
+        sample = magnitudes[::stride]
+        rank = min(len(sample), 8 + 2 * count * len(sample) // values.numel())
+        threshold = sample.topk(rank).values[-1]
+        candidates = (magnitudes >= threshold).nonzero().flatten()
+        if count <= len(candidates) < values.numel() // 2:
+            return candidates[torch.topk(magnitudes[candidates], count, sorted=False).indices]
+    return torch.topk(magnitudes, count, sorted=False).indices
+
+
+def _take(section: Section, start: int, stop: int, size: int) -> torch.Tensor:
+    """Makes the message of a piece. What is sent leaves the section's values, and its arrays."""
+    piece = section.values[start:stop]
+    message = torch.empty(2 * size, dtype=torch.int32, device=piece.device)
+    if not size:
+        return message
+    places, values = largest_places(piece, size), message[size:].view(torch.float32)
+    message[:size] = places
+    torch.index_select(piece, 0, places, out=values)
+    if section.keeps_remainder:
+        is_finite = bool(torch.isfinite(values).all())
+        for kept in (piece, *(array[start:stop] for array in section.arrays)):
+            kept[places] = 0.0
+            if not is_finite:
+                kept.nan_to_num_(0.0, 0.0, 0.0)
+    return message
+
+
+def _is_shorter_dense(elements: int, fraction: float, ranks: int) -> bool:
+    """Returns whether dense sums from the owners are shorter than all messages to all ranks."""
+    kept = 8 * count_of(elements, fraction)
+    return kept > (kept + 4 * elements) / ranks
+
+
+def _add(values: torch.Tensor, message: torch.Tensor) -> None:
+    """Adds a message's values at its places."""
+    size = message.numel() // 2
+    values.index_add_(0, message[:size], message[size:].view(torch.float32))
+
+
+def _started(work: Work | None) -> list[Work]:
+    assert work is not None
+    return [work]
