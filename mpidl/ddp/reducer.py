@@ -434,6 +434,8 @@ class Reducer:
     def _begin_reduction(self, bucket: GradientBucket, number: int) -> comm_hooks.Handle:
         """Starts the reduction by the user's hook, or else by an operation of the bucket's own."""
         assert bucket.flat is not None
+        if self.hook is not None:
+            bucket.clear_padding()  # in which a hook may have written in the step before
         state, hook = self.hook or (self._group, comm_hooks.allreduce)
         last = number == self._dense - 1
         seen = comm_hooks.GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._duplicates)

@@ -120,6 +120,19 @@ def test_torchs_scaler_can_be_undone_on_request(comm: Communicator) -> None:
     check_same(skipping, plain)
 
 
+@pytest.mark.parametrize("method", ["int8", "sign", "randomk:0.9"])
+def test_what_overflows_does_not_stay_between_parameters(comm: Communicator, method: str) -> None:
+    """Buckets have room between them, whose values are rounded with those of parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, compress=Compression(method, undo=True))
+    for factor in (1.0, 1.0, math.inf, 1.0, 1.0):
+        (wrapped(torch.ones(2, 3)) * factor).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(gradients) == 4
+        assert all(torch.isfinite(gradient).all() for gradient in gradients) == (factor == 1)
+        wrapped.zero_grad()
+
+
 def test_of_two_optimizers_only_one_is_undone(comm: Communicator) -> None:
     training = Training(comm, "ddp", METHOD)
     named = dict(training.model.named_parameters())
