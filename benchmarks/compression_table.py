@@ -69,9 +69,9 @@ def arithmetic(method: str, repeats: int) -> list[float]:
     compressor, comm = Compression(method).compressor(), Communicator()
     exchange = Exchange([comm.duplicate() for _ in range(compressor.phases)])
     gradient, values, result = (torch.randn(starts[-1]), torch.zeros(starts[-1]), torch.empty(starts[-1]))
-    times = []
+    arrays, times = [torch.zeros(starts[-1]) for _ in compressor.arrays], []
     for step in range(repeats + 2):
-        values += gradient
+        values += compressor.absorb(gradient, arrays, True, 1, 1)
         section = Section(
             key=values,
             values=values,
@@ -82,6 +82,7 @@ def arithmetic(method: str, repeats: int) -> list[float]:
             needs_all=True,
             keeps_remainder=True,
             step=step,
+            arrays=arrays,
         )
         start = time.perf_counter()
         Pipeline().start(compressor.reduce(section, exchange), lambda: None).wait()

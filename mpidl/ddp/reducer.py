@@ -321,6 +321,8 @@ class Reducer:
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
         self.join.begin_shadow()
+        if self.hook is not None and isinstance(self.hook[1], CompressedReduction):
+            self.hook[1].begin_shadow_pass()
         self._agree_on_buckets()
         self.join.take_gradients(self._trained)
         self.queue.launch_rest()

@@ -403,11 +403,11 @@ def _compression(given: Compression | None, whole: _Whole, ranks: int, nodes: in
         inside, peers = ranks // nodes, nodes
     else:
         peers = 1 if given.where == "between_nodes" else ranks
-    if peers == 1:
-        return 0
     compressor = given.compressor()
+    if peers == 1 and not compressor.arrays:
+        return 0
     feeds_back = compressor.feeds_back if given.error_feedback is None else given.error_feedback
-    remainders = 4 * -(-whole.trained // inside) if feeds_back else 0
+    remainders = 4 * (1 + len(compressor.arrays)) * -(-whole.trained // inside) if feeds_back else 0
     kept = remainders + -(-compressor.state_bytes(whole.shapes) // inside)
     return 2 * kept if given.undo else kept
 

@@ -118,6 +118,10 @@ class Compressor(ABC):
     start_step: steps that reduce in full precision first, by default.
     bucket_cap_mb: size of DistributedDataParallel's buckets by default, in MiB. Where backward is over, the last bucket
         goes through all phases with nothing beside it, so small ones take less time.
+    arrays: names of what it keeps of a section beside the remainder: fp32, an element for each of the section's, in the
+        gradients' unit, so that it adds up over the ranks as remainders do. It begins at zero, and moves, is saved and
+        undone with the remainder. It needs error feedback, and compression in every step, on one rank too.
+    momentum: of gradients, which it applies in place of the optimizer.
     """
 
     phases = 1
@@ -126,11 +130,25 @@ class Compressor(ABC):
     needs_whole = False
     feeds_back = True
     elementwise = False
+    arrays: tuple[str, ...] = ()
+    momentum = 0.0
 
     @property
     @abstractmethod
     def name(self) -> str:
         """The name by which `compress=` makes one like it, with its settings: "int8", "powersgd:4"."""
+
+    def absorb(
+        self, summed: torch.Tensor, arrays: Sequence[torch.Tensor], begins_step: bool, contributions: int, ranks: int
+    ) -> torch.Tensor:
+        """Makes of a pass's gradients what is added to the remainder: the gradients themselves for most methods.
+
+        summed: 1-D, a section's gradients of this rank, or summed over its node; not changed. arrays: fp32, one for
+            each of `arrays`, which it updates; it may return one.
+        begins_step: the pass is the first one since the optimizer stepped; those that follow it add up with it.
+        contributions, ranks: as of the section, and of its exchange.
+        """
+        return summed
 
     @abstractmethod
     def reduce(self, section: Section, exchange: Exchange) -> Steps:

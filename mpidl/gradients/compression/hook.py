@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from collectives import ArgumentError, Communicator, Work
 
 from ...comm_hooks import GradBucket, Handle
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, TrainingError
 from ...job import communicator_pool
 from ...job.objects import all_gather_object
 from ...mesh import Mesh
@@ -91,7 +92,13 @@ class CompressedReduction:
         else:
             self.where = settings.where or "everywhere"
         is_all_inside = self.where == "between_nodes" and world.nodes == 1 and not self._is_hybrid
-        self.compresses = exchanging.size > 1 and not is_all_inside and not settings.is_auto
+        arrays = self.compressor.arrays
+        if arrays and is_all_inside:
+            raise ConfigurationError(
+                f"compress: {self.compressor.name}: got where='between_nodes' on one node, where nothing is compressed "
+                f"and its {arrays[0]} would be left out; needs where='everywhere'"
+            )
+        self.compresses = (exchanging.size > 1 or bool(arrays)) and not is_all_inside and not settings.is_auto
         pooled = [communicator_pool.take(exchanging) for _ in range(self.compressor.phases if self.compresses else 0)]
         self._exchange = Exchange([each.comm for each in pooled])
         self._peers = exchanging.size
@@ -110,6 +117,7 @@ class CompressedReduction:
         self._undoable = False  # the passes since the last step
         self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # of the window's begin, on the way likewise
         self._former_steps, self._former_states = 0, _copied(self.compressor)
+        self._begins_step = True
         note(self, names)
         if settings.is_auto:
             slow = world.nodes > 1 and exchanging.size > 1 and not is_all_inside
@@ -132,7 +140,7 @@ class CompressedReduction:
             self._follow(self._auto)
         if bucket.index() == 0:
             self._begin_window()
-        step = self.steps
+        step, begins_step = self.steps, self._begins_step
         if bucket.is_last():
             self.steps += 1
         if not self.compresses or step < self._start_step:
@@ -141,7 +149,7 @@ class CompressedReduction:
         section = self._section(bucket)
         flat = bucket.buffer()
         target = flat if section.layout.needs_all and not self._is_hybrid else flat[bucket.needed()]
-        return self._pipeline.start(self._steps(bucket, section, step), lambda: target)
+        return self._pipeline.start(self._steps(bucket, section, step, begins_step), lambda: target)
 
     def _send_means(self, bucket: GradBucket) -> None:
         """Adds what was not sent, as of a checkpoint, to gradients that are reduced in full precision.
@@ -151,11 +159,11 @@ class CompressedReduction:
         section = self._sections.pop(tuple(map(id, bucket.parameters())), None) if self._sections else None
         if section is not None and section.values is not None:
             for at, start, stop in section.layout.parts():
-                bucket.buffer()[start:stop] += section.values[at : at + stop - start]
+                bucket.buffer()[start:stop] += section.values[0, at : at + stop - start]
         for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if self._means else ():
             mean = self._means.pop(p, None)
             if mean is not None:
-                view += mean.view(view.shape).to(view.device)
+                view += mean[0].view(view.shape).to(view.device)
                 if self._undoable:
                     self._former_means.setdefault(p, mean)
 
@@ -194,7 +202,7 @@ class CompressedReduction:
 
     # ---- one bucket -----------------------------------------------------------------------------------------------
 
-    def _steps(self, bucket: GradBucket, made: BucketSection, step: int) -> Steps:
+    def _steps(self, bucket: GradBucket, made: BucketSection, step: int, begins_step: bool) -> Steps:
         flat, layout = bucket.buffer(), made.layout
         works = []
         if self._scatters is not None:
@@ -207,7 +215,10 @@ class CompressedReduction:
             yield works
         else:
             summed = flat
-        values = made.add(summed, self._window.number if self._undoable else None)
+        absorb = partial(
+            self.compressor.absorb, begins_step=begins_step, contributions=self._world.size, ranks=self._peers
+        )
+        values = made.add(summed, self._window.number if self._undoable else None, absorb)
         if values.dtype != torch.float32:
             values = values.float()
         result = self._result(bucket, layout)
@@ -222,6 +233,7 @@ class CompressedReduction:
             keeps_remainder=made.values is not None,
             step=step,
             needed=self._needed(bucket),
+            arrays=() if made.values is None else [*made.values[1:]],
         )
         yield from self.compressor.reduce(section, self._exchange)
         if self._scatters is None or not layout.gathers:
@@ -296,9 +308,10 @@ class CompressedReduction:
         starts = [(view.data_ptr() - base) // size for view in bucket.gradients()]
         made = BucketSection(parameters, starts, self._layout(flat.numel(), needed, starts))
         if self.feeds_back:
-            made.values = take_over(made, self._means, self._world.size, self._peers)
+            given = 1 + len(self.compressor.arrays), self._world.size, self._peers
+            made.values = take_over(made, self._means, *given)
             if not self._former_means.keys().isdisjoint(parameters):
-                made.former = take_over(made, self._means | self._former_means, self._world.size, self._peers)
+                made.former = take_over(made, self._means | self._former_means, *given)
                 made.window = self._window.number
             for p in parameters:
                 self._former_means.pop(p, None)
@@ -320,13 +333,36 @@ class CompressedReduction:
         """Begins a backward pass. has_gradients: whether those of the passes before are still there.
 
         With `undo=True` passes whose gradients are gone, and were not stepped on, are undone.
+
+        Raises TrainingError, with momentum of the compressor, where the pass would reduce those of the passes before
+        again: these have theirs already.
         """
-        if self.settings.undo and self._window.is_open and not has_gradients():
+        momentum = self.compressor.momentum
+        if not (self.settings.undo or momentum) or not self._window.is_open:
+            return
+        if has_gradients():
+            if momentum:
+                raise TrainingError(
+                    f"compress: {self.compressor.name}: a second pass would reduce the gradients of the first again, "
+                    "which have momentum already; needs no_sync() in all passes of a step but the last"
+                )
+        elif self.settings.undo:
             self.undo()
+        else:
+            self._window.end(stepped=False)  # the step was made by hand, or given up
+
+    def begin_shadow_pass(self) -> None:
+        """Begins a pass of a rank that has no batches left, and so makes no steps, while others do."""
+        if self.compressor.momentum:
+            self._window.end(stepped=False)
 
     def announce_skips(self) -> None:
         """Keeps from now on what undoes a step, as some may be skipped. On every rank."""
         self._window.announce()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that does what the compressor does."""
+        refuse_momentum(self.compressor, optimizer)
 
     def stepped(self) -> None:
         """Notes that the optimizer has stepped on the gradients, so that they are not undone."""
@@ -375,7 +411,8 @@ class CompressedReduction:
         return kept
 
     def _begin_window(self) -> None:
-        if self._window.begin_pass():
+        self._begins_step = self._window.begin_pass()
+        if self._begins_step:
             self._undoable = self._window.keeps
             self._former_means, self._former_steps = {}, self.steps
             self._former_states = _copied(self.compressor) if self._undoable else {}
@@ -385,18 +422,23 @@ class CompressedReduction:
     def state_dict(self) -> dict[str, Any]:
         """The steps, each parameter's mean remainder and the compressor's states, by names. Collective.
 
-        The same on every rank, and for any number of ranks.
+        The same on every rank, and for any number of ranks. The mean arrays of a compressor are among its states.
         """
         self.drain()
         means = dict(self._means)
         for section in self._sections.values():
             if section.values is not None:
                 means |= mean_remainders(section, self._world)
+        states = self._states()
+        for p, name in self._names.items() if self.compressor.arrays else ():
+            if p in means:
+                rows = zip(self.compressor.arrays, means[p][1:], strict=True)
+                states.setdefault(name, {}).update({array: row.view(p.shape).clone() for array, row in rows})
         return {
             "method": self.compressor.name,
             "steps": self.steps,
-            "remainders": {name: means[p].view(p.shape).clone() for p, name in self._names.items() if p in means},
-            "states": self._states(),
+            "remainders": {name: means[p][0].view(p.shape).clone() for p, name in self._names.items() if p in means},
+            "states": states,
         }
 
     def _states(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -423,19 +465,26 @@ class CompressedReduction:
             unknown = sorted(set(state_dict[kind]) - set(by_name))
             if unknown:
                 raise ConfigurationError(f"load_state_dict: {kind}: got {unknown[0]}, which is no parameter")
-        means = {by_name[name]: mean for name, mean in state_dict["remainders"].items()}
-        for p, mean in means.items():
+        is_own = state_dict["method"] == self.compressor.name
+        states = {name: dict(kept) for name, kept in state_dict["states"].items()} if is_own else {}
+        given = {(name, 0): mean for name, mean in state_dict["remainders"].items()}
+        for row, array in enumerate(self.compressor.arrays, start=1):
+            given |= {(name, row): kept.pop(array) for name, kept in states.items() if array in kept}
+        means: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for (name, row), mean in given.items():
+            p, kind = by_name[name], ("remainder", *self.compressor.arrays)[row]
             if mean.shape != p.shape:
                 raise ConfigurationError(
-                    f"load_state_dict: {self._names[p]}: got a remainder of shape {tuple(mean.shape)}; needs "
-                    f"{tuple(p.shape)}"
+                    f"load_state_dict: {name}: got a {kind} of shape {tuple(mean.shape)}; needs {tuple(p.shape)}"
                 )
+            if self.feeds_back:
+                rows = means.setdefault(p, torch.zeros(1 + len(self.compressor.arrays), p.numel()))
+                rows[row] = mean.detach().reshape(-1)
         self.steps = int(state_dict["steps"])
         self._sections, self._former_means = {}, {}
         self._window.end(stepped=False)
-        self._means = {p: mean.detach().clone().float() for p, mean in means.items()} if self.feeds_back else {}
-        is_own = state_dict["method"] == self.compressor.name
-        self.compressor.load({by_name[name]: kept for name, kept in state_dict["states"].items()} if is_own else {})
+        self._means = means
+        self.compressor.load({by_name[name]: kept for name, kept in states.items() if kept})
 
 
 def refuse_mesh(settings: Compression, mesh: Mesh) -> None:
@@ -448,6 +497,19 @@ def refuse_mesh(settings: Compression, mesh: Mesh) -> None:
             raise ConfigurationError(
                 f"compress: {compressor.name} rounds a value by others in its bucket, so that what is whole on every "
                 f"rank of tp={mesh.size('tp')} would differ between them; needs bf16 or fp16, or tp=1"
+            )
+
+
+def refuse_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigurationError for an optimizer with momentum beside that of the compressor."""
+    for group in optimizer.param_groups if compressor.momentum else ():
+        name, momentum = "momentum", group.get("momentum") or 0
+        if not momentum and group.get("betas"):
+            name, momentum = "betas[0]", group["betas"][0]
+        if momentum:
+            raise ConfigurationError(
+                f"compress: {compressor.name} has momentum {compressor.momentum:g}, and {type(optimizer).__name__} has "
+                f"{name}={float(momentum):g}; needs one of them to be 0"
             )
 
 

@@ -7,13 +7,15 @@ buckets, as DDP cuts them anew after its first pass, and through a checkpoint to
     mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions
     taken over by a section        =  mean remainder * contributions / peers, on each of the peers
 
+The further arrays of a compressor (`Compressor.arrays`) are rows behind the remainder, and go the same way.
+
 Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", section 3; Karimireddy et al. 2019, "Error Feedback
 Fixes SignSGD and other Gradient Compression Schemes".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,8 @@ from .layout import SectionLayout
 class BucketSection:
     """A bucket's section, as it stays from step to step.
 
-    parameters: of the bucket, and starts: the first element of each in it. values: None without error feedback.
+    parameters: of the bucket, and starts: the first element of each in it. values: the remainder, a row of the
+    section's elements, and a row for each of the compressor's arrays; None without error feedback.
     former: the values of before the window `window`, which undo it; in later windows memory for their new values.
     """
 
@@ -38,18 +41,28 @@ class BucketSection:
     former: torch.Tensor | None = None
     window: int | None = None
 
-    def add(self, summed: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Adds a pass's sums to the remainder, or takes these as they are. window: to be undone; None: never."""
+    def add(
+        self,
+        summed: torch.Tensor,
+        window: int | None,
+        absorb: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
+    ) -> torch.Tensor:
+        """Adds a pass's sums to the remainder and returns it; without a remainder returns the sums.
+
+        window: to be undone; None: never. absorb: makes of the sums what is added; gets the further arrays too.
+        """
         if self.values is None:
-            return summed
+            return absorb(summed, ())
+        target = self.values
         if window is None:
             self.former = self.window = None
         elif window != self.window:
-            added = torch.empty_like(self.values) if self.former is None else self.former
-            torch.add(self.values, summed, out=added)
-            self.former, self.values, self.window = self.values, added, window
-            return added
-        return self.values.add_(summed)
+            target = torch.empty_like(self.values) if self.former is None else self.former
+            target[1:] = self.values[1:]
+        torch.add(self.values[0], absorb(summed, [*target[1:]]), out=target[0])
+        if target is not self.values:
+            self.former, self.values, self.window = self.values, target, window
+        return target[0]
 
     def undo(self, window: int, parameters: Collection[torch.Tensor] | None) -> None:
         """Takes the remainders of these parameters, or of all, back to those of before a window."""
@@ -63,43 +76,43 @@ class BucketSection:
                 low, high = max(start, begin), min(stop, begin + p.numel())
                 if low < high:
                     chosen = slice(at + low - start, at + high - start)
-                    self.values[chosen] = self.former[chosen]
+                    self.values[:, chosen] = self.former[:, chosen]
 
     def places(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' elements in an array of the bucket's, flat."""
+        """The parameters' elements in rows of the bucket's."""
         pairs = zip(self.parameters, self.starts, strict=True)
-        return [whole[start : start + p.numel()] for p, start in pairs]
+        return [whole[:, start : start + p.numel()] for p, start in pairs]
 
 
 def mean_remainders(
     section: BucketSection, comm: Communicator, values: torch.Tensor | None = None
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """The mean remainder of each parameter of a section, flat. Collective over all ranks of `comm`.
+    """The mean remainder of each parameter of a section, a row, and its arrays. Collective over all ranks of `comm`.
 
     values: the section's own by default.
     """
     values = section.values if values is None else values
     assert values is not None
-    whole = values.new_zeros(section.layout.elements)
+    whole = values.new_zeros(len(values), section.layout.elements)
     for at, start, stop in section.layout.parts():
-        whole[start:stop] = values[at : at + stop - start]
+        whole[:, start:stop] = values[:, at : at + stop - start]
     comm.all_reduce(whole)
     whole /= comm.size
     return {p: place.clone() for p, place in zip(section.parameters, section.places(whole), strict=True)}
 
 
 def take_over(
-    section: BucketSection, means: Mapping[torch.nn.Parameter, torch.Tensor], contributions: int, peers: int
+    section: BucketSection, means: Mapping[torch.nn.Parameter, torch.Tensor], rows: int, contributions: int, peers: int
 ) -> torch.Tensor:
-    """Makes a section's values of the mean remainders of its parameters; zero for those without one."""
+    """Makes a section's values, so many rows, of those of its parameters' means; zero for those without."""
     found: Sequence[torch.nn.Parameter] = [p for p in section.parameters if p in means]
     device = section.parameters[0].device
-    values = torch.zeros(section.layout.size, device=device)
+    values = torch.zeros(rows, section.layout.size, device=device)
     if found:
-        whole = torch.zeros(section.layout.elements, device=device)
+        whole = torch.zeros(rows, section.layout.elements, device=device)
         for p, place in zip(section.parameters, section.places(whole), strict=True):
             if p in means:
-                torch.mul(means[p].to(device).view(-1), contributions / peers, out=place)
+                place.copy_(means[p]).mul_(contributions / peers)
         for at, start, stop in section.layout.parts():
-            values[at : at + stop - start] = whole[start:stop]
+            values[:, at : at + stop - start] = whole[:, start:stop]
     return values

@@ -33,6 +33,7 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "powersgd": lambda given: _imported("powersgd", "PowerSGD").of(given),
     "gradzip": lambda given: _imported("gradzip", "GradZIP").of(given),
     "topk": lambda given: _imported("topk", "TopK").of(given),
+    "dgc": lambda given: _imported("dgc", "DeepGradient").of(given),
     "randomk": lambda given: _imported("randomk", "RandomK").of(given),
 }
 
@@ -72,7 +73,7 @@ class Compression:
         if "auto" in self.allow:
             raise ConfigurationError("compress: allow: got 'auto'; needs names of methods")
         for each in self.candidates():
-            each.compressor()
+            self._refuse_arrays(each.compressor())
         if self.where is not None and self.where not in WHERE:
             raise ConfigurationError(f"compress: where: got {self.where!r}; needs one of {', '.join(WHERE)}, or None")
         for name, value in {"error_feedback": self.error_feedback, "undo": self.undo}.items():
@@ -81,6 +82,20 @@ class Compression:
         start = 0 if self.start_step is None else self.start_step
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise ConfigurationError(f"compress: start_step: got {start!r}; needs an integer from 0 up, or None")
+
+    def _refuse_arrays(self, compressor: Compressor) -> None:
+        """Refuses what a method with arrays of its own cannot be right with."""
+        if not compressor.arrays:
+            return
+        said = f"compress: {compressor.name} keeps {', '.join(compressor.arrays)}"
+        if self.is_auto:
+            raise ConfigurationError(f"{said}, which a choice by 'auto' would lose; needs other names in allow")
+        if self.error_feedback is False:
+            raise ConfigurationError(f"{said} and adds it to what is not sent; got error_feedback=False")
+        if self.start_step:
+            raise ConfigurationError(
+                f"{said} from the first step on; got start_step={self.start_step}; needs 0 (it has warmup=)"
+            )
 
     @property
     def is_auto(self) -> bool:

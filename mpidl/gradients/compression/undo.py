@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _NOTE = "_mpidl_compressed_by"
 
@@ -31,6 +31,9 @@ class Undoable(Protocol):
 
     def announce_skips(self) -> None:
         """Keeps from now on what undoes a step, as some may be skipped."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigurationError for an optimizer that must not step on the gradients."""
 
     def stepped(self) -> None:
         """Notes that the optimizer has stepped on the gradients."""
@@ -82,11 +85,16 @@ def undo_step(optimizer: torch.optim.Optimizer) -> None:
 def _listen() -> None:
     """Has torch tell of every optimizer's step, once and for all of the process."""
 
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for reduction in reductions_of(optimizer):
+            reduction.before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for reduction in reductions_of(optimizer):
             reduction.stepped()
 
-    register_optimizer_step_post_hook(hook)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 class Window:

@@ -29,7 +29,7 @@ from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
 from ...gradients.compression import OwnedCompressor
-from ...gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh
+from ...gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh, refuse_momentum
 from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
@@ -249,6 +249,9 @@ def _check(
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
     check_settings_agree(world, "params", arguments.outline(model, groups))
     made = check_everywhere(world, lambda: prototype(optimizer_class, groups, kwargs))
+    if compressed is not None:
+        compressor = compressed.compressor
+        check_everywhere(world, lambda: refuse_momentum(compressor, made))
     needs_of = partial(
         find_needs,
         optimizer_class,

@@ -15,6 +15,7 @@ import mpidl
 from mpidl import Compression
 from mpidl.errors import CheckpointError
 from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.gradients.compression.test_engines import Training
 from tests.mpidl.small_models import MODELS, fresh, sequences
 
 pytestmark = pytest.mark.mpi
@@ -104,6 +105,40 @@ def test_what_is_reset_is_said(comm, shared: Path) -> None:
         assert torch.equal(compressed(other).state_dict()["remainders"][name], mean)
     off = Run("zero2", comm, compress=Compression("int4", error_feedback=False))
     check(said(off, "int4"), None if none_kept else "holds remainders of int4, which are dropped")
+
+
+def test_velocities_go_to_other_engines_and_numbers_of_ranks(comm, shared: Path) -> None:
+    def made(engine: str, group: Any, method: str = "dgc:0.05") -> Training:
+        return Training(group, engine, method, optimizer={"lr": 0.05})
+
+    fewer = comm.split(0 if comm.rank < max(1, comm.size - 1) else None)
+    first = made("ddp", comm)
+    first.run(2)
+    expected = first.compressed.state_dict()
+    assert any(kept["momentum"].any() for kept in expected["states"].values())
+    mpidl.checkpoint.save(shared, first.called, first.optimizer, step=2, process_group=comm)
+    for engine, group in (("stage 2", comm), ("ddp", fewer)):
+        if group is None:
+            continue
+        other = made(engine, group)
+        mpidl.checkpoint.load(shared, other.called, other.optimizer, process_group=group)
+        found = other.compressed.state_dict()
+        check_same(found, expected)
+        for name, kept in expected["states"].items():
+            assert torch.equal(found["states"][name]["momentum"], kept["momentum"]), name
+        assert np.isfinite(other.run(2, first=2)).all()
+        wrong = other.compressed.state_dict()
+        next(iter(wrong["states"].values()))["momentum"] = torch.zeros(3)
+        with pytest.raises(mpidl.ConfigurationError, match="got a momentum of shape"):
+            other.compressed.load_state_dict(wrong)
+    if fewer is not None:
+        fewer.close()
+    another = made("ddp", comm, "dgc:0.1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpidl.checkpoint.load(shared, another.called, another.optimizer, process_group=comm)
+    assert sum("holds states of dgc:0.05, which begin anew" in str(each.message) for each in caught) == (comm.rank == 0)
+    check_same({**another.compressed.state_dict(), "method": "dgc:0.05"}, expected)
 
 
 def test_a_remainder_of_another_shape_is_refused_before_anything_changes(comm, shared: Path) -> None:

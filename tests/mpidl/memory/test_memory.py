@@ -431,6 +431,8 @@ def test_counted_bytes_of_compression_agree_with_the_estimate(comm, stage: int) 
         ({"nodes": 2, "compress": Compression("int8", undo=True)}, 8 / 4),
         ({"nodes": 2, "stage": 3, "shard_ranks": 2}, 4 / 2),
         ({"nodes": 2, "compress": "bf16"}, 0),
+        ({"nodes": 2, "compress": "dgc:0.01"}, 8 / 4),
+        ({"nodes": 2, "compress": Compression("dgc:0.01,momentum=0", where="everywhere")}, 4),
         ({"nodes": 2, "compress": Compression("bf16", error_feedback=True)}, 4 / 4),
     ],
 )

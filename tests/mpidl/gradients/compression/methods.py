@@ -32,13 +32,14 @@ VARIANTS = METHODS | {
     "powersgd:3,bf16,alternating": 1.0,
     "powersgd:2,cold": 1.0,
     "topk:0.9": 0.5,
+    "dgc:0.1": 0.7,
 }
 
 # How far losses may go from those of full precision in a few steps, where that is more than 0.05: steps that send a
 # small part of the gradients lag behind, until the errors fed back arrive.
 LOSS_TOLERANCES = {"sign": 0.25, "powersgd:4": 0.2, "gradzip:4": 0.2, "topk:0.1": 0.2, "randomk:0.25": 0.2}
 # The steps in which errors vanish, where these are more than 20.
-_SLOW = ("powersgd", "gradzip", "topk", "randomk")
+_SLOW = ("powersgd", "gradzip", "topk", "randomk", "dgc")
 STEPS_TO_VANISH = {"sign": 200, **{name: 60 for name in VARIANTS if name.startswith(_SLOW)}}
 
 
@@ -85,10 +86,12 @@ def reduce_section(
     step: int = 0,
     exchange: Exchange | None = None,
     needed: tuple[int, int] | None = None,
+    arrays: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Reduces `values`, which then hold the remainder. Returns the mean, with needs_all=False of the own piece.
 
-    A method of whole parameters always gets all of the mean; parameters: by default a matrix and a vector.
+    A method of whole parameters always gets all of the mean; parameters: by default a matrix and a vector. arrays: of
+    the compressor, by default zeros.
     """
     elements = values.numel()
     needs_all = needs_all or compressor.needs_whole
@@ -108,6 +111,7 @@ def reduce_section(
         keeps_remainder=keeps_remainder,
         step=step,
         needed=needed,
+        arrays=[torch.zeros(elements) for _ in compressor.arrays] if arrays is None else arrays,
     )
     exchange = exchange or exchange_over(comm, compressor)
     Pipeline().start(compressor.reduce(section, exchange), lambda: None).wait()

@@ -20,11 +20,13 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 class Training:
-    """A small GPT-2 on a part of every batch."""
+    """A small GPT-2 on a part of every batch. optimizer: settings of SGD."""
 
-    def __init__(self, comm: Communicator, engine: str, compress: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, comm: Communicator, engine: str, compress: Any = None, optimizer: Any = None, **settings: Any
+    ) -> None:
         self.comm, self.model = comm, fresh(MODELS["gpt2"], comm.rank)
-        sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        sgd: dict[str, Any] = optimizer or {"lr": 0.1, "momentum": 0.9}
         self.called: Any = self.model
         if engine == "ddp":
             self.called = mpidl.DistributedDataParallel(
