@@ -1,7 +1,7 @@
 """Compressors of gradients, for every engine: `compress="int8"`.
 
 compressor   the interface: values in, the mean and what was not sent out
-casts, blockwise, sign, powersgd, gradzip, topk, dgc, randomk   a method each
+casts, blockwise, sign, powersgd, gradzip, topk, dgc, randomk, sketch   a method each
 low_rank, matrices   what powersgd and gradzip share
 layout       which elements of a bucket a rank reduces with which others
 pipeline     several buckets at once, phase by phase

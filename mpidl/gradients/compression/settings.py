@@ -34,6 +34,7 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "gradzip": lambda given: _imported("gradzip", "GradZIP").of(given),
     "topk": lambda given: _imported("topk", "TopK").of(given),
     "dgc": lambda given: _imported("dgc", "DeepGradient").of(given),
+    "sketch": lambda given: _imported("sketch", "CountSketch").of(given),
     "randomk": lambda given: _imported("randomk", "RandomK").of(given),
 }
 

@@ -1,0 +1,189 @@
+"""Count sketches: sums of few columns by which the largest values of the mean are found, and then fetched.
+
+    values    [ chunk | chunk | ch ]         chunks of c elements
+    row j     += signs * chunk, rotated      by an offset of each chunk and row: r rows of c columns
+    phase 0   an all-reduce of the sketch    sketches add up: it is that of the sum of all values
+    estimate  of an element: the median over the rows of sign * column
+    phase 1   an all-reduce of the values at the k places of the largest estimates: exact, and sent without places
+
+What is sent grows with the ranks as an all-reduce does, and k are the largest values of the sum: not of what each rank
+would send by itself. All else remains, and is fed back. Where a sketch would be longer than the section, all of it is
+sent.
+
+A row's hash of element i of chunk q is (i + offset) mod c with an offset drawn for each q: two elements of different
+chunks share a column with probability 1/c, those of one chunk never. Its sign is that of a row of c random signs,
+rotated likewise. So the variance of one row's estimate is at most the sum of squares over c, as of any such hashes; and
+a sketch is made by additions of whole chunks, at the speed of memory. Offsets and signs come from a generator of its
+own, seeded by the step and the section's size: all ranks have the same ones, and errors other ones in each step.
+
+All ranks find the places from the same sums by the same kernels. A section whose sketch is not finite has a mean that
+is NaN on all ranks; nothing of it is sent then, and what is not finite is dropped.
+
+Source: Charikar, Chen, Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Ivkin et al. 2019,
+"Communication-efficient Distributed SGD with Sketching", algorithm 2. There P k values are fetched, as some estimates
+are of collisions, and the k largest are used; here all k that are fetched, which are as exact as those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collectives import Work
+
+from .compressor import Compressor, Exchange, Section, Steps
+from .options import Option, check, read
+from .topk import FRACTION, count_of, largest_places
+
+ROWS = Option(int, lambda value: isinstance(value, int) and value >= 1 and value % 2 == 1, "an odd number from 1 up")
+COLUMNS = Option(float, lambda value: 1 <= value < math.inf, "a number from 1 up")
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """The hashes of a section's elements in a step.
+
+    columns: c. signs: (r, 2 c) of +1 and -1, each row twice. offsets, turns: (chunks, r) numbers below c: by how much a
+    chunk, and its signs, are rotated.
+    """
+
+    elements: int
+    columns: int
+    signs: torch.Tensor
+    offsets: Sequence[Sequence[int]]
+    turns: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, elements: int, rows: int, columns: int, step: int, device: torch.device) -> Hashes:
+        """Draws them."""
+        random = torch.Generator().manual_seed(step * 1_000_003 + elements)
+        signs = torch.randint(2, (rows, columns), generator=random).mul_(2).sub_(1).float()
+        chunks = -(-elements // columns)
+        drawn = torch.randint(columns, (2, chunks, rows), generator=random).tolist()
+        return cls(elements, columns, signs.repeat(1, 2).to(device), *drawn)
+
+    def chunks(self) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
+        """(start, stop) of each chunk, its offsets and turns."""
+        for number, (offsets, turns) in enumerate(zip(self.offsets, self.turns, strict=True)):
+            start = number * self.columns
+            yield start, min(start + self.columns, self.elements), offsets, turns
+
+    def sketch(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds values up by columns: (r, c)."""
+        made = values.new_zeros(len(self.signs), self.columns)
+        signed = values.new_empty(self.columns)
+        for start, stop, offsets, turns in self.chunks():
+            size = stop - start
+            for row, signs, offset, turn in zip(made, self.signs, offsets, turns, strict=True):
+                torch.mul(values[start:stop], signs[turn : turn + size], out=signed[:size])
+                first = min(size, self.columns - offset)
+                row[offset : offset + first] += signed[:first]
+                row[: size - first] += signed[first:size]
+        return made
+
+    def estimates(self, sketch: torch.Tensor) -> torch.Tensor:
+        """Estimates the values of a sketch, one of each element."""
+        found = sketch.new_empty(self.elements)
+        twice = sketch.repeat(1, 2)
+        of_rows = torch.empty_like(sketch)
+        for start, stop, offsets, turns in self.chunks():
+            size = stop - start
+            for out, row, signs, offset, turn in zip(of_rows, twice, self.signs, offsets, turns, strict=True):
+                torch.mul(row[offset : offset + size], signs[turn : turn + size], out=out[:size])
+            found[start:stop] = _median(of_rows[:, :size])
+        return found
+
+
+class CountSketch(Compressor):
+    """Sends a count sketch, then the values of its largest estimates, "sketch:0.001,rows=5": k's part of the values.
+
+    rows: of the sketch, odd: estimates are their medians ("rows=5"). columns: of a row, as a multiple of k
+        ("columns=5").
+
+    Raises ConfigurationError for wrong settings.
+    """
+
+    phases = 2
+
+    def __init__(self, fraction: float = 0.001, *, rows: int = 5, columns: float = 5.0) -> None:
+        check("sketch", "fraction", FRACTION, fraction)
+        check("sketch", "rows", ROWS, rows)
+        check("sketch", "columns", COLUMNS, columns)
+        self.fraction, self.rows, self.columns = fraction, rows, columns
+
+    @classmethod
+    def of(cls, text: str | None) -> CountSketch:
+        """Makes one of the settings in a name."""
+        given = read("sketch", text, ("fraction", FRACTION), values={"rows": ROWS, "columns": COLUMNS})
+        return cls(0.001 if given.first is None else given.first, **given.values)
+
+    @property
+    def name(self) -> str:
+        """With the settings that are not the default ones."""
+        said = f"sketch:{self.fraction:g}"
+        said += "" if self.rows == 5 else f",rows={self.rows}"
+        return said + ("" if self.columns == 5 else f",columns={self.columns:g}")
+
+    def columns_of(self, elements: int) -> int:
+        """Columns of a row; 0 where the sketch and the values would be as long as the section."""
+        kept = count_of(elements, self.fraction)
+        columns = math.ceil(self.columns * kept)
+        return columns if self.rows * columns + kept < elements else 0
+
+    def hashes(self, elements: int, step: int, device: torch.device | None = None) -> Hashes:
+        """The hashes of a step, on every rank the same."""
+        return Hashes.of(elements, self.rows, self.columns_of(elements), step, device or torch.device("cpu"))
+
+    def reduce(self, section: Section, exchange: Exchange) -> Steps:
+        """Adds up sketches, and then the values that they tell."""
+        values, elements = section.values, section.values.numel()
+        places: torch.Tensor | slice = slice(None)
+        if self.columns_of(elements):
+            hashes = self.hashes(elements, section.step, values.device)
+            sketch = hashes.sketch(values)
+            yield _started(exchange.phases[0].all_reduce(sketch, async_op=True))
+            if not bool(torch.isfinite(sketch).all()):
+                section.result.fill_(math.nan)
+                if section.keeps_remainder:
+                    values.nan_to_num_(0.0, 0.0, 0.0)
+                yield []
+                return
+            places = largest_places(hashes.estimates(sketch), count_of(elements, self.fraction))
+        else:
+            yield []
+        sent = values[places].clone()
+        if section.keeps_remainder:
+            values[places] = 0.0
+        yield _started(exchange.phases[1].all_reduce(sent, async_op=True)) if elements else []
+        sent.div_(section.contributions)
+        start, stop = (0, elements) if section.needs_all else section.pieces[exchange.rank]
+        if isinstance(places, slice):
+            section.result.copy_(sent[start:stop])
+            return
+        section.result.zero_()
+        is_own = (places >= start) & (places < stop)
+        section.result[places[is_own] - start] = sent[is_own]
+
+    def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
+        """2 (N-1)/N of the fp32 sketch and of k values, or of all values; whatever is needed."""
+        columns = self.columns_of(elements)
+        sent = self.rows * columns + count_of(elements, self.fraction) if columns else elements
+        return 2 * (ranks - 1) / ranks * 4 * sent
+
+
+def _median(rows: torch.Tensor) -> torch.Tensor:
+    """The median of an odd number of rows, which are overwritten: sorts them against each other."""
+    for turn in range(len(rows)):
+        for number in range(turn % 2, len(rows) - 1, 2):
+            smaller = torch.minimum(rows[number], rows[number + 1])
+            torch.maximum(rows[number], rows[number + 1], out=rows[number + 1])
+            rows[number] = smaller
+    return rows[len(rows) // 2]
+
+
+def _started(work: Work | None) -> list[Work]:
+    assert work is not None
+    return [work]
