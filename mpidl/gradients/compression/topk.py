@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from collectives import Work
@@ -31,6 +32,7 @@ from .options import Option, check, read
 
 FRACTION = Option(float, lambda value: 0 < value <= 1, "a part of the values, above 0 and up to 1")
 _SAMPLE = 1 << 15  # values
+_CHUNK = 1 << 16  # values: 256 KiB of fp32
 
 
 class TopK(Compressor):
@@ -76,8 +78,7 @@ class TopK(Compressor):
             section.result.zero_()
             for theirs in received.view(exchange.size, sent.numel()):
                 for (start, stop), message in zip(section.pieces, theirs.split(lengths), strict=True):
-                    _add(section.result[start:stop], message)
-            section.result.div_(section.contributions)
+                    _add(section.result[start:stop], message, section.contributions)
             yield []
             return
         coming = [lengths[me]] * exchange.size
@@ -87,8 +88,7 @@ class TopK(Compressor):
         own = section.result[start:stop] if section.needs_all else section.result
         own.zero_()
         for message in received.split(coming):
-            _add(own, message)
-        own.div_(section.contributions)
+            _add(own, message, section.contributions)
         if not section.needs_all:
             yield []
             return
@@ -114,18 +114,36 @@ def count_of(elements: int, fraction: float) -> int:
 def largest_places(values: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the largest magnitudes, int64, in no order; values that are not finite are the largest.
 
-    The threshold of a sample lets about twice as many pass, of which the largest are taken. So few values are sorted.
+    The threshold of a sample lets about twice as many pass, of which the largest are taken. So few values are sorted,
+    and the others are read once.
     """
-    magnitudes = values.abs().nan_to_num_(math.inf, math.inf)
     stride = values.numel() // _SAMPLE
     if stride > 1:
-        sample = magnitudes[::stride]
+        sample = _magnitudes(values[::stride])
         rank = min(len(sample), 8 + 2 * count * len(sample) // values.numel())
-        threshold = sample.topk(rank).values[-1]
-        candidates = (magnitudes >= threshold).nonzero().flatten()
+        candidates = _places_from(values, float(sample.topk(rank).values[-1]))
         if count <= len(candidates) < values.numel() // 2:
-            return candidates[torch.topk(magnitudes[candidates], count, sorted=False).indices]
-    return torch.topk(magnitudes, count, sorted=False).indices
+            return candidates[torch.topk(_magnitudes(values[candidates]), count, sorted=False).indices]
+    return torch.topk(_magnitudes(values), count, sorted=False).indices
+
+
+def _magnitudes(values: torch.Tensor) -> torch.Tensor:
+    return values.abs().nan_to_num_(math.inf, math.inf)
+
+
+def _places_from(values: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The places of magnitudes from a threshold up, and of what is not finite, ascending."""
+    if values.device.type != "cpu":
+        return (values.abs() < threshold).logical_not_().nonzero().flatten()
+    # NumPy's comparisons and searches are several times as fast; the chunks stay in the cache.
+    array, found = values.numpy(), []
+    scratch, below = np.empty(_CHUNK, array.dtype), np.empty(_CHUNK, np.bool_)
+    for start in range(0, len(array), _CHUNK):
+        chunk = array[start : start + _CHUNK]
+        size = len(chunk)
+        np.less(np.abs(chunk, out=scratch[:size]), threshold, out=below[:size])  # False of NaN
+        found.append(np.flatnonzero(np.logical_not(below[:size], out=below[:size])) + start)
+    return torch.from_numpy(np.concatenate(found))
 
 
 def _take(section: Section, start: int, stop: int, size: int) -> torch.Tensor:
@@ -152,10 +170,10 @@ def _is_shorter_dense(elements: int, fraction: float, ranks: int) -> bool:
     return kept > (kept + 4 * elements) / ranks
 
 
-def _add(values: torch.Tensor, message: torch.Tensor) -> None:
-    """Adds a message's values at its places."""
+def _add(values: torch.Tensor, message: torch.Tensor, contributions: int) -> None:
+    """Adds a message's part of the mean at its places."""
     size = message.numel() // 2
-    values.index_add_(0, message[:size], message[size:].view(torch.float32))
+    values.index_add_(0, message[:size], message[size:].view(torch.float32) / contributions)
 
 
 def _started(work: Work | None) -> list[Work]:

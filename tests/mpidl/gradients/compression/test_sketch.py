@@ -18,16 +18,20 @@ ELEMENTS = 601
 
 
 def tables(hashes: Hashes) -> tuple[np.ndarray, np.ndarray]:
-    """Column and sign of each element in each row, as sketches of single elements tell them."""
-    rows = len(hashes.signs)
+    """Column and sign of each element in each row, as sketches tell them of chunks that count their elements."""
+    rows, width = hashes.signs.shape[0], hashes.columns
     columns, signs = np.zeros((rows, hashes.elements), np.int64), np.zeros((rows, hashes.elements))
-    for element in range(hashes.elements):
+    for start in range(0, hashes.elements, width):
+        size = min(width, hashes.elements - start)
         values = torch.zeros(hashes.elements)
-        values[element] = 1.0
-        made = hashes.sketch(values).numpy()
-        assert (np.abs(made).sum(1) == 1).all()
-        columns[:, element] = np.abs(made).argmax(1)
-        signs[:, element] = made.sum(1)
+        values[start : start + size] = torch.arange(1.0, size + 1)
+        for row, made in enumerate(hashes.sketch(values).numpy()):
+            (found,) = made.nonzero()
+            assert sorted(np.abs(made[found])) == list(range(1, size + 1)), "no two of a chunk meet"
+            columns[row, start + np.abs(made[found]).astype(int) - 1] = found
+        signs[:, start : start + size] = np.sign(
+            np.take_along_axis(hashes.sketch(values).numpy(), columns[:, start : start + size], 1)
+        )
     return columns, signs
 
 

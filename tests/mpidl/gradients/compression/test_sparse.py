@@ -75,7 +75,7 @@ def test_sections_of_one_element_or_none(comm: Communicator, method: str) -> Non
             values = torch.full((elements,), 3.0 + comm.rank)
             found = reduce_section(compressor, comm, values, needs_all=needs_all, exchange=exchange)
             assert not values.any()
-            assert torch.equal(found, torch.full_like(found, 3 + (comm.size - 1) / 2))
+            torch.testing.assert_close(found, torch.full_like(found, 3 + (comm.size - 1) / 2))
 
 
 def test_random_places_are_all_different_and_reach_every_element() -> None:
