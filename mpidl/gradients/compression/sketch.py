@@ -39,6 +39,7 @@ from .options import Option, check, read
 from .topk import FRACTION, count_of, largest_places
 
 ROWS = Option(int, lambda value: isinstance(value, int) and value >= 1 and value % 2 == 1, "an odd number from 1 up")
+_BLOCK = 1 << 13  # elements whose estimates are formed at once: their rows stay in the cache
 COLUMNS = Option(float, lambda value: 1 <= value < math.inf, "a number from 1 up")
 
 
@@ -88,12 +89,14 @@ class Hashes:
         """Estimates the values of a sketch, one of each element."""
         found = sketch.new_empty(self.elements)
         twice = sketch.repeat(1, 2)
-        of_rows = torch.empty_like(sketch)
+        of_rows = sketch.new_empty(len(sketch), _BLOCK)
         for start, stop, offsets, turns in self.chunks():
-            size = stop - start
-            for out, row, signs, offset, turn in zip(of_rows, twice, self.signs, offsets, turns, strict=True):
-                torch.mul(row[offset : offset + size], signs[turn : turn + size], out=out[:size])
-            found[start:stop] = _median(of_rows[:, :size])
+            for first in range(0, stop - start, _BLOCK):
+                size = min(_BLOCK, stop - start - first)
+                for out, row, signs, offset, turn in zip(of_rows, twice, self.signs, offsets, turns, strict=True):
+                    at, sign_at = first + offset, first + turn
+                    torch.mul(row[at : at + size], signs[sign_at : sign_at + size], out=out[:size])
+                found[start + first : start + first + size] = _median(of_rows[:, :size])
         return found
 
 
@@ -176,12 +179,14 @@ class CountSketch(Compressor):
 
 def _median(rows: torch.Tensor) -> torch.Tensor:
     """The median of an odd number of rows, which are overwritten: sorts them against each other."""
-    for turn in range(len(rows)):
-        for number in range(turn % 2, len(rows) - 1, 2):
-            smaller = torch.minimum(rows[number], rows[number + 1])
-            torch.maximum(rows[number], rows[number + 1], out=rows[number + 1])
-            rows[number] = smaller
-    return rows[len(rows) // 2]
+    ordered, spare = list(rows), rows.new_empty(rows.shape[1])
+    for turn in range(len(ordered)):
+        for number in range(turn % 2, len(ordered) - 1, 2):
+            lower, upper = ordered[number], ordered[number + 1]
+            torch.minimum(lower, upper, out=spare)
+            torch.maximum(lower, upper, out=upper)
+            ordered[number], spare = spare, lower
+    return ordered[len(ordered) // 2]
 
 
 def _started(work: Work | None) -> list[Work]:
