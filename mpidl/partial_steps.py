@@ -17,6 +17,7 @@ NOT_REDUCED = (
     "the gradients of backward passes under no_sync() have not been reduced; run the last pass of a step outside "
     "of it, or call zero_grad()"
 )
+_PARTIAL = "_mpidl_steps_on_some"  # attribute of an optimizer
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -50,4 +51,10 @@ def _of_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)
     made.__dict__.update({name: OrderedDict() for name in _HOOKS}, param_groups=groups)
+    setattr(made, _PARTIAL, True)
     return made
+
+
+def is_partial(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the step is one of `PartialSteps`."""
+    return hasattr(optimizer, _PARTIAL)

@@ -135,6 +135,11 @@ class Mesh:
         place = ", ".join(f"{axis}={self.coordinates[axis]}" for axis in shown if self.axes[axis] > 1)
         return f"Mesh({sizes}; rank {self.comm.rank} of {self.comm.size}{place and ' at '}{place})"
 
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
     def close(self) -> None:
         """Closes the Communicators that the mesh has made, not the one that it was given. Collective."""
         if self._closed:

@@ -91,11 +91,15 @@ def _total(table: np.ndarray, placements: list[frozenset[str]], mesh: Mesh, *, s
     return float(total)
 
 
-def _check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh) -> None:
+def differ(points: np.ndarray, first: np.ndarray) -> bool:
+    """Returns whether sums of powers, which should be equal, differ; one that is not finite differs from none."""
     both = np.isfinite(points) & np.isfinite(first)
     with np.errstate(invalid="ignore"):
-        differ = both & ~np.isclose(points, first, rtol=_TOLERANCE, atol=0.0)
-    if differ.any():
+        return bool((both & ~np.isclose(points, first, rtol=_TOLERANCE, atol=0.0)).any())
+
+
+def _check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh) -> None:
+    if differ(points, first):
         raise TrainingError(
             f"clip_grad_norm_: gradients of parameters that are placed on no part of {axis} differ over its "
             f"{mesh.size(axis)} ranks; sum them over {axis}, or declare where the parameters are cut "

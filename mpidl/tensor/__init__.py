@@ -20,6 +20,7 @@ sum_memory     symmetric memory in which sums stay
 dropout        dropout that is the same for every tp; parts: which elements a rank computes
 forwards       what runs around a module's forward pass
 steps          optimizers that would step wrongly on parts
+same_gradients  gradients that must be equal over tp, compared as a step begins
 tensor_parallel  what the layers of a model share: ranks, pieces of sequences, random numbers
 kept_sums      what checkpoints of activations need not communicate again
 sizes          which heads, features and tokens each rank holds

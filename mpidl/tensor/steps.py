@@ -6,29 +6,70 @@
     LBFGS               refused: it depends on several parameters at once
 
 Torch tells of every optimizer's step before it begins, and each optimizer is looked at in its first one. Of classes
-that are not torch's nothing is known: they are tried out on a few elements.
+that are not torch's nothing is known: they are tried out on a few elements. Then its gradients are compared over tp
+(`same_gradients`).
 """
 
 from __future__ import annotations
 
+import weakref
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigurationError
 from ..mesh import placement
+from ..mesh.mesh import open_meshes
 from ..optimizer_trial import like, try_steps
+from ..partial_steps import is_partial
+from .same_gradients import SameGradients
+
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
 
 _ON_WHOLES = ("Muon", "Adafactor")
 _ON_ALL = ("LBFGS",)
 _SEEN = "_mpidl_refused_no_parts"  # attribute of an optimizer: of how many parameters
+_COMPARED = "_mpidl_compared_over_tp"  # attribute of an optimizer: of how many parameters, and SameGradients
+
+_live: weakref.WeakSet[TensorParallel] = weakref.WeakSet()
+
+
+def watch_steps(tp: TensorParallel) -> None:
+    """Has every optimizer looked at as its steps begin. tp: whose mesh is one of those over which models are cut."""
+    _live.add(tp)
+    _hook()
 
 
 @cache
-def watch_steps() -> None:
-    """Has every optimizer looked at before its first step, once and for all of the process."""
-    register_optimizer_step_pre_hook(lambda optimizer, *_: refuse_steps_on_parts(optimizer))
+def _hook() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(optimizer))
+
+
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
+    refuse_steps_on_parts(optimizer)
+    if is_partial(optimizer):  # within a backward pass, in which nothing can be clipped
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    seen, compared = vars(optimizer).get(_COMPARED, (-1, None))
+    if seen < count:
+        compared = _compared(optimizer)
+        setattr(optimizer, _COMPARED, (count, compared))
+    if compared is not None:
+        compared.compare(optimizer)
+
+
+def _compared(optimizer: torch.optim.Optimizer) -> SameGradients | None:
+    """Finds the mesh over which the optimizer's parameters are cut; None if there is none, or several."""
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    meshes = [mesh for mesh in open_meshes() if mesh.size("tp") > 1]
+    for tp in _live:
+        model = tp.model()
+        if model is not None and tp.mesh in meshes and not own.isdisjoint(model.parameters()):
+            return SameGradients(optimizer, tp.mesh, model.parameters())
+    return SameGradients(optimizer, meshes[0], ()) if len(meshes) == 1 else None
 
 
 def refuse_steps_on_parts(optimizer: torch.optim.Optimizer) -> None:

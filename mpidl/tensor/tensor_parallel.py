@@ -62,7 +62,6 @@ class TensorParallel:
     def __init__(
         self, mesh: Mesh, *, sequence_parallel: bool = False, by_index: bool = False, overlaps: bool = False
     ) -> None:
-        watch_steps()
         self.mesh, self.comm = mesh, mesh["tp"]
         self.rank, self.ranks = self.comm.rank, self.comm.size
         self.group = TensorGroup(self.comm, overlaps=overlaps)
@@ -80,6 +79,7 @@ class TensorParallel:
         self.kept_sums: Sums | None = None
         self._sharers: dict[int, TensorGroup] = {}
         self._stream: _Stream | None = None
+        watch_steps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self  # copies of a model compute with the same ranks

@@ -13,8 +13,8 @@ from collectives import Communicator
 from mpidl import ConfigurationError, Mesh
 from mpidl.mesh import placement
 from mpidl.tensor import FeedForwardParallel
-from tests.mpidl.tensor.engines import MESHES, Recipe, Trained, assert_same, train_alone, train_cut
-from tests.mpidl.tensor.reference import all_in_float64, build
+from tests.mpidl.tensor.engines import MESHES, Recipe, Trained, assert_same, batch, train_alone, train_cut
+from tests.mpidl.tensor.reference import all_in_float64, build, loss_of
 from tests.mpidl.zero.ways import WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh"), pytest.mark.filterwarnings("ignore:units")]
@@ -91,6 +91,36 @@ def test_lars_and_lamb_add_up_their_norms_over_tp(comm: Communicator, method: st
                 plain = recipe(method)
                 meshed = Recipe(steps=5, optimizer=plain.optimizer, settings={**plain.settings, "mesh": mesh})
                 assert_same(train_cut(engine, model, mesh, meshed), expected, 1e-9)
+
+
+def several_steps(optimizers: list[torch.optim.SGD]) -> None:
+    for _ in range(10):  # gradients are compared in one of them
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("engine", ["torch", "ddp"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_that_torch_has_clipped_apart_are_refused(comm: Communicator, engine: str, apart: bool) -> None:
+    """Also where replicated parameters have an optimizer of their own; the error is one of all ranks of tp."""
+    if comm.size == 1:
+        pytest.skip("needs ranks of tp")
+    with Mesh(tp=comm.size, comm=comm) as mesh, all_in_float64():
+        model = mpidl.parallelize(build(GPT2), mesh)
+        call = mpidl.DistributedDataParallel(model, mesh=mesh) if engine == "ddp" else model
+        cut = [p for p in model.parameters() if "tp" in placement(p).axes]
+        same = [p for p in model.parameters() if "tp" not in placement(p).axes]
+        optimizers = [torch.optim.SGD(some, lr=0.1) for some in ([cut, same] if apart else [[*cut, *same]])]
+        for step in range(12):
+            loss_of(call, batch(step, 0)).backward()
+            mpidl.clip_grad_norm_(model.parameters(), 0.05, mesh=mesh)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        loss_of(call, batch(12, 0)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with pytest.raises(mpidl.TrainingError, match=rf"SGD.step: gradients .* differ over its {comm.size} ranks, as"):
+            several_steps(optimizers)
 
 
 class Matrices(nn.Module):

@@ -1,0 +1,79 @@
+"""Compares gradients that must be equal over tp, as an optimizer's step begins.
+
+torch.nn.utils.clip_grad_norm_ takes the norm of this rank's parts, so that each rank of tp scales the gradients of
+replicated parameters by another factor; a gradient that was not summed over tp differs as well. The ranks' weights
+would then diverge silently.
+
+    before a step    one all-gather over tp of a number, the sum of the squares of these gradients
+    which steps      the first `_FIRST` ones of an optimizer, then every `_EVERY`-th
+
+Every rank of tp steps with the same optimizers, so that all come to the same operations in the same order. Gradients
+that a ZeroOptimizer holds are clipped right by torch too, and those that a backward pass has used are gone: neither
+are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ..errors import TrainingError
+from ..mesh import Mesh, placement
+from ..mesh.norm import differ
+from ..trained_by import trainer_of
+
+_FIRST, _EVERY = 10, 10
+
+
+class SameGradients:
+    """What is compared for one optimizer. Holds no parameters: they are the optimizer's.
+
+    mesh: over whose tp the ranks hold the same ones of its parameters. model: all parameters of the cut model; none
+    where only its layers are known, and an optimizer without any part is left alone then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, model: Iterable[torch.Tensor]) -> None:
+        self._mesh, self._steps = mesh, 0
+        own, known = _parameters(optimizer), set(model)
+        has_part = any("tp" in placement(p).axes for p in own)
+        self._needed = any(_is_same(p) and (has_part or p in known) for p in own)
+
+    def compare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises one TrainingError on all ranks of tp if gradients differ. Collective over tp, at the chosen steps."""
+        if not self._needed or self._mesh.closed:
+            return
+        self._steps += 1
+        if self._steps > _FIRST and self._steps % _EVERY:
+            return
+        comm = self._mesh["tp"]
+        table = np.empty(comm.size)
+        comm.all_gather(table, np.array([_sum_of_squares(optimizer)]))
+        if differ(table, table[:1]):
+            raise TrainingError(
+                f"{type(optimizer).__name__}.step: gradients of parameters that are placed on no part of tp differ "
+                f"over its {comm.size} ranks, as after torch.nn.utils.clip_grad_norm_, which sees one rank's parts; "
+                "clip by mpidl.clip_grad_norm_(parameters, max_norm, mesh=mesh), sum them over tp, or declare where "
+                "the parameters are cut (mpidl.mesh.place(p, 'tp'))"
+            )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_same(p: torch.Tensor) -> bool:
+    return "tp" not in placement(p).axes and trainer_of(p) is None
+
+
+@torch.no_grad()
+def _sum_of_squares(optimizer: torch.optim.Optimizer) -> float:
+    """Of this rank's gradients of replicated parameters."""
+    gradients = [p.grad for p in _parameters(optimizer) if _is_same(p) and type(p.grad) is torch.Tensor]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for g in gradients:
+        if g is not None and g.numel():
+            by_device.setdefault(g.device, []).append(g.coalesce().values() if g.is_sparse else g)
+    norms = [torch.stack(torch._foreach_norm(found, 2, dtype=torch.float64)) for found in by_device.values()]
+    return sum(float(found.square().sum()) for found in norms)
