@@ -26,13 +26,14 @@ import torch
 from collectives import Communicator
 
 from ..comm_hooks import GradBucket, Handle, Then, allreduce, completed
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TrainingError
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
 from .trust import require
 
 _SEED = 20250407
 _TINY = 1e-30
+_TOLERANCE = 1e-5  # of sums of squares that should be equal; norms are in fp32
 
 
 class Dion(torch.optim.Optimizer):
@@ -46,8 +47,9 @@ class Dion(torch.optim.Optimizer):
         then. None: gradients are reduced, or there is one process.
 
     The state of a matrix is `momentum`, of its shape, and `q`, [columns, r]; that of others is AdamW's. With a process
-    group momenta are each rank's own, and their mean is what counts: state_dict() holds that. Gradients of matrices
-    must not be clipped or compared between ranks then.
+    group momenta are each rank's own, and their mean is what counts: `average_momenta` comes before `state_dict`.
+    Gradients of matrices must not be clipped or compared between ranks then. Clip those of AdamW's groups alone; a step
+    is a TrainingError on every rank where they differ between ranks.
 
     Under ZeRO each parameter has one rank that gets it and its reduced gradient whole (StepNeeds.wholes), so that none
     computes what another one does; gradients travel as for any optimizer there.
@@ -71,6 +73,7 @@ class Dion(torch.optim.Optimizer):
         fits = process_group is None or isinstance(process_group, Communicator)
         require("process_group", process_group, fits, "None or a Communicator")
         self.process_group = process_group
+        self._has_own_momenta = False
         settings = {"lr": lr, "mu": mu, "rank_fraction": rank_fraction, "betas": betas, "eps": eps}
         super().__init__(params, {**settings, "weight_decay": weight_decay, "rule": rule})
 
@@ -114,7 +117,7 @@ class Dion(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = []
+        work, others = [], []
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.grad.is_sparse:
@@ -122,14 +125,29 @@ class Dion(torch.optim.Optimizer):
                 if group["rule"] == "dion":
                     work.append((p, group))
                 elif p.grad is not None:
-                    self._adamw(p, p.grad, group)
+                    others.append((p, p.grad, group))
         reached = [p.grad is not None for p, _ in work]
         if self.process_group is not None and reached:
-            flags = np.array(reached, np.uint8)
-            self.process_group.all_reduce(flags, "max")
-            reached = flags.astype(bool).tolist()
+            reached = self._reached_anywhere(self.process_group, reached, [gradient for _, gradient, _ in others])
+        for p, gradient, group in others:
+            self._adamw(p, gradient, group)
         self._dion([pair for pair, any_rank in zip(work, reached, strict=True) if any_rank])
         return loss
+
+    def _reached_anywhere(self, comm: Communicator, reached: list[bool], others: Sequence[torch.Tensor]) -> list[bool]:
+        """Tells which matrices have a gradient on some rank. others: gradients, compared between the ranks."""
+        total = _sum_of_squares(others)
+        told = np.array([*reached, total, -total])
+        comm.all_reduce(told, "max")
+        largest, smallest = told[-2], -told[-1]
+        if np.isfinite(told[-2:]).all() and largest - smallest > _TOLERANCE * largest:
+            raise TrainingError(
+                f"Dion.step: gradients of groups with rule='adamw' differ between the {comm.size} ranks, as after "
+                "clip_grad_norm_ of all parameters, whose norm counts each rank's own gradients of matrices; clip "
+                "those of rule='adamw' alone, and register dion_hook"
+            )
+        self._has_own_momenta = comm.size > 1
+        return told[:-2].astype(bool).tolist()  # type: ignore[no-any-return]
 
     def _dion(self, work: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """Steps on matrices, of which all factors of one side are averaged at once."""
@@ -196,12 +214,24 @@ class Dion(torch.optim.Optimizer):
         entries = [entry for entry in held if "momentum" in entry]
         for entry, mean in zip(entries, self._mean([entry["momentum"] for entry in entries]), strict=True):
             entry["momentum"].copy_(mean)
+        self._has_own_momenta = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages the momenta, and returns the state, equal on all ranks. With a process group collective."""
-        if self.process_group is not None:
-            self.average_momenta()
+        """The state, equal on all ranks; may be called on one alone.
+
+        Raises TrainingError with a process group where a step has been made since the last `average_momenta`.
+        """
+        if self._has_own_momenta:
+            raise TrainingError(
+                "Dion: state_dict() while each rank has momenta of its own; needs average_momenta() on every rank "
+                "after the last step, or mpidl.checkpoint.save"
+            )
         return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Loads what `state_dict` gave, on every rank the same."""
+        super().load_state_dict(dict(state_dict))
+        self._has_own_momenta = False
 
 
 class DionState:
@@ -239,6 +269,12 @@ def dion_hook(state: DionState, bucket: GradBucket) -> Handle:
             g.copy_(mean.view(g.shape))
 
     return Then(work, put_back)
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    with np.errstate(over="ignore"):
+        return float(sum(norm.double() ** 2 for norm in norms))
 
 
 def _start(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:

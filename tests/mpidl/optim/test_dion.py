@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mpidl
-from mpidl.errors import ConfigurationError
+from mpidl.errors import ConfigurationError, TrainingError
 from mpidl.job.objects import broadcast_object
 from mpidl.optim import Dion, DionState, dion_hook
 from mpidl.optim.dion import _start
@@ -113,6 +113,8 @@ def test_engines_follow_a_single_process(comm, engine: str) -> None:
         optimizer = mpidl.ZeroOptimizer(model, Dion, int(engine[-1]), groups(model), comm)
     steps(call, optimizer, comm.rank, comm.size, 0, 5)
     whole = dict(model.state_dict()) if engine == "ddp" else optimizer.model_state_dict()
+    if engine == "ddp":
+        optimizer.average_momenta()
     state = optimizer.state_dict()
     if engine == "ddp":
         assert all(equal_on_all(comm, p) for p in model.parameters())
@@ -140,6 +142,8 @@ def test_factors_and_small_parameters_alone_travel(comm) -> None:
     group = optimizer.process_group
 
     class Counting:
+        size = group.size
+
         def all_reduce(self, x: Any, op: str) -> None:
             sent.append(x.numel() if torch.is_tensor(x) else 0)
             group.all_reduce(x, op)
@@ -149,6 +153,41 @@ def test_factors_and_small_parameters_alone_travel(comm) -> None:
     optimizer.process_group = group
     each = [(p.shape, optimizer.state[p]["q"].shape[1]) for p in optimizer.param_groups[0]["params"]]
     assert sent == [0, sum(shape[0] * r for shape, r in each), sum(shape[1] * r for shape, r in each)]
+
+
+@pytest.mark.mpi
+def test_a_state_of_momenta_that_differ_is_refused_on_one_rank_alone(comm) -> None:
+    """So that rank 0 alone may ask, as programs that save on it do."""
+    _, call, optimizer = over_ddp(comm)
+    optimizer.state_dict()
+    steps(call, optimizer, comm.rank, comm.size, 0, 2)
+    if comm.rank == 0 and comm.size > 1:
+        with pytest.raises(TrainingError, match=r"momenta of its own; needs average_momenta\(\) on every rank after"):
+            optimizer.state_dict()
+    optimizer.average_momenta()
+    if comm.rank == 0:
+        state = optimizer.state_dict()
+        assert {"momentum", "q"} == state["state"][0].keys()
+
+
+@pytest.mark.mpi
+def test_gradients_that_are_clipped_by_a_norm_of_each_rank_are_refused_on_all(comm) -> None:
+    """The norm counts gradients of matrices, each rank's own; that of the other parameters is the same everywhere."""
+    model, call, optimizer = over_ddp(comm)
+    for step in range(3):
+        call(*(part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))).backward()
+        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[1]["params"], 1e-3)
+        assert norm > 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(equal_on_all(comm, p) for p in model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    call(*(part.chunk(comm.size)[comm.rank] for part in sequences(3, 0))).backward()
+    torch.nn.utils.clip_grad_norm_(call.parameters(), 1e-3)
+    if comm.size > 1:
+        with pytest.raises(TrainingError, match=rf"rule='adamw' differ between the {comm.size} ranks, as after"):
+            optimizer.step()
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.mpi
