@@ -73,7 +73,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._errors: dict[FlatBucket, Errors] = {}
         self._exchange: OneBitExchange | None = None
         self._given: tuple[Communicator, Buckets] | None = None
-        self._is_hooked = self._has_errors = False
+        self._is_hooked = self._has_errors = self._has_gathered = False
         super().__init__(params, defaults)
         self.param_groups[0]["progress"] = progress
 
@@ -216,6 +216,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, exchange: OneBitExchange) -> None:
         """Copies loaded states into the arrays, of which each parameter's state is a view from then on."""
+        self._has_errors = self._feeds_back and any(_ERROR in entry for entry in self.state.values())
         for bucket in self._buckets:
             mean = torch.zeros(bucket.layout.padded, device=bucket.device)
             for number, (p, place) in enumerate(zip(bucket.parameters, bucket.places(mean), strict=True)):
@@ -230,7 +231,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     place.copy_(loaded[_ERROR])
                 self.state[p] = {key: bucket.views[key][number] for key in self.keys}
             exchange.take_over(self._errors[bucket], mean)
-            self._has_errors = self._feeds_back
             self._errors[bucket].mask(None)
 
     def _mask(self) -> None:
@@ -255,8 +255,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gather_errors(self) -> None:
-        """Puts the mean errors into the parameters' states, as "error", until `forget_errors`. Collective."""
+        """Puts the mean errors into the parameters' states, as "error", until the next step. Collective.
+
+        Each rank keeps its own errors for its steps. mpidl.checkpoint.save does this by itself.
+        """
         self._refuse_state()
+        self._has_gathered = True
         if self._exchange is None or not self._has_errors:
             return
         for bucket in self._buckets:
@@ -267,19 +271,27 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def forget_errors(self) -> None:
         """Takes the mean errors out of the states, once they are saved."""
+        self._has_gathered = False
         if self._has_errors:
             for entry in self.state.values():
                 entry.pop(_ERROR, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states, and each parameter's mean error, as "error". The same on every rank. Collective.
+        """The states, and each parameter's mean error, as "error". The same on every rank; may be called on one alone.
 
-        Fits any number of ranks, which take over the mean of the errors.
+        Fits any number of ranks, which take over the mean of the errors. Raises TrainingError where ranks have errors
+        since the last `gather_errors`, which is collective.
         """
-        self.gather_errors()
+        self._refuse_state()
+        if self._has_errors and not self._has_gathered:
+            if self._ready_exchange().world.size > 1:
+                raise TrainingError(
+                    f"{type(self).__name__}: state_dict() while each rank has errors of its own; needs gather_errors() "
+                    "on every rank after the last step, or mpidl.checkpoint.save"
+                )
+            self.gather_errors()
         found = super().state_dict()
         found["state"] = {number: dict(entry) for number, entry in found["state"].items()}
-        self.forget_errors()
         return found
 
     @torch.no_grad()

@@ -72,6 +72,12 @@ class Training:
         for step in range(first, first + steps):
             self.step([g.float() for g in slopes(step, self.comm.rank)])
 
+    def state(self) -> dict[str, Any]:
+        """The state_dict, of mean errors."""
+        self.inner.gather_errors()
+        found: dict[str, Any] = self.optimizer.state_dict()
+        return found
+
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
@@ -227,8 +233,8 @@ def test_training_goes_on_from_a_state(comm: Communicator, engine: str, name: st
     """With the mean of the errors, in either engine, which a new state tells again."""
     first = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
     first.run(0, 9)
-    state = first.optimizer.state_dict()
-    again = first.optimizer.state_dict()
+    state = first.state()
+    again = first.state()
     if comm.rank == 0:
         assert all(torch.equal(state["state"][0][key], again["state"][0][key]) for key in state["state"][0])
         assert comm.size == 1 or any(entry["error"].any() for entry in state["state"].values())
@@ -244,13 +250,33 @@ def test_training_goes_on_from_a_state(comm: Communicator, engine: str, name: st
             given = broadcast_object(comm, state)
         second.optimizer.load_state_dict(given)
         assert torch.equal(second.weights(), weights)
-        told = second.optimizer.state_dict()
+        told = second.state()
         if comm.rank == 0:
             for number, entry in state["state"].items():
                 for key, value in entry.items():
                     torch.testing.assert_close(told["state"][number][key], value, rtol=1e-6, atol=1e-7)
         second.run(9, 3)
         second.check_equal_on_all_ranks()
+
+
+@pytest.mark.mpi
+@classes
+def test_a_state_of_errors_that_differ_is_refused_on_one_rank_alone(comm: Communicator, name: str) -> None:
+    """So that rank 0 alone may ask, as programs that save on it do."""
+    training = Training(comm, "ddp", CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+    training.run(0, 1)
+    training.optimizer.state_dict()  # no bits were sent yet
+    training.run(1, 8)
+    for again in (False, True):
+        if comm.rank == 0 and comm.size > 1:
+            with pytest.raises(mpidl.TrainingError, match=r"errors of its own; needs gather_errors\(\) on every rank"):
+                training.optimizer.state_dict()
+        training.inner.gather_errors()
+        if comm.rank == 0:
+            assert "error" in training.optimizer.state_dict()["state"][0]
+        if not again:
+            training.run(9, 1)
+    training.check_equal_on_all_ranks()
 
 
 @pytest.mark.mpi
@@ -319,7 +345,7 @@ def test_checkpoints_keep_states_and_the_mean_errors(comm: Communicator, name: s
         first.run(0, 9)
         path = folder / engine
         mpidl.checkpoint.save(path, first.called, first.optimizer, step=9)
-        state = broadcast_object(comm, first.optimizer.state_dict())
+        state = broadcast_object(comm, first.state())
         made = []
         for way in ("checkpoint", "state"):
             second = Training(comm, other, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
@@ -373,7 +399,7 @@ def test_zero_one_adam_gives_no_state_between_exchanges(comm: Communicator, engi
     with pytest.raises(mpidl.TrainingError, match="a state after step 4, when each rank has weights of its own; needs"):
         training.optimizer.state_dict()
     training.run(4, 1)
-    training.optimizer.state_dict()
+    training.state()
 
 
 # ---- 1-bit LAMB ----------------------------------------------------------------------------------------------------
