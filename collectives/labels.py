@@ -1,7 +1,7 @@
 """Names under which torch.profiler shows what runs here; they cost half a microsecond where no profiler is on.
 
 A profiler sees the threads of the program and of autograd, not the progress thread: of an operation that is queued it
-shows the wait for it.
+shows that it is issued, and the wait for it.
 """
 
 from __future__ import annotations

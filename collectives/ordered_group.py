@@ -34,7 +34,7 @@ from .backends.selection import Selection, read_tables
 from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
 from .errors import ArgumentError, MismatchError, OperationError, OperationTimeout, WorkTimeout
 from .forked import is_forked, refuse_if_forked, why
-from .labels import is_profiled, record_function
+from .labels import is_profiled, label, record_function
 from .leftovers import remove_names
 from .lifetime import keep_for_ever
 from .messages import Messages
@@ -159,11 +159,11 @@ class OrderedGroup:
         if async_op or not self._progress.take_turn():
             called = self._name(name or operation, number)
             run = partial(self._run_queued, operation, number, task, detail, async_op, arrays)
-            work = self._progress.submit(called, run)
-            if async_op:
-                return work
-            work.wait()
-            return None
+            with label(f"collectives::{operation}", name):
+                work = self._progress.submit(called, run)
+                if not async_op:
+                    work.wait()
+            return work if async_op else None
         try:
             if is_profiled():
                 with record_function(f"collectives::{operation}", name):

@@ -33,6 +33,17 @@ def test_a_step_of_ddp(comm) -> None:
     assert seen["collectives::all_reduce"] >= 1
 
 
+def test_an_asynchronous_operation_alone(comm) -> None:
+    """One that begins in the progress thread, and one of the program's thread that is queued behind it."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        work = comm.all_reduce(torch.ones(3), async_op=True)
+        comm.all_gather(torch.empty(comm.size), torch.ones(1))
+        assert work is not None
+        work.wait()
+    seen = Counter(event.name for event in profiled.events())
+    assert seen["collectives::all_reduce"] == seen["collectives::all_gather"] == 1
+
+
 @pytest.mark.parametrize("way", zero.WAYS)
 def test_a_step_of_zero(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way)
