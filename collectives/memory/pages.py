@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import mmap
+import os
 from typing import Any
 
 import torch
 
 from ..errors import OperationError
 from ..forked import is_forked
-from .shared_memory import reserve
+from .shared_memory import explained
 
 _HUGE = 2 << 20  # bytes
 
@@ -77,8 +78,14 @@ class Pages:
         """Makes sure that there are pages for these bytes. Raises OperationError where there is no room."""
         if self._file < 0:
             self._ask_for_huge(start, nbytes)
-        elif nbytes and not reserve(self._file, start, nbytes):
-            raise OperationError(f"the node's shared memory has no room for {nbytes} bytes more: enlarge /dev/shm")
+            return
+        if not nbytes:
+            return
+        try:
+            os.posix_fallocate(self._file, start, nbytes)
+        except OSError as error:
+            why = explained(_directory(self._file), error)
+            raise OperationError(f"the node's shared memory has no room for {nbytes} bytes more: {why}") from None
 
     def _ask_for_huge(self, start: int, nbytes: int) -> None:
         """Asks for huge pages where they fit in whole, so that no byte beyond is brought. Not all systems have them."""
@@ -95,3 +102,11 @@ class Pages:
         whole = -(-nbytes // self.SIZE) * self.SIZE
         if nbytes and self._advice is not None:
             self._mapping.madvise(self._advice, start, min(whole, len(self._mapping) - start))
+
+
+def _directory(file: int) -> str:
+    """The directory in which a file was made that has no name any more."""
+    try:
+        return os.path.dirname(os.readlink(f"/proc/self/fd/{file}"))
+    except OSError:
+        return "its directory"

@@ -129,7 +129,7 @@ class Allocator:
             try:
                 memory = self._map(directory, part, wanted, shared=shared, reserved=reserved, keep_file=keep_file)
             except OSError as error:
-                failure = failure or _explained(directory, error)
+                failure = failure or explained(directory, error)
                 continue
             if failure:
                 self._warn(f"{_size(wanted)} of the node's shared memory are in {directory}, which is slower", failure)
@@ -237,20 +237,11 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def reserve(file: int, start: int, nbytes: int) -> bool:
-    """Gives a file the pages for these bytes; False where there is no room."""
-    try:
-        os.posix_fallocate(file, start, nbytes)
-    except OSError:
-        return False
-    return True
-
-
 def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def _explained(directory: str, error: OSError) -> str:
+def explained(directory: str, error: OSError) -> str:
     """Explains an error in a directory for shared memory: what has run out, and what to do about it."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return (

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError
+from ..regular import read_regular
 from .library import library
 from .tokenizers import MarkedTokenizer, Tokens, make_tokenizer
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown
+_LONGEST_FILE = 1 << 28  # bytes
 
 
 class WordPieceTokenizer(MarkedTokenizer):
@@ -32,13 +34,14 @@ class WordPieceTokenizer(MarkedTokenizer):
         )
         path, settings = Path(folder) / "vocab.txt", Path(folder) / "tokenizer_config.json"
         try:
-            self._pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            text = read_regular(path, _LONGEST_FILE).decode("utf-8")
+            self._pieces = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
             lower = True
             if settings.exists():
-                lower = bool(json.loads(settings.read_text(encoding="utf-8")).get("do_lower_case", True))
+                lower = bool(json.loads(read_regular(settings, _LONGEST_FILE)).get("do_lower_case", True))
         except OSError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise UsageError(f"{folder}: vocab.txt or tokenizer_config.json cannot be read: {error}") from None
         numbers = {piece: number for number, piece in enumerate(self._pieces)}
         missing = [mark for mark in (*self.names, "[UNK]") if mark not in numbers]

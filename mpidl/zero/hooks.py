@@ -33,7 +33,8 @@ def refuse_copy(*_: Any) -> Any:
     """Raises ConfigurationError: neither the optimizer nor the model is copied or pickled."""
     raise ConfigurationError(
         "a model that a ZeroOptimizer trains, and the optimizer, can be neither copied nor pickled: a rank holds "
-        "parts of them, tied to its communicator; load optimizer.model_state_dict() and state_dict() into new ones"
+        "parts of them, tied to its communicator; load optimizer.model_state_dict() and state_dict() into new ones, "
+        "and average the weights by mpidl.optim.EMA(model)"
     )
 
 

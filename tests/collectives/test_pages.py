@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -90,8 +91,20 @@ def test_huge_pages_bring_no_byte_beyond_what_is_reserved(comm) -> None:
 
 def test_too_much_is_refused_before_it_is_touched(comm) -> None:
     pages = Pages(mmap.mmap(-1, 10), os.open(os.devnull, os.O_RDONLY))  # a file that takes none
-    with pytest.raises(OperationError, match=r"no room for 4096 bytes more"):
+    with pytest.raises(OperationError, match=r"no room for 4096 bytes more: /dev: Bad file descriptor; another dir"):
         pages.reserve(0, 4096)
+
+
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "is too small: enlarge it"), (errno.EIO, "Input/output")])
+def test_an_error_says_what_has_run_out(comm, code: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    pages = comm.pages(SIZE)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    if pages.shared:
+        with pytest.raises(OperationError, match=message):
+            pages.reserve(0, SIZE)
 
 
 @pytest.mark.parametrize("async_op", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def test_vocabularies_that_cannot_be_used_are_named(folder: Path) -> None:
         WordPieceTokenizer(folder / "nowhere")
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(UsageError, match="cannot be read"):
+        WordPieceTokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json cannot be read"):
+        WordPieceTokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: is a pipe, no regular file"):
         WordPieceTokenizer(folder)
     (folder / "tokenizer_config.json").unlink()
     (folder / "vocab.txt").write_text("[PAD]\n[CLS]\na\n")
