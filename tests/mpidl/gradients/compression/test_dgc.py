@@ -232,6 +232,14 @@ def test_momentum_of_the_optimizer_is_refused(comm: Communicator, engine: str) -
 
 
 @pytest.mark.mpi
+def test_compressing_between_nodes_of_one_node_is_refused(comm: Communicator) -> None:
+    if comm.nodes > 1:
+        pytest.skip("there are several nodes")
+    with pytest.raises(mpidl.ConfigurationError, match="where='between_nodes' on one node"):
+        Training(comm, "ddp", Compression(METHOD, where="between_nodes"))
+
+
+@pytest.mark.mpi
 def test_two_reductions_in_a_step_are_refused_in_ddp(comm: Communicator) -> None:
     training = trained(comm, "ddp", 2)
     x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(2, 0))
