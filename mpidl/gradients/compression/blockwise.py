@@ -98,8 +98,8 @@ class Blockwise(OwnedCompressor):
             torch.clamp_min(scale, _TINY, out=factor).reciprocal_()
             torch.mul(chunk, factor, out=rounded).round_()
             self._pack(rounded, integers.view(torch.int8))
-            if remainder is not None:
-                torch.addcmul(chunk, rounded, scale, value=-1, out=left)
+            if remainder is not None:  # of what `decompress` makes, to the bit, so no fused product
+                torch.sub(chunk, rounded.mul_(scale), out=left)
 
     def _decompress_blocks(self, packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         """Writes or adds the values of whole blocks; shapes as in `_compress_blocks`."""
@@ -107,10 +107,9 @@ class Blockwise(OwnedCompressor):
         for integers, scale, chunk in zip(*(x.split(_CHUNK) for x in (packed, scales, out)), strict=True):
             values = scratch[: len(chunk)] if add else chunk
             self._unpack(integers.view(torch.int8), values)
+            values.mul_(scale)
             if add:
-                chunk.addcmul_(values, scale)
-            else:
-                chunk.mul_(scale)
+                chunk.add_(values)
 
     def _packed(self, elements: int) -> int:
         """Bytes of the integers."""
