@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -26,19 +26,16 @@ from ..optimizer_trial import like, try_steps
 from ..partial_steps import is_partial
 from .same_gradients import SameGradients
 
-if TYPE_CHECKING:
-    from .tensor_parallel import TensorParallel
-
 _ON_WHOLES = ("Muon", "Adafactor")
 _ON_ALL = ("LBFGS",)
 _SEEN = "_mpidl_refused_no_parts"  # attribute of an optimizer: of how many parameters
 _COMPARED = "_mpidl_compared_over_tp"  # attribute of an optimizer: of how many parameters, and SameGradients
 
-_live: weakref.WeakSet[TensorParallel] = weakref.WeakSet()
+_live: weakref.WeakSet[Any] = weakref.WeakSet()  # each a TensorParallel
 
 
-def watch_steps(tp: TensorParallel) -> None:
-    """Has every optimizer looked at as its steps begin. tp: whose mesh is one of those over which models are cut."""
+def watch_steps(tp: Any) -> None:
+    """Has every optimizer looked at as its steps begin. tp: a TensorParallel, over whose mesh a model is cut."""
     _live.add(tp)
     _hook()
 
