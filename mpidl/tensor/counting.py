@@ -57,7 +57,10 @@ def slots_held(model: nn.Module) -> int:
 
 
 def traffic(model: nn.Module) -> Traffic:
-    """Counts what the cut layers of a model have exchanged so far among all ranks of tp. Not collective."""
+    """Counts what the cut layers of a model have exchanged so far among all ranks of tp. Not collective.
+
+    Layers that models are written with, such as ColumnParallelLinear, share one count over a mesh.
+    """
     total = Traffic()
     for tp in _tensor_parallels(model):
         for name, count in vars(tp.group.traffic).items():

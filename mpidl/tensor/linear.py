@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
 from .forwards import run_around
 from .functions import CutProduct, column_product, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
+from .parts import FeaturesHere, Part
 from .sizes import Run, run_of
 from .tensor_parallel import Dropouts, TensorParallel
 
@@ -124,6 +126,33 @@ def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region
     layer._ends_region = ends_region
     tp.changes.append(lambda: delattr(layer, "_ends_region"))
     _become(layer, _RowParallel, tp)
+
+
+def begin_regions(layer: nn.Module, tp: TensorParallel, part: Part) -> None:
+    """Lets a column-parallel layer begin a region by itself: random numbers of the rank's own, until a row-parallel one.
+
+    part: what this rank computes of the region.
+    """
+    tp.keep(layer.register_forward_hook(_BeginsRegion(tp, part)))
+
+
+class _BeginsRegion:
+    """A forward hook, for `begin_regions`. A region that no row-parallel layer ends is ended in backward."""
+
+    def __init__(self, tp: TensorParallel, part: Part) -> None:
+        self._tp, self._part = tp, part
+
+    @uncompiled
+    def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if layer.training:
+            self._tp.part = self._part
+            if self._tp.region_length is None:
+                self._tp.begin_stream(output.device, of_region=True)
+            if output.requires_grad:
+                output.register_hook(self._end)
+
+    def _end(self, gradient: torch.Tensor) -> None:
+        self._tp.end_region()
 
 
 def _make_adapted_column(
@@ -250,13 +279,16 @@ class ColumnParallelLinear(nn.Linear):
     All ranks begin with the whole layer's values, which are equal where their random generators are.
 
     [..., in_features] -> [..., this rank's of out_features]. The input is the same on all ranks of tp, and its gradient
-    is summed over them.
+    is summed over them. In training mode random numbers, as of dropout, are the rank's own from here to a
+    RowParallelLinear; where none follows, to the backward pass.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        tp = TensorParallel(mesh)
-        make_column(self, tp, [run_of(out_features, tp.ranks, tp.rank)], copies_input=True)
+        tp = TensorParallel.of_layers(mesh)
+        run = run_of(out_features, tp.ranks, tp.rank)
+        make_column(self, tp, [run], copies_input=True)
+        begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
 
 
 class RowParallelLinear(nn.Linear):
@@ -267,5 +299,5 @@ class RowParallelLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
-        tp = TensorParallel(mesh)
+        tp = TensorParallel.of_layers(mesh)
         make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])

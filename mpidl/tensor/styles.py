@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import ConfigurationError
 from .forwards import run_around
 from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
-from .linear import make_column, make_row, sizes_of
+from .linear import begin_regions, make_column, make_row, sizes_of
 from .parts import FeaturesHere, Part
 from .sizes import run_of, segments
 from .tensor_parallel import Dropouts, TensorParallel
@@ -54,15 +54,7 @@ class ColumnParallel:
             raise ConfigurationError(f"plan: {name}: has {out} output features; needs {self.segments} equal segments")
         runs = segments([out // self.segments] * self.segments, tp.ranks, tp.rank)
         make_column(module, tp, runs, copies_input=True)
-        part = FeaturesHere(name, tuple(runs), out)
-
-        def begin(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            if module.training:
-                tp.part = part
-                if tp.region_length is None:
-                    tp.begin_stream(output.device, of_region=True)
-
-        tp.keep(module.register_forward_hook(begin))
+        begin_regions(module, tp, FeaturesHere(name, tuple(runs), out))
 
 
 @dataclass(frozen=True)

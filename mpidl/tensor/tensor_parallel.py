@@ -11,6 +11,7 @@ before they compute again, restore the streams as well. With dropout by index (`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class TensorParallel:
     length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
     they are whole. region_length: the same for the region that began last. regions: their names. part: what this rank
     computes of the region that runs. gathered: the input of that region, while it is gathered from pieces. changes:
-    what undoes the cuts, in order. summed: parameters whose gradients are summed over the ranks. recorded: of a model
+    what undoes the cuts, in order; of layers that a model is written with, none. summed: parameters whose gradients are summed over the ranks. recorded: of a model
     from deferred_init, the recordings, and where the whole values of its tensors are on their tapes. model: the one
     that was cut, not a copy of it. kept_sums: keeps outputs of row-parallel layers for a checkpoint.
     """
@@ -72,7 +73,7 @@ class TensorParallel:
         self.regions: list[str] = []
         self.part: Part | None = None
         self.gathered: GatheredInput | None = None
-        self.changes: list[Callable[[], Any]] = []
+        self.changes: list[Callable[[], Any]] | deque[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
@@ -80,6 +81,16 @@ class TensorParallel:
         self._sharers: dict[int, TensorGroup] = {}
         self._stream: _Stream | None = None
         watch_steps(self)
+
+    @classmethod
+    def of_layers(cls, mesh: Mesh) -> TensorParallel:
+        """Returns what all layers that models are written with share on a mesh, which keeps it."""
+        mesh["tp"]  # refuses a closed mesh
+        if "_tensor_parallel" not in vars(mesh):
+            made = cls(mesh)
+            made.changes = deque(maxlen=0)  # the layers are never whole, and may go before the mesh does
+            vars(mesh)["_tensor_parallel"] = made
+        return vars(mesh)["_tensor_parallel"]  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self  # copies of a model compute with the same ranks

@@ -90,7 +90,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, mesh: Mesh, **kwargs: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **kwargs)
-        make_vocabulary("VocabParallelEmbedding", self, TensorParallel(mesh))
+        make_vocabulary("VocabParallelEmbedding", self, TensorParallel.of_layers(mesh))
 
 
 class _AsLogits:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl import Mesh, TrainingError
+from mpidl.job.objects import all_gather_object
 from mpidl.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mpidl.tensor.counting import slots_held
 from tests.mpidl.tensor.reference import build, loss_of, part_of, tokens
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
@@ -177,6 +181,50 @@ def test_copies_of_layers_compute_with_the_same_ranks(comm: Communicator) -> Non
             for p in model.parameters():
                 p.zero_()
         check_same(copied, whole_network(), random_input(3, IN).requires_grad_())
+
+
+@pytest.mark.ranks(2, 3)
+def test_dropout_between_layers_differs_over_tp_and_agrees_after_them(comm: Communicator) -> None:
+    """13 features, of which the ranks draw different numbers; and an output layer that no row-parallel one follows."""
+
+    def agree(value: Any) -> bool:
+        return all(torch.equal(other, value) for other in all_gather_object(comm, value))
+
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        torch.manual_seed(0)
+        up, down = ColumnParallelLinear(IN, 13, mesh=mesh), RowParallelLinear(13, IN, mesh=mesh)
+        head, dropout = ColumnParallelLinear(IN, 2 * comm.size, mesh=mesh), nn.Dropout(0.5)
+        for _ in range(3):
+            features = dropout(up(torch.ones(8, IN)).detach() * 0 + 1)
+            assert not agree(features[:, :4].detach())
+            hidden = dropout(down(up(torch.ones(8, IN)).relu()))
+            assert agree(hidden.detach())
+            assert agree(torch.get_rng_state())
+            head(hidden).sum().backward()
+            assert agree(torch.get_rng_state())
+            down.eval()(features)
+            assert agree(torch.get_rng_state())
+
+
+@pytest.mark.ranks(2, 3)
+def test_layers_of_a_mesh_share_their_memory(comm: Communicator) -> None:
+    x = torch.ones(512, 64)
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        held = []
+        for pairs in (1, 6):
+            layers = [
+                layer
+                for _ in range(pairs)
+                for layer in (ColumnParallelLinear(64, 96, mesh=mesh), RowParallelLinear(96, 64, mesh=mesh))
+            ]
+            nn.Sequential(*layers)(x).sum().backward()
+            held.append(slots_held(nn.Sequential(*layers)))
+        assert held[1] <= 4 * x.nbytes
+        assert held[1] - held[0] <= 2 * x.nbytes  # the two places of sums that are kept
+        gone = weakref.ref(layers.pop())
+        del layers
+        gc.collect()
+        assert gone() is None
 
 
 # ---- inputs of the ranks -------------------------------------------------------------------------------------------
