@@ -152,13 +152,12 @@ class TensorGroup:
         reduction.wait()
         return partial.clone()
 
-    def reduce_scatter(self, partial: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    def reduce_scatter(self, partial: torch.Tensor, batch: int, length: int, width: int) -> torch.Tensor:
         """Sums over the ranks, and returns this rank's piece, [batch, piece, width]. Collective.
 
         partial: the ranks' pieces of [batch, length, width] one after the other, flat.
         """
         self._count("reduce_scatters", "scattered", partial)
-        width = partial.numel() // max(1, batch * length)
         pieces = self.pieces(length)
         piece = partial.new_empty(batch, pieces[self.rank], width)
         self.comm.reduce_scatter(piece.view(-1), partial.view(-1), counts=[batch * n * width for n in pieces])

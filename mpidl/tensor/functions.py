@@ -171,7 +171,7 @@ class _Gather(torch.autograd.Function):
         partial = ctx.group.partial((gradient.numel(),), gradient)
         for part, piece in _by_piece(partial, gradient, ctx.group, width):
             part.copy_(piece)
-        return ctx.group.reduce_scatter(partial, batch, length), None, None
+        return ctx.group.reduce_scatter(partial, batch, length, width), None, None
 
 
 class _CutSequence(torch.autograd.Function):
@@ -340,7 +340,7 @@ def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, group: TensorGroup
     partial = group.partial((batch * length * matrix.shape[1],), x)
     for part, piece in _by_piece(partial, x, group, matrix.shape[1]):
         torch.bmm(piece, matrix.expand(batch, *matrix.shape), out=part)
-    return group.reduce_scatter(partial, batch, length)
+    return group.reduce_scatter(partial, batch, length, matrix.shape[1])
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
