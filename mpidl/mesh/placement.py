@@ -17,6 +17,7 @@ over two ranks, rank 0:
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from typing import Any
 
 import torch
 
+from collectives import Communicator
+
 from ..errors import ConfigurationError
+from ..job.objects import all_gather_object
 from .layout import MODEL_AXES
 
 _ATTRIBUTE = "_mpidl_placement"
@@ -115,6 +119,23 @@ def placement(parameter: torch.Tensor) -> Placement:
     """The declared placement; by default the same elements on all ranks."""
     found: Placement = getattr(parameter, _ATTRIBUTE, Placement())
     return found
+
+
+def cuts_over(comm: Communicator, parameters: Iterable[torch.Tensor]) -> list[list[Cut]]:
+    """Lists for each parameter, all of which are cut, the cuts of the ranks of tp. Collective. comm: these ranks."""
+    everyone = all_gather_object(comm, [placement(p).cut for p in parameters])
+    return [list(cuts) for cuts in zip(*everyone, strict=True)]
+
+
+def join_parts(comm: Communicator, part: torch.Tensor, cuts: list[Cut]) -> torch.Tensor:
+    """Makes the whole of the ranks' parts, on every rank. Collective. cuts: of all ranks, as `cuts_over` lists them."""
+    counts = [math.prod(cut.part_shape) for cut in cuts]
+    everything = part.new_empty(sum(counts))
+    comm.all_gather(everything, part.contiguous().view(-1), counts=counts)
+    whole = part.new_empty(cuts[0].shape)
+    for cut, values in zip(cuts, everything.split(counts), strict=True):
+        cut.write(values.view(cut.part_shape), whole)
+    return whole
 
 
 def _set(parameter: torch.Tensor, declared: Placement) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..mesh import placement
 from .communication import Traffic
-from .parallelize import apply_styles, chosen_plan
+from .parallelize import apply_styles, chosen_plan, tensor_parallels
 from .plans import Plan, matches
-from .tensor_parallel import ATTRIBUTE, TensorParallel
+from .tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = N
 
 def slots_held(model: nn.Module) -> int:
     """Bytes of the memory by which the cut layers of a model exchange activations, as far as there is any yet."""
-    return sum(group.nbytes for tp in _tensor_parallels(model) for group in tp.groups)
+    return sum(group.nbytes for tp in tensor_parallels(model) for group in tp.groups)
 
 
 def traffic(model: nn.Module) -> Traffic:
@@ -62,17 +62,7 @@ def traffic(model: nn.Module) -> Traffic:
     Layers that models are written with, such as ColumnParallelLinear, share one count over a mesh.
     """
     total = Traffic()
-    for tp in _tensor_parallels(model):
+    for tp in tensor_parallels(model):
         for name, count in vars(tp.group.traffic).items():
             setattr(total, name, getattr(total, name) + count)
     return total
-
-
-def _tensor_parallels(model: nn.Module) -> list[TensorParallel]:
-    found = {
-        id(tp): tp
-        for module in model.modules()
-        for name in (ATTRIBUTE, "_tensor_parallel")
-        if isinstance(tp := getattr(module, name, None), TensorParallel)
-    }
-    return list(found.values())

@@ -65,10 +65,11 @@ def sizes_of(name: str, layer: Any) -> tuple[int, int]:
     return (columns, rows) if kind[0] else (rows, columns)
 
 
-def cut_parameter(p: torch.Tensor, dim: int, runs: Iterable[Run], *, counted: bool = True) -> None:
+def cut_parameter(p: torch.Tensor, dim: int, runs: Iterable[Run], tp: TensorParallel, *, counted: bool = True) -> None:
     """Replaces the values of a parameter by this rank's runs of a dimension, in place, and declares its placement.
 
-    A parameter that was cut before stays as it is, as one of tied layers does.
+    A parameter that was cut before stays as it is, as one of tied layers does. One that was cut in another way is noted
+    in `tp.refused`: the ways may agree on some ranks.
     """
     known = placement(p).cut
     cut = Cut.along(p.shape if known is None else known.shape, dim, runs)
@@ -76,7 +77,7 @@ def cut_parameter(p: torch.Tensor, dim: int, runs: Iterable[Run], *, counted: bo
         p.data = cut.of(p.data)
         place(p, "tp", counted=counted, cut=cut)
     elif known != cut:
-        raise ConfigurationError(
+        tp.refused.append(
             f"plan: a parameter of shape {cut.shape}, which tied layers have, would be cut in two ways; needs one"
         )
 
@@ -99,9 +100,9 @@ def make_column(
         _make_adapted_column(layer, tp, runs, copies_input=copies_input, counted=counted)
         return
     out_in, out_name, _ = _kind(layer)
-    cut_parameter(layer.weight, 0 if out_in else 1, runs, counted=counted)
+    cut_parameter(layer.weight, 0 if out_in else 1, runs, tp, counted=counted)
     if layer.bias is not None:
-        cut_parameter(layer.bias, 0, runs, counted=counted)
+        cut_parameter(layer.bias, 0, runs, tp, counted=counted)
     if out_name:
         tp.set(layer, out_name, sum(stop - start for start, stop in runs))
     if copies_input:
@@ -120,7 +121,7 @@ def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region
         _make_adapted_row(layer, tp, runs)
         return
     out_in, _, in_name = _kind(layer)
-    cut_parameter(layer.weight, 1 if out_in else 0, runs)
+    cut_parameter(layer.weight, 1 if out_in else 0, runs, tp)
     if in_name:
         tp.set(layer, in_name, sum(stop - start for start, stop in runs))
     layer._ends_region = ends_region
@@ -129,7 +130,7 @@ def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region
 
 
 def begin_regions(layer: nn.Module, tp: TensorParallel, part: Part) -> None:
-    """Lets a column-parallel layer begin a region by itself: random numbers of the rank's own, until a row-parallel one.
+    """Lets a column-parallel layer begin a region by itself, with random numbers of the rank's own until it ends.
 
     part: what this rank computes of the region.
     """

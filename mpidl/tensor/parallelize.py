@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from collectives import Communicator
+
 from ..errors import ConfigurationError, UsageError
 from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
-from ..mesh.placement import Cut, place, placement
+from ..mesh.placement import Cut, cuts_over, join_parts, place, placement
 from .automatic import automatic_plan
 from .deferred import recorded_views
 from .dropout import drop_by_index
@@ -23,7 +24,7 @@ from .linear import kind_of
 from .lora import base_of
 from .plans import Found, Plan, matches
 from .ready import PLANS, plan_for
-from .styles import SequenceBegins
+from .styles import SequenceBegins, SequenceEnds
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 
@@ -67,9 +68,9 @@ def parallelize(
     chosen, report = check_everywhere(
         mesh["tp"], lambda: chosen_plan(model, plan, mesh.size("tp"), sequence_parallel=sequence_parallel)
     )
-    found = check_everywhere(mesh["tp"], lambda: matches(chosen, model))
-    refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
     cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
+    found = check_everywhere(mesh["tp"], lambda: _fitting(chosen, model, in_pieces=sequence_parallel and cuts))
+    refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
     if not cuts and not by_index:
         return model
     overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
@@ -78,7 +79,7 @@ def parallelize(
         if report and mesh.comm.rank == 0:
             print("\n".join(report), flush=True)
         tp.recorded = recorded_views(model)
-        apply_styles(model, found, tp)
+        check_everywhere(mesh["tp"], lambda: apply_styles(model, found, tp))
     tp.keep(model.register_forward_pre_hook(lambda *_: tp.end_pass()))
     tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
     if by_index:
@@ -125,8 +126,35 @@ def apply_styles(model: nn.Module, found: Found, tp: TensorParallel) -> None:
         for style in styles:
             if tp.sequence_parallel or not style.sequential:
                 style.apply(name, module, tp)
+    if tp.refused:  # at the end: the styles' collectives are of all ranks
+        raise ConfigurationError(tp.refused[0])
     _refuse_ties(model, found)
     _refuse_unsummed(model, found, tp)
+
+
+def _fitting(plan: Plan, model: nn.Module, *, in_pieces: bool) -> Found:
+    """Lists what a plan names. Raises ConfigurationError for one that would do nothing, or begin what nothing ends.
+
+    in_pieces: whether sequences are to be cut.
+    """
+    found = matches(plan, model)
+    if not found:
+        raise ConfigurationError("plan: got {}, which cuts nothing; needs names of modules and their styles")
+    begins, ends = (
+        [name for name, _, styles in found if any(isinstance(style, kind) for style in styles)]
+        for kind in (SequenceBegins, SequenceEnds)
+    )
+    if in_pieces and not begins:
+        raise ConfigurationError(
+            "parallelize: sequence_parallel: got True with a plan that cuts no sequences; needs SequenceBegins() at "
+            "the first block, SequenceParallel() at the norms and SequenceEnds() at the last module on pieces"
+        )
+    if in_pieces and not ends:
+        raise ConfigurationError(
+            f"plan: {begins[0]} has SequenceBegins() and no module has SequenceEnds(), so outputs would be pieces of "
+            "sequences; needs it at the last module on pieces"
+        )
+    return found
 
 
 def _refuse_ties(model: nn.Module, found: Found) -> None:
@@ -160,52 +188,76 @@ def _refuse_unsummed(model: nn.Module, found: Found, tp: TensorParallel) -> None
 
 
 def unparallelize(model: nn.Module) -> nn.Module:
-    """Makes a model whole again that `parallelize` has cut, in place, and returns it. Collective over tp."""
-    tp = getattr(model, ATTRIBUTE, None)
+    """Makes a model whole again that `parallelize` has cut, in place, and returns it. Collective over tp.
+
+    Of a DistributedDataParallel it is the model inside, which is to be wrapped anew. Raises UsageError for a copy of a
+    model, and for one of layers such as ColumnParallelLinear, which are never whole.
+    """
+    model = _without_engine(model)
+    inner = next((module for module in model.modules() if getattr(module, ATTRIBUTE, None) is not None), model)
+    tp = getattr(inner, ATTRIBUTE, None)
     if tp is None:
+        if any(placement(p).cut is not None for p in model.parameters()):
+            raise UsageError(
+                "unparallelize: the model is cut, and not by parallelize; needs one that parallelize has returned"
+            )
         return model
-    if tp.model() is not model:
+    if tp.model() is not inner:
         raise UsageError("unparallelize: the model is a copy of one that was cut; needs that one, or model_state_dict")
-    wholes = {p: _whole(p.data, cuts, tp) for _, p, cuts in _cut_parameters(model, tp)}
+    wholes = {p: join_parts(tp.comm, p.data, cuts) for _, p, cuts in _cut_parameters(inner, tp.comm)}
     for undo in reversed(tp.changes):
         undo()
     for p, whole in wholes.items():
         p.data = whole
         p.grad = None
         place(p)
-    setattr(model, ATTRIBUTE, None)
+    setattr(inner, ATTRIBUTE, None)
     return model
 
 
 def model_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Returns the state_dict of the plain model, with whole tensors on every rank. Collective over tp."""
+    """Returns the state_dict of the plain model, with whole tensors on every rank. Collective over tp.
+
+    model: one that `parallelize` has returned, a module around it, its DistributedDataParallel, or a model of layers
+    such as ColumnParallelLinear. Raises UsageError for a part of a cut model.
+    """
+    model = _without_engine(model)
     states = model.state_dict()
-    tp = getattr(model, ATTRIBUTE, None)
-    if tp is None:
+    if not any(placement(p).cut is not None for p in model.parameters()):
         return states
+    found = tensor_parallels(model)
+    if len({id(tp.comm) for tp in found}) != 1:
+        raise UsageError(
+            f"model_state_dict: the {type(model).__name__} has parameters that are cut over tp, and its layers tell of "
+            f"{len({id(tp.comm) for tp in found})} groups of ranks; needs one: a model that parallelize has returned"
+        )
+    comm = found[0].comm
     kept: dict[int, torch.Tensor] = {}  # of tied layers, one tensor
-    for names, p, cuts in _cut_parameters(model, tp):
-        kept[id(p)] = _whole(p.detach(), cuts, tp)
+    for names, p, cuts in _cut_parameters(model, comm):
+        kept[id(p)] = join_parts(comm, p.detach(), cuts)
         for name in names:
             states[name] = kept[id(p)]
     return states
 
 
-def _cut_parameters(model: nn.Module, tp: TensorParallel) -> list[tuple[list[str], nn.Parameter, list[Cut]]]:
+def _without_engine(model: nn.Module) -> nn.Module:
+    """Returns the model inside a DistributedDataParallel, of mpidl or torch."""
+    inner = getattr(model, "module", None)
+    if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module):
+        return _without_engine(inner)
+    return model
+
+
+def tensor_parallels(model: nn.Module) -> list[TensorParallel]:
+    """Lists what the cut layers in a model share: one for each model in it that was cut."""
+    found = (vars(module).get(name) for module in model.modules() for name in (ATTRIBUTE, "_tensor_parallel"))
+    return list({id(tp): tp for tp in found if isinstance(tp, TensorParallel)}.values())
+
+
+def _cut_parameters(model: nn.Module, comm: Communicator) -> list[tuple[list[str], nn.Parameter, list[Cut]]]:
     """Lists the parameters that are cut over tp, with their names and the ranks' cuts. Collective over tp."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if placement(p).cut is not None:
             names.setdefault(p, []).append(name)
-    everyone = all_gather_object(tp.comm, [placement(p).cut for p in names])
-    return [(some, p, [cuts[n] for cuts in everyone]) for n, (p, some) in enumerate(names.items())]
-
-
-def _whole(part: torch.Tensor, cuts: list[Cut], tp: TensorParallel) -> torch.Tensor:
-    counts = [math.prod(cut.part_shape) for cut in cuts]
-    everything = part.new_empty(sum(counts))
-    tp.comm.all_gather(everything, part.contiguous().view(-1), counts=counts)
-    whole = part.new_empty(cuts[0].shape)
-    for cut, values in zip(cuts, everything.split(counts), strict=True):
-        cut.write(values.view(cut.part_shape), whole)
-    return whole
+    return [(some, p, cuts) for (p, some), cuts in zip(names.items(), cuts_over(comm, names), strict=True)]

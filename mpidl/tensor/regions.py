@@ -79,7 +79,7 @@ class AttentionParallel:
 
     def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
-        if len(heads.sharers) > 1:
+        if heads.all_key < tp.ranks:  # some rank shares a head: this one need not
             raise ConfigurationError(
                 f"plan: {name}.{self.fused}: has {heads.all_key} key/value heads for {tp.ranks} ranks of tp in one "
                 "weight with the queries; needs at least one for each rank"
@@ -128,7 +128,7 @@ class AttentionParallel:
                 tp.sum_gradients(found, if_in_pieces=False)
         biases: Any = _if_there(module, self.bias_of_heads) if self.bias_of_heads else None
         if biases is not None:
-            cut_parameter(biases.weight, 1, [heads.query])
+            cut_parameter(biases.weight, 1, [heads.query], tp)
             tp.set(biases, "embedding_dim", heads.queries)
 
 

@@ -97,7 +97,7 @@ class SequenceBegins:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             x = argument.of(args, kwargs)
             if not module.training:
-                tp.length = None
+                tp.whole_pass()
                 return None
             tp.begin_pieces(x.shape[1])
             if dropouts:
@@ -128,8 +128,8 @@ class SequenceEnds:
         """Registers a hook after the forward pass of the module."""
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            tp.end_stream()
             first, length = output[0] if isinstance(output, tuple) else output, tp.length
+            tp.end_pieces()
             if length is not None:
                 first = join_sequence(first, tp.group, length)
             if first.requires_grad:

@@ -52,12 +52,14 @@ class TensorParallel:
 
     overlaps: the pieces are gathered while the ranks compute.
 
-    length: of the sequences that are in pieces in this forward pass, and in the backward pass that follows; None while
-    they are whole. region_length: the same for the region that began last. regions: their names. part: what this rank
-    computes of the region that runs. gathered: the input of that region, while it is gathered from pieces. changes:
-    what undoes the cuts, in order; of layers that a model is written with, none. summed: parameters whose gradients are summed over the ranks. recorded: of a model
-    from deferred_init, the recordings, and where the whole values of its tensors are on their tapes. model: the one
-    that was cut, not a copy of it. kept_sums: keeps outputs of row-parallel layers for a checkpoint.
+    length: of the sequences that are in pieces at this place of a forward pass, and where a backward pass computes
+    activations again; None where they are whole. region_length: the same for the region that began last. regions: their
+    names. part: what this rank computes of the region that runs. gathered: the input of that region, while it is
+    gathered from pieces. changes: what undoes the cuts, in order; of layers that a model is written with, none. summed:
+    parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the recordings, and
+    where the whole values of its tensors are on their tapes. model: the one that was cut, not a copy of it. refused:
+    why a plan does not fit on this rank, which others may not see. kept_sums: keeps outputs of row-parallel layers for
+    a checkpoint.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class TensorParallel:
         self.group = TensorGroup(self.comm, overlaps=overlaps)
         self.sequence_parallel = sequence_parallel and self.ranks > 1
         self.by_index = by_index
-        self.length: int | None = None
+        self._length: int | None = None  # in a forward pass
+        self._length_again: int | None = None  # in a backward pass
+        self._ended_in: int | None = None  # the node of a backward pass whose activations have left the pieces
         self.region_length: int | None = None
         self.regions: list[str] = []
         self.part: Part | None = None
@@ -77,6 +81,7 @@ class TensorParallel:
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
+        self.refused: list[str] = []
         self.kept_sums: Sums | None = None
         self._sharers: dict[int, TensorGroup] = {}
         self._stream: _Stream | None = None
@@ -136,6 +141,15 @@ class TensorParallel:
 
     # ---- sequences in pieces -----------------------------------------------------------------------------------------
 
+    @property
+    @uncompiled
+    def length(self) -> int | None:
+        """The whole length of the sequences that are in pieces here; None where they are whole."""
+        node = _backward_node()
+        if node is None:
+            return self._length
+        return None if node == self._ended_in else self._length_again
+
     def begin_pieces(self, length: int) -> None:
         """Begins the part of a forward pass in which sequences of this length are in pieces."""
         if length < self.ranks:
@@ -143,11 +157,35 @@ class TensorParallel:
                 f"sequence parallelism: got sequences of {length} tokens on {self.ranks} ranks of tp; needs at least "
                 "one for each"
             )
-        self.length = length
+        self._set_length(length)
+
+    @uncompiled
+    def _set_length(self, length: int | None) -> None:
+        self._ended_in = None
+        if _backward_node() is None:
+            self._length = length
+        self._length_again = length
+
+    @uncompiled
+    def end_pieces(self) -> None:
+        """Ends that part, and the stream of random numbers: what follows has whole sequences.
+
+        In a backward pass, only for what the same node computes again: blocks before it are to come.
+        """
+        self.end_stream()
+        node = _backward_node()
+        if node is None:
+            self._length = None
+        else:
+            self._ended_in = node
+
+    def whole_pass(self) -> None:
+        """Begins a pass in which all sequences are whole, as in evaluation."""
+        self._set_length(None)
 
     def in_backward(self, length: int | None) -> None:
         """Takes up the length of the forward pass whose backward pass this is; others may have come in between."""
-        self.length = length
+        self._length_again, self._ended_in = length, None
 
     def length_of(self, x: torch.Tensor) -> int | None:
         """Returns the whole length of sequences of which `x` has pieces; None if it has whole ones."""
@@ -193,7 +231,7 @@ class TensorParallel:
     def end_pass(self) -> None:
         """Ends a forward pass of the model, and all that one which failed has left open."""
         self.end_region()
-        self.end_stream()
+        self.end_pieces()
 
     def cut_of(self, x: torch.Tensor, dim: int | None = None) -> Cut:
         """Returns the elements of a whole tensor that `x` has. dim: that of heads, if it is known."""
@@ -227,6 +265,12 @@ class TensorParallel:
                 stream.generator.set_state(stream.before)
 
 
+def _backward_node() -> int | None:
+    """The number of the node of a graph that a backward pass computes in this thread; None in a forward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 class _SumsGradients:
     """The forward pass of a module whose parameters' gradients are summed over ranks of tp.
 
@@ -257,16 +301,35 @@ class _SumsGradients:
 
 
 class Dropouts:
-    """Tells whether modules draw random numbers: whether any of their probabilities of dropout is above 0."""
+    """Tells whether modules draw random numbers: whether any of their probabilities of dropout is above 0.
+
+    It looks at numbers of the modules, and of objects such as a config that these refer to.
+    """
 
     def __init__(self, *modules: nn.Module) -> None:
-        self._places = [
-            (module, name)
-            for root in modules
-            for module in root.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, (int, float)) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
+        self._places: list[tuple[Any, str]] = []
+        seen: set[int] = set()
+        for module in (inner for root in modules for inner in root.modules()):
+            self._look_at(module, "Drop" in type(module).__name__)
+            for value in vars(module).values():
+                if _holds_settings(value) and id(value) not in seen:
+                    seen.add(id(value))
+                    self._look_at(value, is_dropout=False)
+
+    def _look_at(self, owner: Any, is_dropout: bool) -> None:
+        self._places += [
+            (owner, name)
+            for name, value in vars(owner).items()
+            if isinstance(value, (int, float)) and ("drop" in name or (name == "p" and is_dropout))
         ]
 
     def __bool__(self) -> bool:
-        return any(getattr(module, name) > 0.0 for module, name in self._places)
+        rates = (getattr(owner, name, None) for owner, name in self._places)
+        return any(isinstance(rate, (int, float)) and rate > 0.0 for rate in rates)
+
+
+def _holds_settings(value: Any) -> bool:
+    """Tells whether a module's attribute is an object with attributes, such as a config, and no part of the model."""
+    return hasattr(value, "__dict__") and not (
+        isinstance(value, (type, nn.Module, torch.Tensor, TensorParallel)) or callable(value)
+    )

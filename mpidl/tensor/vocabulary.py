@@ -37,7 +37,7 @@ def make_vocabulary(name: str, layer: nn.Module, tp: TensorParallel) -> None:
                 f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse needs all of its rows on a rank"
             )
         start, stop = run = run_of(layer.num_embeddings, tp.ranks, tp.rank)
-        cut_parameter(layer.weight, 0, [run])
+        cut_parameter(layer.weight, 0, [run], tp)
         padding = layer.padding_idx
         tp.set(layer, "forward", _Embedding(layer, tp, run))
         tp.set(layer, "padding_idx", None if padding is None or not start <= padding < stop else padding - start)
@@ -90,7 +90,8 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, mesh: Mesh, **kwargs: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **kwargs)
-        make_vocabulary("VocabParallelEmbedding", self, TensorParallel.of_layers(mesh))
+        self._tensor_parallel = TensorParallel.of_layers(mesh)
+        make_vocabulary("VocabParallelEmbedding", self, self._tensor_parallel)
 
 
 class _AsLogits:

@@ -20,8 +20,11 @@ from mpidl.tensor import (
     ColumnParallel,
     FeedForwardParallel,
     RowParallel,
+    SequenceBegins,
     VocabParallel,
+    model_state_dict,
     plan_for,
+    traffic,
 )
 from tests.mpidl.tensor.reference import VOCABULARY, build, loss_of, tokens
 
@@ -159,6 +162,7 @@ def test_the_plan_of_a_model_is_that_of_the_models_inside_it(comm: Communicator)
         ({"layers.0": AttentionParallel(query="0", key="0", value="0", output="2", heads=5)}, r"7 features.*5 heads"),
         ({"layers.0": "column"}, "got 'column'"),
         ({"layers.0": [ColumnParallel]}, "needs a style"),
+        ({}, "plan: got {}, which cuts nothing"),
         ({1: ColumnParallel()}, "plan: got dict"),
         ([ColumnParallel()], "plan: got list"),
         ("rows", "plan: got 'rows'.*'auto'"),
@@ -231,3 +235,75 @@ def test_models_that_differ_over_the_ranks_are_refused(comm: Communicator, monke
         match = "tokens.weight of rank 1 of tp .* needs the same model"
         raised_alike(comm, ModelMismatch, match, lambda: mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan))
         mpidl.parallelize(Tiny(), mesh, plan)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_a_plan_that_begins_no_pieces_or_never_ends_them_is_refused(comm: Communicator) -> None:
+    plan: Any = {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        for more, match in (
+            ({}, "got True with a plan that cuts no sequences"),
+            ({"layers.0": SequenceBegins()}, "layers.0 has SequenceBegins"),
+        ):
+            raised_alike(
+                comm,
+                ConfigurationError,
+                match,
+                lambda more=more: mpidl.parallelize(Tiny(), mesh, {**plan, **more}, sequence_parallel=True),
+            )
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of two key/value heads in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads, self.key_heads = nn.Linear(8, 32), nn.Linear(16, 8), 8, 2
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_fused_heads_that_some_ranks_would_share_are_refused_on_all(comm: Communicator) -> None:
+    """The last of three ranks would have the second key/value head by itself."""
+    style = AttentionParallel(fused="qkv", output="out", heads="heads", key_heads="key_heads", input="x")
+    with Mesh(tp=3, dp=1, comm=comm) as mesh:
+        match = "has 2 key/value heads for 3 ranks"
+        raised_alike(
+            comm, ConfigurationError, match, lambda: mpidl.parallelize(nn.Sequential(Fused()), mesh, {"0": style})
+        )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_tied_layers_that_are_cut_alike_on_some_ranks_alone_are_refused_on_all(comm: Communicator) -> None:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    plan: Any = {"0": ColumnParallel(), "1": ColumnParallel(segments=2 if comm.rank == 1 else 1)}
+    with Mesh(tp=2, dp=1, comm=comm) as mesh, pytest.raises(ConfigurationError, match="cut in two ways"):
+        mpidl.parallelize(model, mesh, plan)
+    comm.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_states_are_whole_and_traffic_is_counted_through_what_is_around_a_model(comm: Communicator) -> None:
+    plan: Any = {"tokens": VocabParallel(), "output": VocabParallel(), "layers.*.0": ColumnParallel()}
+    plan |= {"layers.*.2": RowParallel()}
+    whole = Tiny().state_dict()
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        model = mpidl.parallelize(Tiny(), mesh, plan)
+        engine = mpidl.DistributedDataParallel(model, mesh=mesh)
+        engine(torch.tensor([[1, 5]]))
+        assert traffic(engine) == traffic(model) == traffic(nn.Sequential(model))
+        assert traffic(model).all_reduces > 0
+        for around, prefix in ((engine, ""), (nn.Sequential(model), "0."), (nn.Sequential(engine), "0.module.")):
+            states = model_state_dict(around)
+            assert states.keys() == {f"{prefix}{name}" for name in whole}
+            assert all(torch.equal(states[f"{prefix}{name}"], value) for name, value in whole.items())
+        raised_alike(comm, UsageError, "Embedding has parameters", lambda: model_state_dict(model.tokens))
+        assert mpidl.unparallelize(engine) is model
+        assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+        by_hand = nn.Sequential(mpidl.tensor.ColumnParallelLinear(4, 7, mesh=mesh))
+        assert model_state_dict(by_hand)["0.weight"].shape == (7, 4)
+        raised_alike(comm, UsageError, "not by parallelize", lambda: mpidl.unparallelize(by_hand))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +255,26 @@ def test_several_column_parallel_layers_share_a_stream(comm: Communicator) -> No
         assert _states_agree(comm)
         everyone = all_gather_object(comm, y.detach())
     assert torch.equal(everyone[0], everyone[1])
+
+
+@pytest.mark.ranks(2)
+def test_a_rate_in_a_config_is_seen(comm: Communicator) -> None:
+    """13 features, of which the ranks draw different numbers."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = SimpleNamespace(dropout=0.5)
+            self.up, self.down = nn.Linear(4, 13), nn.Linear(13, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.dropout(self.up(x), self.settings.dropout, self.training))  # type: ignore[no-any-return]
+
+    style = mpidl.tensor.FeedForwardParallel(inputs=("up",), output="down", input="x")
+    with Mesh(tp=2, comm=comm) as mesh:
+        model = mpidl.parallelize(nn.Sequential(Network()), mesh, {"0": style})
+        model(torch.ones(64, 4))
+        assert _states_agree(comm)
 
 
 @pytest.mark.ranks(2, 3, 4)
