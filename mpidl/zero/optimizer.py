@@ -314,7 +314,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def model_state_dict(self, masters: bool = True) -> dict[str, Any]:
         """The plain model's state_dict, on rank 0; a mark that it is there on the others. Collective.
 
-        The mark is a dictionary with one entry, which `load_model_state_dict` refuses.
+        The mark is a dictionary with one entry, which `load_model_state_dict` refuses. Of a model that is cut over tp
+        it is whole on rank 0 of dp at each rank of tp, and collective over tp as well.
 
         masters: parameters that have fp32 masters are given in fp32, so that training can go on from them to the bit;
             frozen ones in the dtype that they have. False: all as the forward pass sees them.
@@ -326,8 +327,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_model_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads what `model_state_dict` or the plain model's state_dict gave, from rank 0. Collective.
 
-        Rank 0 gives the whole, in any dtype; what the others give is ignored. Masters take the values before they are
-        rounded. Raises ConfigurationError on every rank for missing or unexpected names and for other shapes.
+        Rank 0 gives the whole, in any dtype, and over tp rank 0 of dp at each rank of tp; what the others give is
+        ignored. Masters take the values before they are rounded. Raises ConfigurationError on every rank for missing or
+        unexpected names and for other shapes.
         """
         states.load_model_state(self._parts, state_dict)
 
@@ -344,6 +346,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as the plain torch optimizer would have it, on rank 0. Collective.
+
+        Of a model that is cut over tp, the state of this rank's parts; `mpidl.checkpoint.save` joins them.
 
         On others a dictionary of one entry, which tells that the state is on rank 0, and which rank 0 refuses to load.
         """

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from collectives import Communicator
+
 from ...errors import TrainingError
 from ...job.agreement import refuse_everywhere
 from ..gradients.reduced_gradients import refuse_used
@@ -40,21 +42,28 @@ def gathered(parts: Parts, module: torch.nn.Module | None, writable: bool, from_
 
 
 def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
-    """The plain model's state_dict on rank 0, `absent_state` on the others. Collective.
+    """The plain model's state_dict on rank 0 of `group`, `absent_state` on the others. Collective, also over tp.
 
     masters: in fp32 where there are any.
     """
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.damage())
     slices = parts.slices if masters else {}
-    return state.gather_model(parts.group, parts.model, parts.names, parts.parameters, slices)
+    own = state.gather_model(parts.group, parts.model, parts.names, parts.parameters, slices)
+    tp = _tp(parts)
+    return own if tp is None or not parts.group.is_root else state.join_over(tp, parts.names, own)
+
+
+def _tp(parts: Parts) -> Communicator | None:
+    """The ranks over which the model is cut, which are all rank 0 of their `group` or none is; None if it is whole."""
+    return None if parts.mesh is None or parts.mesh.size("tp") == 1 else parts.mesh["tp"]
 
 
 def load_model_state(parts: Parts, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Loads rank 0's whole model state. Collective."""
     parts.guard.put_back()
     block = gathered(parts, None, True, from_rank=0)
-    state.scatter_model(parts.group, parts.model, parts.names, state_dict, block, parts.slices)
+    state.scatter_model(parts.group, parts.model, parts.names, state_dict, block, parts.slices, _tp(parts))
     parts.guard.accept()
 
 

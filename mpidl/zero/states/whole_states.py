@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from collectives import Communicator
+
 from ...absent_state import absent_state, refusal
-from ...errors import ConfigurationError
-from ...job.agreement import on_rank_0
+from ...errors import ConfigurationError, MpidlError
+from ...job.agreement import check_everywhere, on_rank_0
+from ...mesh.placement import cuts_over, join_parts, placement
 from ...optim.elementwise import elementwise, is_slice, mark_replicated
 from ...replicas.broadcast import broadcast_states
 from ..parameters.strategy import ParameterStrategy
@@ -83,6 +86,19 @@ def gather_model(
     return whole
 
 
+def join_over(tp: Communicator, names: StateNames, own: dict[str, Any]) -> dict[str, Any]:
+    """The whole tensors of a state whose parameters are cut over tp. Collective over it. own: this rank's parts."""
+    first: dict[torch.nn.Parameter, str] = {}
+    for name in names.names:
+        p = names.parameters.get(name)
+        if p is not None and placement(p).cut is not None:
+            first.setdefault(p, name)
+    joined = {
+        p: join_parts(tp, own[name], cuts) for (p, name), cuts in zip(first.items(), cuts_over(tp, first), strict=True)
+    }
+    return {name: joined.get(names.parameters.get(name), value) for name, value in own.items()}  # type: ignore[arg-type]
+
+
 def scatter_model(
     over: ShardGroup,
     model: torch.nn.Module,
@@ -90,10 +106,12 @@ def scatter_model(
     state_dict: Mapping[str, torch.Tensor],
     gathered: AbstractContextManager[None],
     slices: Slices,
+    tp: Communicator | None = None,
 ) -> None:
     """Rank 0's whole state into every rank's part of the model, and of the masters.
 
-    gathered: whole parameters inside, of which rank 0's changes go to all.
+    gathered: whole parameters inside, of which rank 0's changes go to all. tp: the ranks over which the model is cut,
+    each rank 0 of `over` or none; all of those give the whole.
     """
     places = names.tensors(model)
 
@@ -101,18 +119,37 @@ def scatter_model(
         if problem := _mismatch(places, state_dict):
             raise ConfigurationError(f"load_model_state_dict: {problem}")
 
-    on_rank_0(over.world, check, ConfigurationError)
+    failures: list[MpidlError] = []
+    if tp is not None and over.is_root:
+        try:
+            check_everywhere(tp, check)
+        except MpidlError as error:
+            failures.append(error)
+
+    def check_here() -> None:
+        if failures:
+            raise failures[0]
+        check()
+
+    on_rank_0(over.world, check_here, ConfigurationError)
     with gathered:
         for name, place in places.items() if over.is_root else ():
-            place.detach().copy_(state_dict[name])
+            place.detach().copy_(_part_of(place, state_dict[name]))
         for name, place in places.items():
             if name not in names.parameters:
                 broadcast_states(over.world, [place])
     for name, p in names.parameters.items():
         if p in slices and slices[p].is_master:
             master = slices[p].values
-            whole = state_dict[name].detach().to(master.device, master.dtype).contiguous() if over.is_root else None
+            whole = _part_of(p, state_dict[name].detach()) if over.is_root else None
+            whole = None if whole is None else whole.to(master.device, master.dtype).contiguous()
             over.scatter(slices[p].values.detach(), whole, slices[p].counts(p, over.size))
+
+
+def _part_of(place: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a whole tensor, where the model is cut over tp."""
+    cut = placement(place).cut
+    return whole if cut is None else cut.of(whole)
 
 
 def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
@@ -126,8 +163,10 @@ def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
     for name, place in places.items():
         if not torch.is_tensor(given[name]):
             return f"{name} is of type {type(given[name]).__name__}; needs a tensor"
-        if given[name].shape != place.shape:
-            return f"{name} has shape {tuple(given[name].shape)}; needs {tuple(place.shape)}"
+        cut = placement(place).cut
+        needed = tuple(place.shape) if cut is None else cut.shape
+        if tuple(given[name].shape) != needed:
+            return f"{name} has shape {tuple(given[name].shape)}; needs {needed}"
     return None
 
 

@@ -90,6 +90,27 @@ def test_a_norm_counts_every_element_once(
                 assert_same(train_cut(engine, model, mesh, recipe), expected)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("engine", WAYS)
+def test_the_state_of_the_model_is_the_whole_ones(comm: Communicator, engine: str) -> None:
+    """Also loading it sets every rank's part, and its mark on another rank of dp is refused by all."""
+    expected = build("llama, two key heads").state_dict()
+    with Mesh(tp=2, comm=comm) as mesh:
+        model = mpidl.parallelize(build("llama, two key heads"), mesh)
+        with engine_of(engine, model, mesh, Recipe()) as (_, optimizer):
+            states = optimizer.model_state_dict()
+            if mesh.rank("dp") == 0:
+                assert states.keys() == expected.keys()
+                assert all(torch.equal(states[name], value) for name, value in expected.items())
+            given = {name: -value for name, value in expected.items()}
+            optimizer.load_model_state_dict(given)
+            wrong = {**given, "lm_head.weight": torch.zeros(2, 2)} if mesh.rank("tp") == 1 else given
+            with pytest.raises(mpidl.ConfigurationError, match="lm_head"):
+                optimizer.load_model_state_dict(wrong)
+        states = mpidl.tensor.model_state_dict(model)
+        assert all(torch.equal(states[name], -value) for name, value in expected.items())
+
+
 class Narrow(nn.Module):
     """A network of two features, of which the third rank has none."""
 
