@@ -140,7 +140,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The loss of predicting each next token."""
     if isinstance(getattr(model, "module", model), GPT2):  # under an engine as well
         return model(x[:, :-1], x[:, 1:])  # type: ignore[no-any-return]
-    settings = getattr(model, "config", None)
+    settings = getattr(getattr(model, "module", model), "config", None)
     if getattr(settings, "is_encoder_decoder", False):
         return model(input_ids=x, labels=x[:, 2:].contiguous()).loss  # type: ignore[no-any-return]
     if getattr(settings, "add_cross_attention", False):

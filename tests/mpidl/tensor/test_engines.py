@@ -29,6 +29,7 @@ from tests.mpidl.tensor.engines import (
     train_cut,
 )
 from tests.mpidl.tensor.reference import all_in_float64, build, loss_of
+from tests.mpidl.tensor.test_lora import adapted
 from tests.mpidl.zero.ways import WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh"), pytest.mark.filterwarnings("ignore:units")]
@@ -61,6 +62,27 @@ def test_engines_train_a_cut_model_as_one_process(
             with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
                 model = mpidl.parallelize(build(name), mesh, sequence_parallel=sequence_parallel)
                 assert_same(train_cut(engine, model, mesh, RECIPES[recipe]), expected)
+
+
+def of_family(name: str) -> nn.Module:
+    return adapted("gpt2", ("c_attn", "c_fc", "c_proj")) if name == "gpt2 with adapters" else build(name)
+
+
+@pytest.mark.each("engine")
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"), [("bert", True), ("t5", True), ("t5", False), ("gpt2 with adapters", True)]
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_train_the_other_families(comm: Communicator, engine: str, name: str, sequence_parallel: bool) -> None:
+    recipe = Recipe(steps=6, micro=2, clip=0.05)
+    with all_in_float64():
+        expected = train_alone(of_family(name), recipe)
+        for dp, tp in MESHES[comm.size]:
+            if engine == "torch" and dp > 1:
+                continue
+            with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
+                model = mpidl.parallelize(of_family(name), mesh, sequence_parallel=sequence_parallel)
+                assert_same(train_cut(engine, model, mesh, recipe), expected)
 
 
 @pytest.mark.each("engine")
