@@ -92,3 +92,20 @@ def test_a_second_run_goes_on_to_the_bit(on_four: Runs) -> None:
     assert "step-00000002, step 2, saved by " in again.stdout
     assert losses(again.results) == losses(whole.results)[2:]
     assert again.results["val_loss"] == whole.results["val_loss"]
+
+
+@pytest.mark.thorough
+def test_the_models_own_size_trains_as_over_dp(text: Path, tmp_path: Path) -> None:
+    """7 heads in 11 layers, on two ranks that divide neither the heads nor a fused weight evenly."""
+    short = ["--steps", "2", "--eval-every", "0", "--eval-sequences", "2", "--sample", "0", "--data", text]
+    lines: dict[str, list[object]] = {
+        "dp": [*short, "--batch", "1"],
+        "tp": [*short, "--batch", "2", "--tp", "2", "--sequence-parallel"],
+    }
+    paths = {name: tmp_path / f"{name}.json" for name in lines}
+    outcomes = call_main(2, [[*lines[name], "--json", paths[name]] for name in lines])
+    for (status, _, errors), *_ in outcomes:
+        assert status == 0, errors
+    over_dp, over_tp = (json.loads(paths[name].read_text()) for name in lines)
+    np.testing.assert_allclose(losses(over_tp), losses(over_dp), rtol=1e-4)
+    assert over_tp["params"] == over_dp["params"] > 25_000_000
