@@ -28,7 +28,8 @@ from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
 from ..gradients.compression import Compression, Compressor
-from ..gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh
+from ..gradients.compression.hook import CompressedReduction
+from ..gradients.compression.refusals import refuse_complex, refuse_mesh
 from ..gradients.compression.settings import compression
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere

@@ -25,10 +25,10 @@ from ...comm_hooks import GradBucket, Handle
 from ...errors import ConfigurationError, TrainingError
 from ...job import communicator_pool
 from ...job.objects import all_gather_object
-from ...mesh import Mesh
 from .compressor import Compressor, Exchange, Matrix, Section, Steps
 from .layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .pipeline import Pipeline
+from .refusals import refuse_momentum
 from .remainders import BucketSection, mean_remainders, take_over
 from .settings import Compression
 from .undo import Window, note
@@ -485,39 +485,6 @@ class CompressedReduction:
         self._window.end(stepped=False)
         self._means = means
         self.compressor.load({by_name[name]: kept for name, kept in states.items() if kept})
-
-
-def refuse_mesh(settings: Compression, mesh: Mesh) -> None:
-    """Raises ConfigurationError for a method that would round values that all ranks of tp hold differently on each.
-
-    Norms are whole on every rank of tp, beside other parts of the cut weights in the same bucket.
-    """
-    for compressor in [each.compressor() for each in settings.candidates()]:
-        if mesh.size("tp") > 1 and not compressor.elementwise:
-            raise ConfigurationError(
-                f"compress: {compressor.name} rounds a value by others in its bucket, so that what is whole on every "
-                f"rank of tp={mesh.size('tp')} would differ between them; needs bf16 or fp16, or tp=1"
-            )
-
-
-def refuse_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigurationError for an optimizer with momentum beside that of the compressor."""
-    for group in optimizer.param_groups if compressor.momentum else ():
-        name, momentum = "momentum", group.get("momentum") or 0
-        if not momentum and group.get("betas"):
-            name, momentum = "betas[0]", group["betas"][0]
-        if momentum:
-            raise ConfigurationError(
-                f"compress: {compressor.name} has momentum {compressor.momentum:g}, and {type(optimizer).__name__} has "
-                f"{name}={float(momentum):g}; needs one of them to be 0"
-            )
-
-
-def refuse_complex(names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Raises ConfigurationError for a parameter whose gradients are complex numbers."""
-    for p, name in names.items():
-        if p.is_complex():
-            raise ConfigurationError(f"compress: {name} is {p.dtype}; needs real gradients, or compress=None")
 
 
 def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:

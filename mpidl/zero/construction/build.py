@@ -29,7 +29,8 @@ from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
 from ...gradients.compression import OwnedCompressor
-from ...gradients.compression.hook import CompressedReduction, refuse_complex, refuse_mesh, refuse_momentum
+from ...gradients.compression.hook import CompressedReduction
+from ...gradients.compression.refusals import refuse_complex, refuse_mesh, refuse_momentum
 from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
 from ...job.place import place_of_model
