@@ -12,6 +12,8 @@ import torch
 from collectives import Communicator, even_counts
 from mpidl.tensor.communication import TensorGroup
 from mpidl.tensor.functions import (
+    CutProduct,
+    column_product,
     copy_to_region,
     cut_sequence,
     gather_to_region,
@@ -88,3 +90,28 @@ def test_forward_and_backward(comm: Communicator, name: str) -> None:
     torch.testing.assert_close(y.detach(), here(border.forward(inputs, comm.rank), border.whole[1]))
     y.backward(here(gradients[comm.rank], border.whole[1]))
     torch.testing.assert_close(x.grad, here(border.backward(gradients, comm.rank), border.whole[0]))
+
+
+def test_the_sum_of_an_input_s_gradient_is_on_its_way_while_the_weight_s_is_computed(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            done.append(name)
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(TensorGroup, "begin_all_reduce")
+    noted(CutProduct, "of_weight")
+    noted(TensorGroup, "finish_all_reduce")
+    x = tensors(comm.size, 0)[0].requires_grad_()
+    weight = torch.ones(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    column_product(x, weight, None, CutProduct(TensorGroup(comm), True, None)).sum().backward()
+    assert done == ["begin_all_reduce", "of_weight", "finish_all_reduce"]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(x, 5.0 * comm.size))

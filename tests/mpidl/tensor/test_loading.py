@@ -15,7 +15,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import ConfigurationError, Mesh, broadcast_object
 from mpidl.mesh import placement
-from mpidl.tensor import ColumnParallel, load_safetensors, materialize, model_state_dict
+from mpidl.tensor import ColumnParallel, load_safetensors, loading, materialize, model_state_dict
 from tests.mpidl.tensor.reference import MODELS, all_in_float64, build, largest_difference, train
 from tests.mpidl.tensor.test_plans import Tiny, raised_alike
 
@@ -39,6 +39,46 @@ def written(comm: Communicator, model: nn.Module, folder: Path, **settings: Any)
             safetensors.torch.save_file(states, folder / "model.safetensors")
     comm.barrier()
     return folder
+
+
+@pytest.mark.ranks(2, 3)
+def test_of_a_cut_tensor_its_part_alone_is_read(
+    comm: Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(comm, build("mistral"), folder)
+    safe_open, problem = loading.library()
+    whole: list[str] = []
+
+    class Noting:
+        """An open file that notes which tensors are read whole."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            self._file = safe_open(*arguments, **settings)
+
+        def __enter__(self) -> Any:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *raised: Any) -> None:
+            self._file.__exit__(*raised)
+
+        def get_tensor(self, key: str) -> torch.Tensor:
+            whole.append(key)
+            return self._file.get_tensor(key)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    monkeypatch.setattr(loading, "library", lambda: (Noting, problem))
+    with torch.device("meta"):
+        model = MODELS["mistral"]().double()
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh)
+        load_safetensors(model, path)
+        cut = {name for name, p in model.named_parameters() if placement(p).cut is not None}
+        assert cut
+        assert cut.isdisjoint(whole)
+        assert {name for name, _ in model.named_parameters()} == cut | set(whole)
 
 
 @pytest.mark.each("name")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import mpidl
 from collectives import Communicator
+from collectives.backends.symmetric.processor import Processor
 from mpidl import Mesh
 from mpidl.tensor import RowParallelLinear, sum_memory
 from tests.mpidl.tensor.reference import all_in_float64, build, largest_difference, loss_of, part_of, tokens, train
@@ -95,3 +97,33 @@ def test_a_model_trains_as_one_process_whatever_the_sums_lie_in(
             for loss in losses:
                 loss.backward()
         assert largest_difference(model, whole) < 1e-10
+
+
+@pytest.mark.one_node
+@pytest.mark.ranks(2, 3, 4)
+def test_a_sum_reads_and_writes_each_byte_once_on_some_rank(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of n bytes each of t ranks adds up its part of all summands, and writes it to each of them: no byte is copied."""
+    touched = {"read": 0, "written": 0, "copied": 0}
+    plain = Processor.calls
+
+    def calls(self: Processor, op: Any, inputs: Any, outputs: Any, *others: Any) -> Any:
+        touched["read"] += sum(x.nbytes for x in inputs)
+        touched["written"] += sum(x.nbytes for x in outputs)
+        return plain(self, op, inputs, outputs, *others)
+
+    def copy(self: Processor, target: Any, source: Any) -> None:
+        touched["copied"] += source.nbytes
+        target[...] = source
+
+    monkeypatch.setattr(Processor, "calls", calls)
+    monkeypatch.setattr(Processor, "copy", copy)
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        whole, layer = layers(mesh)
+        y = run(layer, 0, comm)
+        torch.testing.assert_close(y, whole(random_input(0)))
+    total = np.array([touched["read"], touched["written"]])
+    comm.all_reduce(total)
+    assert total.tolist() == [comm.size * y.nbytes] * 2
+    assert touched["copied"] == 0
