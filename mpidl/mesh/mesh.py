@@ -98,9 +98,17 @@ class Mesh:
 
     def _split(self, axes: tuple[str, ...]) -> Communicator:
         members = self.ranks(*axes)
-        made = self.comm.split(members[0], self.rank(*axes), name=" x ".join(axes))
+        made = self.comm.split(members[0], self.rank(*axes), name=self._named(axes, members))
         assert made is not None
         return made
+
+    def _named(self, axes: tuple[str, ...], members: tuple[int, ...]) -> str:
+        """Names a group by its axes and its coordinates on the others: "tp at dp=1"."""
+        coordinates = [self.layout.coordinates(rank) for rank in members]
+        longer = [axis for axis in AXES if self.size(axis) > 1]
+        fixed = [axis for axis in longer if len({each[axis] for each in coordinates}) == 1]
+        place = ", ".join(f"{axis}={self.coordinates[axis]}" for axis in fixed)
+        return f"{' x '.join(axes)} at {place}" if place else " x ".join(axes)
 
     def _self_only(self) -> Communicator:
         if self.comm.size == 1:

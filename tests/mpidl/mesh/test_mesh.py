@@ -51,7 +51,7 @@ def test_groups_are_made_once_and_those_of_data_parallelism_ahead(
 ) -> None:
     mesh = Mesh(cp=2, tp=2, comm=comm)
     tp_pp = mesh.along("pp", "tp")
-    assert (tp_pp.name, mesh["cp"].name) == ("tp", "cp")
+    assert (tp_pp.name, mesh["cp"].name) == (f"tp at cp={mesh.rank('cp')}", f"cp at tp={mesh.rank('tp')}")
     with monkeypatch.context() as patch:
         patch.setattr(comm, "split", None)  # nothing is made from here on
         assert mesh.along("cp", "dp") is mesh.along("dp", "cp") is mesh["cp"]

@@ -1,4 +1,4 @@
-"""A rank of tp that does not come to a layer is named, with its tp group and the operation, and the job ends."""
+"""A rank of tp that does not come to a layer is named, with its place in the mesh and the operation; the job ends."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_a_rank_that_does_not_come_to_a_layer_is_named_with_its_group(
     assert job.returncode != 0
     assert "rank 2 of 4 has waited" in job.stderr
     assert "in all_reduce (operation " in job.stderr
-    assert "of the communicator of ranks 2, 3)" in job.stderr
+    assert "of communicator 'tp at dp=1' of ranks 2, 3)" in job.stderr
     assert "not arrived: rank 3, which is after " in job.stderr
     assert "# so late" in job.stderr
