@@ -76,4 +76,4 @@ def _sum_of_squares(optimizer: torch.optim.Optimizer) -> float:
         if g is not None and g.numel():
             by_device.setdefault(g.device, []).append(g.coalesce().values() if g.is_sparse else g)
     norms = [torch.stack(torch._foreach_norm(found, 2, dtype=torch.float64)) for found in by_device.values()]
-    return sum(float(found.square().sum()) for found in norms)
+    return sum((float(found.square().sum()) for found in norms), 0.0)

@@ -34,7 +34,8 @@ class Training:
         torch.manual_seed(100 * seed + 10 * stage + piece)
         self.mesh, self.width = mesh, 3 + stage
         self.model: Any = torch.nn.Sequential(torch.nn.Linear(self.width, 5), torch.nn.Dropout(0.5))
-        mpidl.mesh.place(self.model[0].weight, "pp", "tp")
+        for p in self.model.parameters():
+            mpidl.mesh.place(p, "pp", "tp")
         self.call: Any = self.model
         self.optimizer: Any
         if engine.startswith("zero"):
