@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import atexit, gc, multiprocessing, os, sys
+import atexit, gc, multiprocessing, os, sys, time
 import numpy as np
 from collectives import Communicator, OperationError
 
@@ -101,9 +101,12 @@ if child == 0:
 else:
     assert os.waitpid(child, 0)[1] == 0
     if rank == 0:
+        open(__file__ + ".done", "w").close()  # no child needs that `later` is under way any more
         later.wait()
         message.wait()
     else:
+        while not os.path.exists(__file__ + ".done"):
+            time.sleep(0.01)
         comm.all_reduce(np.ones(3))
         if rank == 1:
             comm.send(one, 0, tag=5)
