@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from .errors import ScheduleError
+from .reduction import OPERATIONS as REDUCTIONS
 from .schedule import Chunks, Kind, Role, Round, Schedule, Step
 
 Cells = list[int | None]
@@ -87,7 +88,7 @@ class _Simulation:
         self.values = _Values(schedule.ranks)
         self.programs = [schedule.program(rank) for rank in range(self.ranks)]
         # Work with a second half is memory of its own, also in place.
-        self.separate_work = schedule.operation in _REDUCTIONS and schedule.work > 0
+        self.separate_work = schedule.operation in REDUCTIONS and schedule.work > 0
         self.memory = [self.start(rank) for rank in range(self.ranks)]
         # Where a buffer's chunks lie among the bits that stand for a rank's memory in `check_round`.
         room = max(schedule.chunks, schedule.work)
@@ -112,7 +113,7 @@ class _Simulation:
         start = Role.OUT if self.schedule.operation == "broadcast" else Role.IN
         for number, label in given.items():
             memory[start][number] = self.values.of(label, 1 << rank)
-        if self.schedule.operation in _REDUCTIONS:
+        if self.schedule.operation in REDUCTIONS:
             memory[Role.WORK] = list(memory[Role.IN]) + [None] * max(0, self.schedule.work - self.schedule.chunks)
         if self.in_place:
             memory[Role.OUT] = memory[Role.IN]
@@ -258,9 +259,6 @@ class _Simulation:
                         f"ends with {self.values.describe(out[number])} as chunk {number} of out, "
                         f"and {self.values.describe(wanted)} was asked for",
                     )
-
-
-_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce", "scan", "exscan"})
 
 
 def _part(schedule: Schedule, rank: int) -> range:

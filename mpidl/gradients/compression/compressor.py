@@ -241,9 +241,7 @@ class OwnedCompressor(Compressor):
         self.compress(mean, mine, mean if section.keeps_remainder else None)
         if section.keeps_remainder:
             torch.mul(mean, section.contributions, out=own)
-        work = exchange.phases[1].all_gather(messages, mine, counts=sizes, async_op=True)
-        assert work is not None
-        yield [work]
+        yield started(exchange.phases[1].all_gather(messages, mine, counts=sizes, async_op=True))
         for rank, (first, last) in enumerate(section.pieces):
             self.decompress(messages[offsets[rank] : offsets[rank + 1]], section.result[first:last])
 
@@ -261,10 +259,14 @@ class OwnedCompressor(Compressor):
                 piece = values[start:stop]
                 message = sent[offsets[rank] : offsets[rank + 1]]
                 self.compress(piece, message, piece if section.keeps_remainder else None)
-        work = exchange.phases[0].all_to_all(received, sent, coming, leaving, async_op=True)
-        assert work is not None
-        yield [work]
+        yield started(exchange.phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
         return received
+
+
+def started(work: Work | None) -> list[Work]:
+    """What `reduce` yields for one operation, which was called with async_op."""
+    assert work is not None
+    return [work]
 
 
 def rounded_up(size: int, multiple: int = 8) -> int:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collectives import ArgumentError, Communicator, Work
+from collectives import ArgumentError, Communicator
 
 from ...comm_hooks import GradBucket, Handle
 from ...errors import ConfigurationError, TrainingError
 from ...job import communicator_pool
 from ...job.objects import all_gather_object
-from .compressor import Compressor, Exchange, Matrix, Section, Steps
+from .compressor import Compressor, Exchange, Matrix, Section, Steps, started
 from .layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .pipeline import Pipeline
 from .refusals import refuse_momentum
@@ -209,7 +209,7 @@ class CompressedReduction:
             summed = flat.new_empty(layout.size)
             for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
                 own, counts = summed[at : at + stop - start], block.counts
-                works += _started(
+                works += started(
                     self._scatters.reduce_scatter(own, flat[block.start : block.stop], counts=counts, async_op=True)
                 )
             yield works
@@ -248,7 +248,7 @@ class CompressedReduction:
         assert self._gathers is not None
         for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
             whole, own = flat[block.start : block.stop], mean[at : at + stop - start]
-            works += _started(self._gathers.all_gather(whole, own, counts=block.counts, async_op=True))
+            works += started(self._gathers.all_gather(whole, own, counts=block.counts, async_op=True))
         yield works
 
     def _result(self, bucket: GradBucket, layout: SectionLayout) -> torch.Tensor:
@@ -495,11 +495,6 @@ def _uncompressed() -> Compressor:
     from .auto import Uncompressed
 
     return Uncompressed()
-
-
-def _started(work: Work | None) -> list[Work]:
-    assert work is not None
-    return [work]
 
 
 def _same_memory(result: torch.Tensor, flat: torch.Tensor) -> bool:

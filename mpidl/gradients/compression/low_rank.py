@@ -27,7 +27,7 @@ import torch
 
 from collectives import Communicator, Work
 
-from .compressor import Compressor, Exchange, Section, Steps
+from .compressor import Compressor, Exchange, Section, Steps, started
 from .matrices import View, gather_runs, of_parameter, of_section, runs_outside, scatter_runs, square_side
 from .options import Option, check
 
@@ -304,8 +304,4 @@ def _as_square(elements: int) -> tuple[int, int]:
 
 
 def _all_reduced(comm: Communicator, values: torch.Tensor) -> list[Work]:
-    if not values.numel():
-        return []
-    work = comm.all_reduce(values, async_op=True)
-    assert work is not None
-    return [work]
+    return started(comm.all_reduce(values, async_op=True)) if values.numel() else []

@@ -17,9 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import Work
-
-from .compressor import Compressor, Exchange, Section, Steps
+from .compressor import Compressor, Exchange, Section, Steps, started
 from .options import check, read
 from .topk import FRACTION, count_of
 
@@ -65,12 +63,12 @@ class RandomK(Compressor):
             section.values[places] = 0.0
         if section.needs_all:
             start = 0
-            yield _started(exchange.phases[0].all_reduce(sent, async_op=True))
+            yield started(exchange.phases[0].all_reduce(sent, async_op=True))
         else:
             start, first = section.pieces[exchange.rank][0], sum(counts[: exchange.rank])
             places = places[first : first + counts[exchange.rank]]
             summed = sent.new_empty(len(places))
-            yield _started(exchange.phases[0].reduce_scatter(summed, sent, counts=counts, async_op=True))
+            yield started(exchange.phases[0].reduce_scatter(summed, sent, counts=counts, async_op=True))
             sent = summed
         section.result.zero_()
         section.result[places - start] = sent.div_(section.contributions)
@@ -86,8 +84,3 @@ class RandomK(Compressor):
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
         """2 (N-1)/N of 4 bytes a value, half of it where owners need their pieces."""
         return (8 if needs_all else 4) * (ranks - 1) / ranks * count_of(elements, self.fraction)
-
-
-def _started(work: Work | None) -> list[Work]:
-    assert work is not None
-    return [work]

@@ -32,9 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives import Work
-
-from .compressor import Compressor, Exchange, Section, Steps
+from .compressor import Compressor, Exchange, Section, Steps, started
 from .options import Option, check, read
 from .topk import FRACTION, count_of, largest_places
 
@@ -147,7 +145,7 @@ class CountSketch(Compressor):
         if self.columns_of(elements):
             hashes = self.hashes(elements, section.step, values.device)
             sketch = hashes.sketch(values)
-            yield _started(exchange.phases[0].all_reduce(sketch, async_op=True))
+            yield started(exchange.phases[0].all_reduce(sketch, async_op=True))
             if not bool(torch.isfinite(sketch).all()):
                 section.result.fill_(math.nan)
                 if section.keeps_remainder:
@@ -160,7 +158,7 @@ class CountSketch(Compressor):
         sent = values[places].clone()
         if section.keeps_remainder:
             values[places] = 0.0
-        yield _started(exchange.phases[1].all_reduce(sent, async_op=True)) if elements else []
+        yield started(exchange.phases[1].all_reduce(sent, async_op=True)) if elements else []
         sent.div_(section.contributions)
         start, stop = (0, elements) if section.needs_all else section.pieces[exchange.rank]
         if isinstance(places, slice):
@@ -187,8 +185,3 @@ def _median(rows: torch.Tensor) -> torch.Tensor:
             torch.maximum(lower, upper, out=upper)
             ordered[number], spare = spare, lower
     return ordered[len(ordered) // 2]
-
-
-def _started(work: Work | None) -> list[Work]:
-    assert work is not None
-    return [work]

@@ -25,9 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from collectives import Work
-
-from .compressor import Compressor, Exchange, Section, Steps
+from .compressor import Compressor, Exchange, Section, Steps, started
 from .options import Option, check, read
 
 FRACTION = Option(float, lambda value: 0 < value <= 1, "a part of the values, above 0 and up to 1")
@@ -74,7 +72,7 @@ class TopK(Compressor):
         lengths = [2 * size for size in sizes]
         if section.needs_all and not _is_shorter_dense(elements, fraction, exchange.size):
             received = sent.new_empty(exchange.size * sent.numel())
-            yield _started(exchange.phases[0].all_gather(received, sent, async_op=True))
+            yield started(exchange.phases[0].all_gather(received, sent, async_op=True))
             section.result.zero_()
             for theirs in received.view(exchange.size, sent.numel()):
                 for (start, stop), message in zip(section.pieces, theirs.split(lengths), strict=True):
@@ -83,7 +81,7 @@ class TopK(Compressor):
             return
         coming = [lengths[me]] * exchange.size
         received = sent.new_empty(sum(coming))
-        yield _started(exchange.phases[0].all_to_all(received, sent, coming, lengths, async_op=True))
+        yield started(exchange.phases[0].all_to_all(received, sent, coming, lengths, async_op=True))
         start, stop = section.pieces[me]
         own = section.result[start:stop] if section.needs_all else section.result
         own.zero_()
@@ -93,7 +91,7 @@ class TopK(Compressor):
             yield []
             return
         counts = [stop - start for start, stop in section.pieces]
-        yield _started(exchange.phases[1].all_gather(section.result, own, counts=counts, async_op=True))
+        yield started(exchange.phases[1].all_gather(section.result, own, counts=counts, async_op=True))
 
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
         """8 bytes a value: to all ranks, or to the owners, and the dense sums of these where that is shorter."""
@@ -174,8 +172,3 @@ def _add(values: torch.Tensor, message: torch.Tensor, contributions: int) -> Non
     """Adds a message's part of the mean at its places."""
     size = message.numel() // 2
     values.index_add_(0, message[:size], message[size:].view(torch.float32) / contributions)
-
-
-def _started(work: Work | None) -> list[Work]:
-    assert work is not None
-    return [work]

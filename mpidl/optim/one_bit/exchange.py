@@ -28,7 +28,7 @@ from collectives import ArgumentError, Communicator, Work
 
 from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout
-from ...gradients.compression.compressor import Steps
+from ...gradients.compression.compressor import Steps, started
 from ...gradients.compression.layout import SectionLayout, by_pieces
 from ...gradients.compression.pipeline import Pipeline, Reduction
 from ...gradients.compression.sign import Sign
@@ -136,7 +136,7 @@ class OneBitExchange:
             works: list[Work] = []
             for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
                 whole, own = array[block.start : block.stop], result[at : at + stop - start]
-                works += _started(self._gathers.all_gather(whole, own, counts=block.counts, async_op=True))
+                works += started(self._gathers.all_gather(whole, own, counts=block.counts, async_op=True))
             yield works
 
     def _exchange(self, values: torch.Tensor, result: torch.Tensor, errors: Errors) -> Steps:
@@ -153,7 +153,7 @@ class OneBitExchange:
                 sign.compress(piece, message, piece, errors.counted(rank))
                 errors.zero_masked(rank, piece)
         self.sent_bytes += sent.numel() + (size - 1) * sizes[me]
-        yield _started(self._phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
+        yield started(self._phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
 
         own = values[slice(*pieces[me])]
         for message in received.split(sizes[me]):
@@ -166,7 +166,7 @@ class OneBitExchange:
         sign.compress(own, each[me], own, errors.counted(me))
         errors.zero_masked(me, own)
         own.mul_(size)
-        yield _started(self._phases[1].all_gather(messages, each[me], counts=sizes, async_op=True))
+        yield started(self._phases[1].all_gather(messages, each[me], counts=sizes, async_op=True))
         for rank, ((start, stop), message) in enumerate(zip(pieces, each, strict=True)):
             sign.decompress(message, result[start:stop])
             errors.zero_masked(rank, result[start:stop])
@@ -187,8 +187,3 @@ class OneBitExchange:
         if errors.values is not None:
             for at, start, stop in errors.layout.parts():
                 errors.values[at : at + stop - start] = mean[start:stop]
-
-
-def _started(work: Work | None) -> list[Work]:
-    assert work is not None
-    return [work]
