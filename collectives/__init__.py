@@ -5,7 +5,8 @@ Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new a
 
     what is called      communicator (the operations), over group_objects (pickled), over group_messages, over
                         group_memory (arrays that ranks share), over ordered_group (set-up, issue, failure, end);
-                        partitioned (an all-reduce in parts); messages, channels (their order), message_work
+                        partitioned (an all-reduce in parts), prepared (one that is checked ahead); messages, channels
+                        (their order), message_work
     its checks          arguments, errors; coalesced (lists of arrays); details (words about an operation, for reports)
     arrays              buffers (a view of any array's memory), partition (n elements over p ranks), devices
     arithmetic          reduction (operators, kernels), float_errors (neither raises nor warns)
@@ -42,6 +43,7 @@ from .errors import (
 from .messages import Envelope, P2POp
 from .partition import even_counts
 from .partitioned import PartitionedAllReduce
+from .prepared import PreparedOperation
 from .progress import Work
 from .reduction import PremulSum
 
@@ -57,6 +59,7 @@ __all__ = [
     "P2POp",
     "PartitionedAllReduce",
     "PremulSum",
+    "PreparedOperation",
     "ScheduleError",
     "Work",
     "WorkTimeout",

@@ -47,10 +47,11 @@ from .ordered_group import Plain, Prepared
 from .partition import Splits
 from .partitioned import PartitionedAllReduce
 from .positions import NO_WORDS, words
+from .prepared import NOT_YET, PREPARED, PreparedOperation
 from .progress import Work
 from .reduction import Reduction
 
-_KEPT_CALLS = 1024
+_KEPT_CALLS = 4096  # of a few hundred bytes each
 
 
 class Communicator(GroupObjects):
@@ -106,7 +107,9 @@ class Communicator(GroupObjects):
             reduced = reduction.check(op, data.dtype)
             chosen = self._chosen("all_reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "all_reduce", chosen, data, reduced)
-        return (self._issue if timeout is None else self._within(timeout))("all_reduce", *call, async_op, x)
+        if timeout is None and not async_op:
+            return call.at_once(self, x)
+        return self._issue_otherwise(call, async_op, timeout, x)
 
     def partitioned_all_reduce(
         self, parts: Sequence[Any], op: str = "sum", *, algorithm: str = "auto"
@@ -174,7 +177,9 @@ class Communicator(GroupObjects):
             arguments.refuse_overlap("reduce_scatter", target, data, parts, self.rank)
             chosen = self._chosen("reduce_scatter", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
-        return (self._issue if timeout is None else self._within(timeout))("reduce_scatter", *call, async_op, (out, x))
+        if timeout is None and not async_op:
+            return call.at_once(self, (out, x))
+        return self._issue_otherwise(call, async_op, timeout, (out, x))
 
     def reduce(
         self,
@@ -198,7 +203,9 @@ class Communicator(GroupObjects):
             reduced = reduction.check(op, data.dtype)
             chosen = self._chosen("reduce", algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, "reduce", chosen, data, root, reduced)
-        return (self._issue if timeout is None else self._within(timeout))("reduce", *call, async_op, x)
+        if timeout is None and not async_op:
+            return call.at_once(self, x)
+        return self._issue_otherwise(call, async_op, timeout, x)
 
     def scan(
         self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
@@ -231,7 +238,9 @@ class Communicator(GroupObjects):
                 raise ArgumentError(f"{operation}: got op 'avg'; needs op='sum' and then a division on each rank")
             chosen = self._chosen(operation, algorithm, data, data.nbytes, reduced)
             call = self._prepare(key, operation, chosen, data, reduced)
-        return (self._issue if timeout is None else self._within(timeout))(operation, *call, async_op, x)
+        if timeout is None and not async_op:
+            return call.at_once(self, x)
+        return self._issue_otherwise(call, async_op, timeout, x)
 
     # ---- movements --------------------------------------------------------------------------------------------
 
@@ -266,7 +275,9 @@ class Communicator(GroupObjects):
                 algorithm = self._dispatch.composed or "auto"
             chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
             call = self._prepare(key, "all_gather", chosen, target, data, parts)
-        return (self._issue if timeout is None else self._within(timeout))("all_gather", *call, async_op, (out, x))
+        if timeout is None and not async_op:
+            return call.at_once(self, (out, x))
+        return self._issue_otherwise(call, async_op, timeout, (out, x))
 
     def all_to_all(
         self,
@@ -309,7 +320,9 @@ class Communicator(GroupObjects):
             arguments.even_only("all_to_all", chosen, even=even)
             splits = Splits(leaving, coming, uniform=even and data.size % self.size == 0)
             call = self._prepare(key, "all_to_all", chosen, target, data, splits)
-        return (self._issue if timeout is None else self._within(timeout))("all_to_all", *call, async_op, (out, x))
+        if timeout is None and not async_op:
+            return call.at_once(self, (out, x))
+        return self._issue_otherwise(call, async_op, timeout, (out, x))
 
     def broadcast(
         self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
@@ -324,7 +337,9 @@ class Communicator(GroupObjects):
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
             chosen = self._chosen("broadcast", algorithm, data, data.nbytes)
             call = self._prepare(key, "broadcast", chosen, data, root)
-        return (self._issue if timeout is None else self._within(timeout))("broadcast", *call, async_op, x)
+        if timeout is None and not async_op:
+            return call.at_once(self, x)
+        return self._issue_otherwise(call, async_op, timeout, x)
 
     def gather(
         self,
@@ -361,7 +376,9 @@ class Communicator(GroupObjects):
                 arguments.refuse_overlap("gather", data, target, parts, self.rank)
             chosen = self._chosen("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
             call = self._prepare(key, "gather", chosen, target, data, root, parts)
-        return (self._issue if timeout is None else self._within(timeout))("gather", *call, async_op, (out, x))
+        if timeout is None and not async_op:
+            return call.at_once(self, (out, x))
+        return self._issue_otherwise(call, async_op, timeout, (out, x))
 
     def scatter(
         self,
@@ -398,14 +415,36 @@ class Communicator(GroupObjects):
                 arguments.refuse_overlap("scatter", target, data, parts, self.rank)
             chosen = self._chosen("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
             call = self._prepare(key, "scatter", chosen, target, data, root, parts)
-        return (self._issue if timeout is None else self._within(timeout))("scatter", *call, async_op, (out, x))
+        if timeout is None and not async_op:
+            return call.at_once(self, (out, x))
+        return self._issue_otherwise(call, async_op, timeout, (out, x))
 
     # ---- order ------------------------------------------------------------------------------------------------
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Returns once every rank has called it."""
-        issue = self._issue if timeout is None else self._within(timeout)
-        return issue("barrier", self._barrier, NO_WORDS, async_op)
+        if timeout is None and not async_op:
+            return self._barrier.at_once(self, None)
+        return self._issue_otherwise(self._barrier, async_op, timeout, None)
+
+    # ---- ahead ------------------------------------------------------------------------------------------------
+
+    def prepare(self, operation: str, *arrays: Any, **arguments: Any) -> PreparedOperation:
+        """Checks an operation's arguments once, for a program that makes it again and again on the same arrays.
+
+            step = comm.prepare("all_reduce", x, op="avg")
+            step()                                             # as comm.all_reduce(x, op="avg")
+
+        operation: the name of one of the methods that move or reduce arrays, or "barrier". arrays, arguments: as that
+        method has them, but no async_op and no timeout, which the call takes. Not collective.
+        """
+        if operation not in PREPARED:
+            raise ArgumentError(f"prepare: got {operation!r}; needs one of {', '.join(PREPARED)}")
+        refused = [name for name in ("async_op", "timeout") if name in arguments]
+        if refused:
+            raise ArgumentError(f"prepare: got {refused[0]}; needs it where the prepared operation is called")
+        made: PreparedOperation = getattr(self, operation)(*arrays, **arguments, timeout=NOT_YET)
+        return made
 
     def compound(
         self, name: str, task: Plain, *, async_op: bool = False, device: Any = "cpu", timeout: float | None = None
@@ -545,8 +584,7 @@ class Communicator(GroupObjects):
         call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
         sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
         detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
-        issue = self._issue if timeout is None else self._within(timeout)
-        return issue(operation, call, detail, async_op, (wholes, owns))
+        return self._issue_otherwise(self._prepared(operation, call, detail), async_op, timeout, (wholes, owns))
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -580,14 +618,20 @@ class Communicator(GroupObjects):
         self._refuse_if_unusable(operation)
         detail = details.of_arrays(algorithm, checked)
         if None in key[1:3]:
-            return self._dispatch.prepare(operation, algorithm, *checked), detail
+            return self._prepared(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
-        call = self._dispatch.prepare(operation, algorithm, *free), detail
+        call = self._prepared(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
         if len(self._calls) >= _KEPT_CALLS:
-            self._calls.clear()
+            self._calls.popitem(last=False)
         with contextlib.suppress(TypeError):  # an argument that is right and yet no key
             self._calls[key] = call
         return call
+
+    def _issue_otherwise(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
+        """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""
+        if timeout is NOT_YET:
+            return PreparedOperation(self, call, arrays)
+        return self._issue_prepared(call, async_op, timeout, arrays)
 
     def _refuse_shared(self, name: str, data: Buffer) -> None:
         if is_one_for_all(data.address):

@@ -12,7 +12,7 @@ It can be read at any time and without any rank's help, also while a rank is stu
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -166,6 +166,21 @@ class Positions:
             self._memory[self._words] = self._written = detail
         self._entered.advance(number)
         collective[2] = _QUEUED if queued else _INSIDE
+
+    def entering(self, operation: str, detail: bytes) -> Callable[[int], None]:
+        """Returns `enter` for an operation that is made again and again in the program's thread, given its number."""
+        memory, collective, place = self._memory, self._collective, self._words
+        code, advance = CODES[operation], self._entered.advance
+
+        def enter(number: int) -> None:
+            collective[2] = _AFTER
+            collective[1] = code
+            if detail is not self._written:
+                memory[place] = self._written = detail
+            advance(number)
+            collective[2] = _INSIDE
+
+        return enter
 
     def leave(self, *, failed: bool = False) -> None:
         """Notes that this rank has ended the operation. failed: by an exception."""

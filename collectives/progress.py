@@ -106,12 +106,12 @@ class Progress:
 
     The thread that runs an operation has the turn: the progress thread, or a caller for whom nothing is queued. The
     progress thread takes it before it takes a task off the queue, so that an empty queue and a free turn mean that
-    nothing is before a caller.
+    nothing is before a caller, who then takes the turn and runs its operation.
 
-    may_sleep: the thread may sleep while it waits for messages (`idle_wait`). follows: it runs on the core of the
-    thread that issues; both to be set before the first task. drain_hook: see `Communicator.register_drain_hook`.
-    number: in the order in which they were made. stranded: an operation that its caller has given up, if there is one;
-    it may never end.
+    queue, turn: what is queued, and the lock that whoever runs an operation holds. may_sleep: the thread may sleep
+    while it waits for messages (`idle_wait`). follows: it runs on the core of the thread that issues; both to be set
+    before the first task. drain_hook: see `Communicator.register_drain_hook`. number: in the order in which they were
+    made. stranded: an operation that its caller has given up, if there is one; it may never end.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class Progress:
         self.drain_hook: Callable[[], None] | None = None
         self.number = next(_numbers)
         self._condition = threading.Condition()
-        self._queue: deque[tuple[Work, Callable[[], None]]] = deque()
-        self._turn = threading.Lock()
+        self.queue: deque[tuple[Work, Callable[[], None]]] = deque()
+        self.turn = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._waiters = 0
@@ -133,23 +133,15 @@ class Progress:
         with self._condition:
             self._waiters += more
 
-    def take_turn(self) -> bool:
-        """Takes the turn if nothing is before the caller, who may then run its operation; `end_turn` must follow."""
-        return not self._queue and self._turn.acquire(blocking=False)
-
-    def end_turn(self) -> None:
-        """Ends the caller's turn."""
-        self._turn.release()
-
     def submit(self, name: str, task: Callable[[], None]) -> Work:
         """Queues a task; returns at once."""
         work = Work(name, self.count_waiter, self)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the library cannot be called from a second thread
-            with self._turn:
+            with self.turn:
                 self._carry_out(work, task)
             return work
         with self._condition:
-            self._queue.append((work, task))
+            self.queue.append((work, task))
             if self.follows:
                 self._core = cores.current()
             if self._thread is None:
@@ -160,10 +152,10 @@ class Progress:
 
     def drain(self) -> None:
         """Returns when everything queued so far has run."""
-        if not self.take_turn():
+        if self.queue or not self.turn.acquire(False):
             self.submit("drain", lambda: None).wait()
         else:
-            self.end_turn()
+            self.turn.release()
 
     def close(self) -> None:
         """Drains the queue and ends the thread."""
@@ -189,8 +181,8 @@ class Progress:
 
     def forget(self) -> None:
         """Makes it as if nothing had been queued and no thread started."""
-        self._condition, self._turn = threading.Condition(), threading.Lock()
-        self._queue.clear()
+        self._condition, self.turn = threading.Condition(), threading.Lock()
+        self.queue.clear()
         self._thread = None
 
     def _work_off(self) -> None:
@@ -198,14 +190,14 @@ class Progress:
         own = -1
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
+                self._condition.wait_for(lambda: self.queue or self._closed)
+                if not self.queue:
                     return
             if own != self._core:
                 own = self._core
                 cores.stay_on(own)
-            with self._turn:
-                self._carry_out(*self._queue.popleft())
+            with self.turn:
+                self._carry_out(*self.queue.popleft())
 
     @staticmethod
     def _carry_out(work: Work, task: Callable[[], None]) -> None:

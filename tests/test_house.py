@@ -101,7 +101,7 @@ LAYERS = {
         "messages": "message_work channels messages dropped",
         "dispatch": "backends.registry backends.dispatch backends.checks",
         "group": "ordered_group group_memory group_messages group_objects",
-        "API": "communicator",
+        "API": "prepared communicator",
         "over it": "__init__ devices deadlock diagnostics timing tune",
     },
     "mpidl": {

@@ -1,0 +1,36 @@
+"""An operation whose arguments were checked ahead, for programs that make it on the same arrays again and again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .algorithms import ALGORITHMS
+from .progress import Work
+
+if TYPE_CHECKING:
+    from .ordered_group import OrderedGroup, Prepared
+
+NOT_YET = object()  # as the timeout of an operation that is to be prepared, not to run
+PREPARED = (*ALGORITHMS, "barrier")  # what `Communicator.prepare` takes
+
+
+class PreparedOperation:
+    """An operation of a group on arrays that it keeps alive; from `Communicator.prepare`.
+
+    A call does what the method of that name does: all ranks make it, in the same order as their other operations, as a
+    prepared operation or by the method. The arrays must keep their memory: no `resize_`, no freed storage.
+    """
+
+    def __init__(self, group: OrderedGroup, prepared: Prepared, arrays: Any) -> None:
+        self._group, self._prepared, self._arrays = group, prepared, arrays
+        self._at_once = prepared.at_once
+
+    def __call__(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
+        """Runs the operation. async_op, timeout: as the method has them."""
+        if timeout is None and not async_op:
+            self._at_once(self._group, self._arrays)
+            return None
+        return self._group._issue_prepared(self._prepared, async_op, timeout, self._arrays)
+
+    def __repr__(self) -> str:
+        return f"PreparedOperation({self._prepared.operation}, {self._group!r})"
