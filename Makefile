@@ -63,20 +63,23 @@ help:
 run: $(VENV)/.run
 	$(MPIRUN) -n $(NP) $(PY) examples/gpt2_zero3.py $(ARGS)
 
-# pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all.
+# pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What takes one core,
+# without MPI and on 1 rank, runs beside the tests that start jobs, which leave one idle; its output comes at the end.
+PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
-	@ran=; phase() { "$$@"; case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
-	for n in $(NPROCS); do \
-	    echo "== tests on $$n ranks ($(MPI))"; \
-	    phase env $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m pytest -q --only-mpi $(CHOICE) $(SLOWEST) $(ARGS); \
-	done; \
-	echo "== tests without MPI, and at the same time those that start jobs"; \
-	rest=$$(mktemp); \
-	env $(IN_STEP) $(PY) -m pytest -q --jobs none $(CHOICE) $(SLOWEST) $(ARGS) >"$$rest" 2>&1 & \
-	trap "kill $$! 2>/dev/null; rm -f '$$rest'" EXIT; \
-	phase env $(IN_STEP) $(PY) -m pytest -q --jobs only $(CHOICE) $(SLOWEST) $(ARGS); \
-	finish() { wait $$1; status=$$?; cat "$$rest"; return $$status; }; \
-	phase finish $$!; \
+	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
+	alone() { echo "== tests without MPI"; exec env $(IN_STEP) $(PYTEST) --jobs none; }; \
+	jobs() { echo "== tests that start jobs"; exec env $(IN_STEP) $(PYTEST) --jobs only; }; \
+	beside() { trap 'kill $$child; exit 1' TERM; \
+	    for each in alone $(if $(filter 1,$(NPROCS)),"on 1"); do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
+	ran=; phase() { ( "$$@" ); case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
+	for n in $(filter-out 1,$(NPROCS)); do phase on $$n; done; \
+	said=$$(mktemp); ended=$$(mktemp); \
+	beside >"$$said" 2>&1 3>"$$ended" & \
+	trap "kill $$! 2>/dev/null; rm -f '$$said' '$$ended'" EXIT; \
+	phase jobs; \
+	wait $$! || echo 1 >>"$$ended"; cat "$$said"; \
+	for status in $$(cat "$$ended"); do phase exit $$status; done; \
 	[ -n "$$ran" ] || { echo "no test fits $(subst ",,$(ARGS))"; exit 5; }
 
 test-hosts: $(VENV)/.test

@@ -44,12 +44,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_test(folder: Path, mpi: int, alone: int, jobs: int) -> tuple[int, list[str], str]:
+def make_test(folder: Path, mpi: int, alone: int, jobs: int, ranks: str = "1 2") -> tuple[int, list[str], str]:
     """Runs `make test` with these statuses of pytest. Returns make's, the phases that ran, and what it wrote."""
+    (folder / "phases").unlink(missing_ok=True)
     given = {"STATUS_mpi": mpi, "STATUS_alone": alone, "STATUS_jobs": jobs}
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PMI", "ARGS"))}
     env |= {name: str(status) for name, status in given.items()} | {"PHASES": str(folder / "phases")}
-    command = ["make", "test", "MPI=mpich", "NPROCS=1 2", "ARGS=-m mpi", "FULL="]
+    command = ["make", "test", "MPI=mpich", f"NPROCS={ranks}", "ARGS=-m mpi", "FULL="]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, (folder / "phases").read_text().split(), done.stdout + done.stderr
 
@@ -80,3 +81,13 @@ def test_a_phase_that_fails_is_an_error(folder: Path, statuses: tuple[int, int, 
     assert status != 0, written
     if statuses[0] not in (0, 5):
         assert phases == ["mpi"]  # and the others are not begun
+
+
+def test_tests_on_one_rank_run_beside_those_that_start_jobs_and_are_heard_at_the_end(folder: Path) -> None:
+    status, phases, written = make_test(folder, 0, 0, 0, "1")
+    assert status == 0, written
+    assert sorted(phases) == ["alone", "jobs", "mpi"]
+    assert written.index("that start jobs") < written.index("without MPI") < written.index("on 1 ranks")
+    status, phases, written = make_test(folder, 3, 0, 0, "1")
+    assert status != 0, written
+    assert "mpi" in phases
