@@ -48,14 +48,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict, dict]] = {
 @pytest.mark.each("case")
 @pytest.mark.parametrize("micro", [1, 2], ids=["", "accumulated"])
 @pytest.mark.parametrize("case", CASES)
-def test_thirty_steps_equal_training_on_the_whole_batch(comm, case: str, micro: int) -> None:
+def test_training_equals_that_on_the_whole_batch(comm, case: str, micro: int, fewer: Callable[[int], int]) -> None:
     make, settings, training = CASES[case]
-    recipe = Recipe(steps=30, micro=micro, sync_each=False, engine={"bucket_cap_mb": 0.002, **settings}, **training)
+    recipe = Recipe(
+        steps=fewer(30), micro=micro, sync_each=False, engine={"bucket_cap_mb": 0.002, **settings}, **training
+    )
     expected = train(fresh(make), recipe)
     moved = [
         float((p - q).abs().max()) for p, q in zip(expected.model.parameters(), fresh(make).parameters(), strict=True)
     ]
-    assert max(moved) > (0.01 if case != "resnet-fp32" else 1e-4)  # it does train
+    assert max(moved) > (0.003 if case != "resnet-fp32" else 3e-5)  # it does train
     model = mpidl.SyncBatchNorm.convert_sync_batchnorm(fresh(make, comm.rank), comm)
     trained = train(model, recipe, "ddp", comm)
     np.testing.assert_allclose(trained.losses, expected.losses, rtol=1e-5 if case != "resnet" else 1e-9)

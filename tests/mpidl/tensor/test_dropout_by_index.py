@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,18 +47,22 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Cut, torch.Tensor]]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cut_model_trains_as_a_whole_one_with_dropout_on(
-    comm: Communicator, name: str, sequence_parallel: bool, masks: list[tuple[Cut, torch.Tensor]]
+    comm: Communicator,
+    name: str,
+    sequence_parallel: bool,
+    masks: list[tuple[Cut, torch.Tensor]],
+    fewer: Callable[[int], int],
 ) -> None:
-    whole, model = build(name), build(name)
+    whole, model, steps = build(name), build(name), fewer(20)
     with all_in_float64(), Mesh(tp=1, comm=comm) as one, Mesh(tp=comm.size, comm=comm) as mesh:
         mpidl.parallelize(whole, one, dropout="by_index")
         mpidl.parallelize(model, mesh, dropout="by_index", sequence_parallel=sequence_parallel)
-        losses = seeded(lambda: train(whole, 20))
+        losses = seeded(lambda: train(whole, steps))
         expected = masks[:]
         masks.clear()
-        assert seeded(lambda: train(model, 20)) == pytest.approx(losses, abs=1e-10)
+        assert seeded(lambda: train(model, steps)) == pytest.approx(losses, abs=1e-10)
         assert largest_difference(model, whole) < 1e-10
-    assert len(masks) == len(expected) > 20
+    assert len(masks) == len(expected) > steps
     for (cut, kept), (of_whole, kept_of_whole) in zip(masks, expected, strict=True):
         assert cut.shape == of_whole.shape == of_whole.part_shape
         assert torch.equal(kept, cut.of(kept_of_whole))
