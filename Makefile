@@ -11,7 +11,7 @@
 # MPI=system:                    the mpirun on the PATH
 # PYTHON    the interpreter to make the environment with
 # NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
-# FULL=1    test: every case on every number of ranks, which takes three times as long
+# FULL=1    test: every case, on 2 ranks and one other number of them, which takes four times as long; FULL=all: on all
 # ARGS      options of the example, of a benchmark or of pytest
 # CUPY      test-gpu, bench-gpu: cuda12 or cuda13, the CUDA that cupy is for
 # PIP_ARGS  options of pip, such as an index with CPU builds of torch
@@ -48,7 +48,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-CHOICE := $(if $(FULL),,--brief)
+CHOICE := $(if $(FULL),$(if $(filter all,$(FULL)),,--twice),--brief)
 
 # At the end of each phase: the tests that took longest, of those of a second or more.
 SLOWEST := --durations=10 --durations-min=1

@@ -13,6 +13,7 @@ FAILED = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--brief", action="store_true", help="leave out what another case or number of ranks shows too")
+    parser.addoption("--twice", action="store_true", help="run every case on 2 ranks and on one other number of them")
     parser.addoption("--jobs", choices=["only", "none"], help="run the tests that start jobs, or all others")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, and no others")
 

@@ -317,6 +317,15 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     assert ["test_here" in found[ranks] for ranks in (2, 3, 4, 5)] == [False, True, False, False]
     assert all("test_one_of_three[short]" in names for names in found.values())
     assert not any(name in str(found) for name in ("test_when_there_is_time", "long"))
+    twice: dict[int, list[str]] = {}
+    for ranks in (1, 2, 3, 4):
+        options = ("--only-mpi", "--twice", "-vv", f"--rootdir={tmp_path}")
+        done = mpirun(ranks, *PYTEST, *options, cwd=tmp_path, **IMPORTABLE)
+        twice[ranks] = re.findall(r"::(\S+) PASSED", done.stdout)
+    others = [name for ranks in (1, 3, 4) for name in twice[ranks] if "everywhere" not in name and "three" not in name]
+    assert len(twice[2]) == 8 + 18 + 1 + 1 + 3
+    assert sorted(others) == sorted([*(name for name in twice[2] if name in others), "test_here"])
+    assert len(others) == 8 + 18 + 1 + 1
 
 
 def test_mpirun_passes_on_output_status_and_changes_of_the_environment(mpirun: Launcher) -> None:

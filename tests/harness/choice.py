@@ -1,4 +1,4 @@
-"""Choice of cases for `--brief`, so that the suite is run often: two cases of a test, each on one number of ranks.
+"""Choice of cases, so that the suite is run often. `--brief`: two cases of a test, each on one number of ranks.
 
     cases of a test     a  b  c  d  e  f  g        a  b        a
     two of them         a           e              a  b        a
@@ -17,6 +17,8 @@ begins with the first value, so that those that take long may stand where 2 rank
 On more ranks, which there are only over several hosts, those of 4 run. Marked `every_size`, all cases of a test run on
 all numbers. Marked `thorough`, a test, or those of its cases that the mark names, is left out: another one says nearly
 the same in less time.
+
+`--twice`: every case, thorough or not, on 2 ranks and on one of 1, 3 and 4. Without either all run on all numbers.
 """
 
 from collections.abc import Iterable
@@ -28,6 +30,16 @@ import pytest
 
 _CASES = 2
 _ROUND = (2, 3, 2, 4)  # more ranks than cores take longer
+_OTHERS = (1, 3, 4)  # beside 2, with --twice
+
+
+def left_out_of_twice(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
+    """Chooses the tests that a run with `--twice` leaves out; see `left_out`."""
+    if ranks in (0, 2):
+        return []
+    here = min(ranks, max(_OTHERS))
+    free = (item for item in items if not any(map(item.get_closest_marker, ("ranks", "every_size"))))
+    return [item for item in free if _OTHERS[crc32(item.nodeid.encode()) % len(_OTHERS)] != here]
 
 
 def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:

@@ -9,7 +9,8 @@
 - Tests marked `mpi` run under mpirun with --only-mpi; all others in one plain process.
 - Tests marked `gpu` run with --gpu, which leaves out all others; without it they are counted as not run.
 - `--jobs only` runs the tests that start jobs under mpirun, `--jobs none` the others; side by side they fill two cores.
-- `--brief` leaves out what another case or number of ranks shows as well (`choice`).
+- `--brief` leaves out what another case or number of ranks shows as well, `--twice` what other numbers of ranks show
+  (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
   hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`;
   `ranks(2, 4, exactly=True)` holds over hosts too, for a test that would fail at other numbers.
@@ -29,7 +30,7 @@ from _pytest.runner import runtestprotocol
 
 from . import launch
 from .agreement import Agreement, ApartError, listed
-from .choice import left_out
+from .choice import left_out, left_out_of_twice
 from .limit import LIMIT, Limit
 
 _DIFFERENT_TESTS = 3  # exit status
@@ -73,7 +74,9 @@ class Harness:
 
     def __init__(self, config: pytest.Config) -> None:
         self._everything = config.getoption("--with-mpi")
-        self._brief = config.getoption("--brief")
+        self._choice = left_out if config.getoption("--brief") else None
+        if config.getoption("--twice"):
+            self._choice = left_out_of_twice
         self._jobs = config.getoption("--jobs")
         self._on_gpu = config.getoption("--gpu")
         self._need_a_gpu = 0
@@ -107,8 +110,8 @@ class Harness:
             needs_a_gpu = item.get_closest_marker("gpu") is not None
             self._need_a_gpu += fits and needs_a_gpu
             (chosen if fits and needs_a_gpu == self._on_gpu else left).append(item)
-        if self._brief and not self._everything:
-            spared = set(left_out(chosen, self._agreement.size if self._agreement else 0))
+        if self._choice is not None and not self._everything:
+            spared = set(self._choice(chosen, self._agreement.size if self._agreement else 0))
             chosen = [item for item in chosen if item not in spared]
             left += spared
         if left:
