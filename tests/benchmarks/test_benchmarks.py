@@ -91,6 +91,7 @@ def in_turn(*arguments: object, timeout: float = 150, **more: str) -> subprocess
     return run(command, timeout, ROOT, environment(PATH=path, **more))
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(560)
 def test_engines_in_jobs_of_their_own_take_turns_and_train_as_in_one(mpirun, tmp_path: Path) -> None:
     alone, turns = tmp_path / "alone.json", tmp_path / "turns.json"

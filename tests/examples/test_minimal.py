@@ -10,7 +10,7 @@ SOURCE = (ROOT / "examples" / "minimal.py").read_text()
 
 
 def test_the_loss_falls(mpirun: Callable[..., Any]) -> None:
-    done = mpirun(4, "examples/minimal.py")
+    done = mpirun(2, "examples/minimal.py")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     losses = [float(line.split()[-1]) for line in lines]

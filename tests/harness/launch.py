@@ -33,7 +33,8 @@ def environment(**changes: str | None) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if not _left_behind(name)}
     kept |= _OPEN_MPI | (_AS_ROOT if os.geteuid() == 0 else {})
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": programs}  # as in an environment that is active
     return {name: value for name, value in {**kept, **changes}.items() if value is not None}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.limit(150)
+@pytest.mark.thorough("with_accelerate", "with_lightning")
 @pytest.mark.parametrize("job", ["with_trainer", "with_accelerate", "with_lightning"])
 def test_frameworks_train_as_one_process_does(job: str, mpirun: Callable[..., Any], tmp_path: Path) -> None:
     """Losses and norms to 1e-5, weights to 1e-4; a run from the framework's own checkpoint to the bit."""

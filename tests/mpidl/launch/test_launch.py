@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -298,6 +299,7 @@ HYDRA = """
 =   EXIT CODE: 9
 YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)
 """
+INTEL = "=   RANK {} PID {} RUNNING AT vm\n=   KILLED BY SIGNAL: {} (...)\n=====\n\n"
 OPEN_MPI = "prterun noticed that process rank 1 with PID 6646 on node vm exited on\nsignal 9 (Killed).\n"
 SRUN = "srun: error: node7: {}\nsrun: error: node8: task 0: Killed\n"
 RAISED = """mpidl: rank 1 of 3 ends the job: Traceback (most recent call last):
@@ -352,6 +354,9 @@ LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this comm
             HYDRA.replace("Killed (signal 9", "User defined signal 1 (signal 10"),
             "status 10: rank 1 on vm was ended by SIGUSR1",
         ),
+        (255, INTEL.format(2, 12, 9), "status 255: rank 2 on vm was ended by SIGKILL"),
+        (255, INTEL.format(0, 12, 9) + INTEL.format(1, 3478, 11), "status 255: rank 1 on vm was ended by SIGSEGV"),
+        (255, INTEL.format(0, 12, 9) + INTEL.format(1, 13, 9), "status 255: ranks on vm were ended by SIGKILL"),
         (137, SRUN.format("task 1: Killed"), "status 137: rank 1 on node7: ended by SIGKILL"),
         (139, SRUN.format("task 1: Segmentation fault (core dumped)"), "status 139: rank 1 on node7: ended by SIGSEGV"),
         (1, SRUN.format("tasks 2,4-5: Out Of Memory"), "status 1: ranks 2,4-5 on node7: Out Of Memory"),
@@ -370,7 +375,22 @@ def test_causes(status: int, said: str, expected: str) -> None:
     assert report.cause(status, said.splitlines()) == expected
 
 
-@pytest.mark.parametrize("said", [HYDRA, OPEN_MPI, SRUN.format("task 1: Killed")], ids=["hydra", "open mpi", "srun"])
+def test_of_ranks_that_intel_mpi_has_killed_the_one_that_ended_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    report.processes = {0: (platform.node(), 11), 1: (platform.node(), 12), 2: (platform.node(), 13)}
+    killed = [INTEL.replace("vm", platform.node()).format(rank, 11 + rank, 9) for rank in range(3)]
+    monkeypatch.setattr(report, "_ended", {12: 1.0, 11: 1.1, 13: 1.1})
+    told = report.cause(255, "".join(killed).splitlines())
+    assert told == f"status 255: rank 1 on {platform.node()} was ended by SIGKILL"
+    told = report.cause(255, (killed[0] + killed[2]).splitlines())  # it has ended with a status
+    assert told == "status 255: rank 1 ended before the others"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [HYDRA, OPEN_MPI, SRUN.format("task 1: Killed"), INTEL.format(1, 3478, 9)],
+    ids=["hydra", "open mpi", "srun", "intel"],
+)
 def test_what_a_rank_that_was_ended_was_in_is_told(said: str) -> None:
     report = Report()
     report.processes = {1: ("vm", 3478)}
