@@ -33,7 +33,8 @@ endif
 VENV   := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN    := $(CURDIR)/$(VENV)/bin
 PY     := "$(BIN)/python"
-MPIRUN := $(if $(filter system,$(MPI)),mpirun,"$(BIN)/mpirun")
+# Intel MPI's mpirun is a shell script, which passes on no signals.
+MPIRUN := $(if $(filter system,$(MPI)),mpirun,"$(BIN)/$(if $(filter impi,$(MPI)),mpiexec.hydra,mpirun)")
 WHEEL  := $(if $(filter system,$(MPI)),,$(MPI),)
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
@@ -43,10 +44,6 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_MCA_btl_base_warn_component_unused := 0
 export OMPI_MCA_osc := ^ucx
-ifeq ($(MPI),impi)
-# Where its mpirun looks for the rest of it.
-export PATH := $(BIN):$(PATH)
-endif
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1

@@ -30,11 +30,12 @@ from .buffers import DTYPES, Buffer, DType
 from .errors import OperationError
 from .forked import is_forked, refuse_if_forked
 from .lifetime import keep_for_ever
-from .progress import Work
+from .progress import Work, after_all_operations
 
 INLINE_BYTES = 8 << 10
 PIECE_BYTES = 1 << 30  # not every MPI counts past 2^31
 _HEADER = struct.Struct("=2q")  # number of the dtype, bytes
+_LAST_SENDS_S = 10.0  # that Intel MPI's may take at the end of the program
 _EAGER_S, _SHORTEST_NAP_S, _LONGEST_NAP_S = 1e-4, 2e-5, 2e-4
 _TAGS = 1 << 15  # MPI tags of headers are below, those of pieces above
 _DTYPES = list(DTYPES.values())
@@ -316,6 +317,13 @@ def _pieces_of(data: Buffer) -> list[np.ndarray[Any, Any]]:
     """The bytes of an array in pieces that every MPI can count."""
     flat = data.flat.view(np.uint8)
     return [flat[i : i + PIECE_BYTES] for i in range(0, flat.size, PIECE_BYTES)]
+
+
+@after_all_operations
+def _send_the_last_messages() -> None:
+    """Goes on with messages that Intel MPI's MPI_Finalize would drop; others' goes on until all ranks are in it."""
+    if not is_forked() and not MPI.Is_finalized() and MPI.get_vendor()[0].startswith("Intel"):
+        poll(lambda: all(m.is_completed() for m in list(under_way) if isinstance(m, Sending)), _LAST_SENDS_S)
 
 
 @atexit.register

@@ -211,6 +211,7 @@ class Progress:
 
 
 _alive: weakref.WeakSet[Progress] = weakref.WeakSet()
+_last: list[Callable[[], None]] = []  # at the end of the program
 _numbers = itertools.count()
 
 
@@ -223,6 +224,12 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
+
+
+def after_all_operations(task: Callable[[], None]) -> Callable[[], None]:
+    """Registers a task for the end of the program, when the other ranks know that this one is there. A decorator."""
+    _last.append(task)
+    return task
 
 
 @atexit.register
@@ -243,6 +250,8 @@ def _finish_what_is_queued() -> None:
         progress.close()
     _end_with_unheard_errors()
     mark_end(late=True)
+    for task in _last:
+        task()
     _end_if_stranded()
 
 

@@ -67,9 +67,7 @@ def test_a_small_tmpfs_gives_way_to_a_file_with_a_warning(program: Path, tmp_pat
     unshared = ["unshare", "--mount", *user, "sh", "-c"]
     if subprocess.run([*unshared, mount], capture_output=True).returncode:
         pytest.skip("this user may not mount a tmpfs, not even in a namespace of its own")
-    mpirun = Path(sys.executable).parent / "mpirun"
-    launcher = str(mpirun) if mpirun.exists() else "mpirun"
-    job = f"exec {launcher} -n 2 {sys.executable} {program} 10 1000000"
+    job = f"exec {launch.launcher()} -n 2 {sys.executable} {program} 10 1000000"
     done = launch.run([*unshared, f"{mount} && {job}"], 60, launch.ROOT, launch.environment(MPIDL_SHM_DIR=str(folder)))
     assert done.returncode == 0, done.stderr
     assert "symmetric" in done.stdout

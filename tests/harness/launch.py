@@ -33,8 +33,7 @@ def environment(**changes: str | None) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if not _left_behind(name)}
     kept |= _OPEN_MPI | (_AS_ROOT if os.geteuid() == 0 else {})
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": programs}  # as in an environment that is active
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {name: value for name, value in {**kept, **changes}.items() if value is not None}
 
 
@@ -44,17 +43,23 @@ def _left_behind(name: str) -> bool:
     return name.startswith(_LEFT_BEHIND) or name in _LEFT_BEHIND_EXACTLY
 
 
+def launcher() -> str:
+    """The mpirun next to this interpreter, or on the PATH; not Intel MPI's, a script that passes on no signals."""
+    programs = Path(sys.executable).parent
+    found = next((str(programs / name) for name in ("mpiexec.hydra", "mpirun") if (programs / name).exists()), None)
+    found = found or shutil.which("mpirun")
+    assert found, "there is no mpirun in this environment"
+    return found
+
+
 def mpirun(
     ranks: int, *arguments: object, timeout: float = 60, cwd: Path = ROOT, **env: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python *arguments` on `ranks` ranks; all of it is killed after `timeout` seconds.
 
-    The mpirun next to this interpreter is preferred to the one on the PATH. env: see `environment`.
+    env: see `environment`.
     """
-    own = Path(sys.executable).parent / "mpirun"
-    launcher = str(own) if own.exists() else shutil.which("mpirun")
-    assert launcher, "there is no mpirun in this environment"
-    command = [launcher, "-n", str(ranks), sys.executable, *map(str, arguments)]
+    command = [launcher(), "-n", str(ranks), sys.executable, *map(str, arguments)]
     return run(command, timeout, cwd, environment(**env))
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,19 +21,11 @@ comm.barrier()
 """
 
 
-def mpirun() -> str:
-    """The one next to this interpreter, or on the PATH."""
-    own = Path(sys.executable).parent / "mpirun"
-    found = str(own) if own.exists() else shutil.which("mpirun")
-    assert found
-    return found
-
-
 @pytest.mark.limit(120)
 @pytest.mark.job
 def test_a_killed_rank_is_named_with_the_operation_that_it_is_missing_from() -> None:
     wrapper = [sys.executable, "-m", "mpidl.launch", "--max-restarts", "0", "--"]
-    command = [*wrapper, mpirun(), "-n", "2", sys.executable, "-c", KILLED]
+    command = [*wrapper, launch.launcher(), "-n", "2", sys.executable, "-c", KILLED]
     done = launch.run(command, 110, launch.ROOT, launch.environment(PYTHONPATH=str(launch.ROOT)))
     assert done.returncode != 0
     said = (

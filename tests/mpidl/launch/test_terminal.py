@@ -23,8 +23,6 @@ from collectives.leftovers import mapped
 from mpidl import STOPPED
 from tests.harness import launch
 
-from .test_jobs import mpirun
-
 # Trains, as it were, with state in symmetric memory and a file that is removed at the end, and saves when asked to.
 JOB = """
 import os, pathlib, sys, time, torch, mpidl
@@ -107,7 +105,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    command = [mpirun(), "-n", "2", sys.executable, "-c", JOB, str(tmp_path)]
+    command = [launch.launcher(), "-n", "2", sys.executable, "-c", JOB, str(tmp_path)]
     if request.param == "mpidl.launch":
         command = [sys.executable, "-m", "mpidl.launch", "--", *command]
     made = Terminal(tmp_path, command)
