@@ -11,6 +11,7 @@ regions        the styles of an attention and of a feed-forward network
 linear         column- and row-parallel layers
 lora           adapters of low rank around a cut layer
 vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
+saving         a rank's parts are not written as the model
 loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init
 functions      where autograd communicates

@@ -24,6 +24,7 @@ from .forwards import run_around
 from .functions import CutProduct, column_product, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
 from .parts import FeaturesHere, Part
+from .saving import refuse_to_save_parts
 from .sizes import Run, run_of
 from .tensor_parallel import Dropouts, TensorParallel
 
@@ -290,6 +291,7 @@ class ColumnParallelLinear(nn.Linear):
         run = run_of(out_features, tp.ranks, tp.rank)
         make_column(self, tp, [run], copies_input=True)
         begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
+        refuse_to_save_parts(self, tp)
 
 
 class RowParallelLinear(nn.Linear):
@@ -302,3 +304,4 @@ class RowParallelLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, **kwargs)
         tp = TensorParallel.of_layers(mesh)
         make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])
+        refuse_to_save_parts(self, tp)
