@@ -15,7 +15,10 @@ Engines:
     tp, tp-sp      this project's tensor parallelism; with sequence parallelism
     ddp, zero3     this project's data parallelism, each rank with its part of the batch
     torch-tp       PyTorch's tensor parallelism (DTensor) over gloo
-    megatron       the layers of Megatron-Core over gloo (pip install megatron-core)
+    megatron       the column- and row-parallel layers of Megatron-Core over gloo, where it is installed
+
+Megatron-Core is no part of the extras, as each Python has another version of it: pip install --no-deps megatron-core.
+What of it runs on CPUs is said in `peer_tensor_parallel.py`.
 
 Every engine trains on the same batches of all ranks together, from the same weights, in fp32 with AdamW. Each runs in a
 job of its own, whose ranks sleep while another one makes a step, and every turn has another order, as in
@@ -39,7 +42,7 @@ from typing import Any
 
 import parallelism_report as report
 from parallel_inference import PROMPT, generate, sum_activations
-from parallel_training import DATA, ENGINES, HEAD_WIDTH, Shape, train
+from parallel_training import DATA, ENGINES, HEAD_WIDTH, MEGATRON, Shape, has_megatron, train
 from turns import Job, JobFailed
 
 JOBS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -167,9 +170,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--show", type=_names(tuple(SHOWN)), default="shapes", help="what, by commas (shapes)")
     add("--ranks", type=_number, default=2, help="of each job, and threads of `threads` (2)")
-    add("--engines", type=_names(ENGINES), default=",".join(ENGINES[:-1]), help="of shapes, by commas")
+    there = [name for name in ENGINES if name != MEGATRON or has_megatron()]
+    add(
+        "--engines", type=_names(ENGINES), default=",".join(there), help="of shapes, by commas (all that are installed)"
+    )
     add("--shapes", type=_each(Shape.of), default="1x32x512x8,4x128x512x8", help="of shapes, by commas")
-    add("--table-engines", type=_names(ENGINES), default="threads,tp,torch-tp", help="of table (threads,tp,torch-tp)")
+    peers = [name for name in ("threads", "tp", "torch-tp", MEGATRON) if name in there]
+    add("--table-engines", type=_names(ENGINES), default=",".join(peers), help=f"of table ({','.join(peers)})")
     targets = ",".join(map(str, report.TARGETS))
     add("--table-shapes", type=_each(Shape.of), default=targets, help="of table and all-reduce (those with targets)")
     add("--models", type=_each(_model), default="512x8,768x12", help="WIDTHxLAYERS of generate (512x8,768x12)")
@@ -188,6 +195,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     add("--called", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    for name in ("engines", "table_engines", "batch_engines"):
+        if MEGATRON in getattr(options, name) and not has_megatron():
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option}: {MEGATRON} is not installed; needs pip install --no-deps megatron-core")
     if options.plot is not None and "batches" not in options.show:
         parser.error(f"--plot: got {options.plot}; needs --show batches")
     return options

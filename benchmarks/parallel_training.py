@@ -6,13 +6,15 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from turns import Caller
 
-ENGINES = ("threads", "tp", "tp-sp", "ddp", "zero3", "torch-tp", "megatron")
+MEGATRON = "megatron"
+ENGINES = ("threads", "tp", "tp-sp", "ddp", "zero3", "torch-tp", MEGATRON)
 DATA = ("ddp", "zero3")  # engines of which each rank has a part of the batch
 HEAD_WIDTH = 64
 
@@ -43,6 +45,11 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.time}x{self.width}x{self.layers}"
+
+
+def has_megatron() -> bool:
+    """Returns whether Megatron-Core is installed."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def train(options: argparse.Namespace) -> None:
@@ -89,7 +96,7 @@ def _engine(name: str, model: Any, comm: Any) -> tuple[Callable[..., Any], Any]:
     import mpidl
 
     settings: dict[str, Any] = {"lr": 3e-4}
-    if name in ("torch-tp", "megatron"):
+    if name in ("torch-tp", MEGATRON):
         import peer_tensor_parallel
         from peers import start_gloo
 

@@ -6,6 +6,7 @@ It can be read at any time and without any rank's help, also while a rank is stu
                                 thread; the same of its last wait for a message; a beat, which goes on as long as its
                                 process runs
     rank 0 | rank 1 | ...       each: what its collective works with, in words
+    rank 0 | rank 1 | ...       each: what its program does, in words, as of its watchdog's last look
     sleepers                    see Counters
 """
 
@@ -57,6 +58,7 @@ _BEAT = struct.Struct("q")
 _WIDTH = _COLLECTIVE.size + _MESSAGE.size + _BEAT.size
 assert _WIDTH == STRIDE
 _WORDS = 64  # bytes
+_PROGRAM = 128  # bytes
 NO_WORDS = bytes(_WORDS)
 
 
@@ -67,7 +69,7 @@ class Position:
     queued: it runs in the progress thread, and the program may go on meanwhile. failed: it was left by an exception.
     detail: what it works with, which must fit on all ranks, in words that follow the operation; may be empty.
     waits: the messages that it has waited for. message: "send", "recv" or "probe", with `peer` (may be ANY), if it is
-    waiting for one. beat: how often its watchdog has looked.
+    waiting for one. beat: how often its watchdog has looked. place, phase: what its program does (`program`).
     At the end of its program `peer` is the status with which it exits, as far as is known.
     """
 
@@ -81,6 +83,8 @@ class Position:
     queued: bool = field(default=False, compare=False)
     failed: bool = False
     detail: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
+    phase: str = field(default="", compare=False)
 
     @property
     def status(self) -> int:
@@ -134,6 +138,8 @@ class Positions:
         place = rank * _WIDTH
         words = ranks * _WIDTH + rank * _WORDS
         self._words, self._written = slice(words, words + _WORDS), NO_WORDS
+        program = ranks * (_WIDTH + _WORDS) + rank * _PROGRAM
+        self._program = slice(program, program + _PROGRAM)
         own = memoryview(memory)[place : place + _WIDTH].cast("q")
         self._collective, self._message, self._beat = own[:3], own[3:7], own[7:]
         self._waits = 0
@@ -146,15 +152,16 @@ class Positions:
     @staticmethod
     def nbytes_seen(ranks: int) -> int:
         """Bytes of it, from its begin on, that `decode` needs."""
-        return ranks * (_WIDTH + _WORDS)
+        return ranks * (_WIDTH + _WORDS + _PROGRAM)
 
     @property
     def shared(self) -> bool:
         """Returns whether the node's ranks see each other's."""
         return not isinstance(self._memory, bytearray)
 
-    def beat(self) -> None:
-        """Shows that this rank's process runs."""
+    def beat(self, place: str = "", phase: str = "") -> None:
+        """Shows that this rank's process runs, and what its program does."""
+        self._memory[self._program] = _filled(f"{place}\n{phase}", _PROGRAM)
         self._beat[0] += 1
 
     def enter(self, number: int, operation: str, detail: bytes = NO_WORDS, queued: bool = False) -> None:
@@ -243,8 +250,8 @@ class Positions:
         waits, message, waiting, peer = _MESSAGE.unpack_from(memory, rank * _WIDTH + _COLLECTIVE.size)
         (beat,) = _BEAT.unpack_from(memory, (rank + 1) * _WIDTH - _BEAT.size)
         kind = OPERATIONS[message] if waiting else None
-        place = ranks * _WIDTH + rank * _WORDS
-        detail = bytes(memory[place : place + _WORDS]).rstrip(b"\0").decode(errors="replace")
+        detail = _text(memory, ranks * _WIDTH + rank * _WORDS, _WORDS)
+        place, _, phase = _text(memory, ranks * (_WIDTH + _WORDS) + rank * _PROGRAM, _PROGRAM).partition("\n")
         return Position(
             number,
             OPERATIONS[code],
@@ -256,12 +263,22 @@ class Positions:
             queued=state == _QUEUED,
             failed=state == _FAILED,
             detail=detail,
+            place=place,
+            phase=phase,
         )
 
 
 def words(text: str) -> bytes:
     """The words that a rank writes of its operation, cut to the room that there is."""
-    return text.encode()[:_WORDS].ljust(_WORDS, b"\0")
+    return _filled(text, _WORDS)
+
+
+def _filled(text: str, nbytes: int) -> bytes:
+    return text.encode()[:nbytes].ljust(nbytes, b"\0")
+
+
+def _text(memory: SharedMemory | bytearray | bytes, start: int, nbytes: int) -> str:
+    return bytes(memory[start : start + nbytes]).rstrip(b"\0").decode(errors="replace")
 
 
 def group_name(ranks: Sequence[int], world: int, name: str = "") -> str:

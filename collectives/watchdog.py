@@ -1,7 +1,8 @@
 """The watchdog: ends the job where an operation waits for a rank that does not come, and says which and where it is.
 
 One thread a process looks, once a second or more often where the limit is short, at the positions of each group that
-this process is in. Nothing is added to an operation but the few bytes that it writes there anyway.
+this process is in. Nothing is added to an operation but the few bytes that it writes there anyway. At each look it also
+writes there what the program does (`program`), for the reports.
 
     waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
     being waited for        the late rank prints where its program is, so that the output shows the report's cause too
@@ -34,6 +35,7 @@ from mpi4py import MPI
 from . import exit_status
 from .errors import ArgumentError
 from .positions import ANY, END, Position, Positions, group_name, listing
+from .program import described
 
 TIMEOUT = "MPIDL_TIMEOUT"
 TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
@@ -153,14 +155,14 @@ class Guard:
                     self._ask()
             return found
 
-    def look(self, now: float) -> None:
-        """Compares with the last look; may end the job."""
+    def look(self, now: float, place: str, phase: str) -> None:
+        """Compares with the last look; may end the job. place, phase: see `program`."""
         with self._lock:
             if not self._closed:
+                self.positions.beat(place, phase)
                 self._look(now)
 
     def _look(self, now: float) -> None:
-        self.positions.beat()
         positions = self.positions.all()
         if not self._seen:
             self._seen = [_Seen(position, now, now, now) for position in positions]
@@ -269,6 +271,17 @@ def _has_left(there: Position, mine: Position) -> bool:
     return there.number > mine.number or (there.number == mine.number and completed)
 
 
+def _program(there: Position) -> str:
+    """What a rank's program does, in words that follow its operation; empty if it has ended, or nothing is known."""
+    return f", {there.phase}" if there.phase and there.operation != END else ""
+
+
+def _named(ranks: Sequence[int], known: dict[int, Position]) -> str:
+    """Names ranks, with their coordinates where these are known: "ranks 2, 3 (dp=1, tp=0; dp=1, tp=1)"."""
+    places = [known[rank].place for rank in ranks if rank in known and known[rank].place]
+    return f"{listing(ranks)} ({'; '.join(places)})" if places else listing(ranks)
+
+
 def report(
     rank: int,
     ranks: Sequence[int],
@@ -282,7 +295,8 @@ def report(
     """Writes the report of a rank that waits: the operation, who has arrived, and where the others are.
 
     ranks: of the communicator, by their numbers in the world, as all are. world: how many ranks it has. silent: ranks
-    whose beat has ceased, and for how many seconds. name: of the communicator.
+    whose beat has ceased, and for how many seconds. name: of the communicator. What a rank's program does is named as
+    of its watchdog's last look.
     """
     if mine.inside:
         operation = f"{mine.operation} (operation {mine.number} of {group_name(ranks, world, name)})"
@@ -292,14 +306,15 @@ def report(
         arrived = [rank]
     left = [r for r, there in known.items() if mine.inside and _has_left(there, mine)]
     arrived += [r for r in left if r not in arrived]
-    lines = [f"mpidl: rank {rank} of {world} has waited {waited:.0f} s in {operation}"]
+    own = f"rank {rank} of {world}" + (f" ({mine.place})" if mine.place else "")
+    lines = [f"mpidl: {own} has waited {waited:.0f} s in {operation}{_program(mine)}"]
     lines.append(f"  arrived: {listing(sorted(arrived))}")
     missing: dict[str, list[int]] = {}
     for other in sorted(ranks):
         if other not in arrived and (mine.inside or mine.waits_for(other)):
-            where = str(known[other]) if other in known else "has not answered"
+            where = f"{known[other]}{_program(known[other])}" if other in known else "has not answered"
             missing.setdefault(where, []).append(other)
-    lines += [f"  not arrived: {listing(late)}, which {where}" for where, late in missing.items()]
+    lines += [f"  not arrived: {_named(late, known)}, which {where}" for where, late in missing.items()]
     kinds: dict[str, list[int]] = {}
     for other, there in sorted(known.items()) if mine.inside else ():
         if there.number == mine.number and there.operation != END:
@@ -311,7 +326,7 @@ def report(
         seconds = f"{min(silent.values()):.0f} s"
         lines.append(f"  silent for {seconds}, as if stopped or gone: {listing(sorted(silent))}")
     elif mine.inside and not missing and left:
-        each = "; ".join(f"{listing([other])}, which {known[other]}" for other in sorted(left))
+        each = "; ".join(f"{_named([other], known)}, which {known[other]}" for other in sorted(left))
         lines.append(f"  has left it: {each}; its operation may have been another one: MPIDL_DEBUG=1 compares them")
     elif mine.inside and not missing and len(kinds) == 1:
         lines.append("  all have arrived: one of them hangs inside the operation, or it takes longer than the limit")
@@ -360,8 +375,9 @@ def _look_around() -> None:
 def _look_once() -> float:
     """Seconds until the next look; until then the thread refers to no guard, and so keeps the memory of no group."""
     now, guards = time.monotonic(), list(_guards)
+    place, phase = described()
     for guard in guards:
-        guard.look(now)
+        guard.look(now, place, phase)
     return min((guard.interval for guard in guards), default=1.0)
 
 

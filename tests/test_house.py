@@ -92,7 +92,7 @@ def test_uses_that_are_allowed_and_names_that_only_look_alike_are_not_found() ->
 LAYERS = {
     "collectives": {
         "base": "find_mpi errors about cores exit_status float_errors forked labels leftovers lifetime partition "
-        "unheard idle_wait scratch topology buffers reduction",
+        "program unheard idle_wait scratch topology buffers reduction",
         "schedules": "schedule algorithms layout simulate price",
         "memory": "memory positions inbox",
         "runtime": "watchdog witness progress",

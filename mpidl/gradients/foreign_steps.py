@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives import Communicator
 
 from ..errors import TrainingError
+from ..job.phase import follow_steps
 from .backward import inside_backward
 
 _KINDS = (
@@ -60,6 +61,7 @@ class ForeignSteps:
         self._stepped: set[torch.Tensor] = set()
         self._changed_before: set[torch.Tensor] = set()  # in passes that did not communicate
         _listen()
+        follow_steps()
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """A pass begins that gives gradients to these."""

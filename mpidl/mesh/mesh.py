@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from collectives import Communicator
+from collectives.diagnostics import describe_program
 
 from ..errors import UsageError
 from ..job.objects import all_gather_object
@@ -68,6 +69,7 @@ class Mesh:
         for axes in _EAGER:
             self.along(*axes)
         _open.append(self)
+        describe_program(place=_place)
         slow = self.layout.slow_tp()
         if slow is not None and self.comm.rank == 0:
             warnings.warn(f"Mesh: {': '.join(slow)}", RuntimeWarning, stacklevel=2)
@@ -140,8 +142,13 @@ class Mesh:
     def __repr__(self) -> str:
         shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
         sizes = ", ".join(f"{axis}={self.axes[axis]}" for axis in shown)
-        place = ", ".join(f"{axis}={self.coordinates[axis]}" for axis in shown if self.axes[axis] > 1)
+        place = self._in_words()
         return f"Mesh({sizes}; rank {self.comm.rank} of {self.comm.size}{place and ' at '}{place})"
+
+    def _in_words(self) -> str:
+        """Names this rank's coordinates on the axes that are longer than 1: "dp=1, tp=0"."""
+        shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
+        return ", ".join(f"{axis}={self.coordinates[axis]}" for axis in shown if self.axes[axis] > 1)
 
     @property
     def closed(self) -> bool:
@@ -172,6 +179,12 @@ class Mesh:
             self.close()
         elif not self._closed:  # other ranks may never come to `close`
             self._leave()
+
+
+def _place() -> str:
+    """Names this rank's place in the mesh that was opened last, for the watchdog's reports."""
+    meshes = open_meshes()
+    return meshes[-1]._in_words() if meshes else ""
 
 
 def open_meshes() -> list[Mesh]:

@@ -11,10 +11,12 @@ regions        the styles of an attention and of a feed-forward network
 linear         column- and row-parallel layers
 lora           adapters of low rank around a cut layer
 vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
+saving         a rank's parts are not written as the model
 loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init
 functions      where autograd communicates
 regathered     inputs of regions that are gathered again in backward
+shared_input   whole inputs of regions, with one sum of their gradients
 communication  the ranks of tp: the collectives of activations, through symmetric memory
 sum_memory     symmetric memory in which sums stay
 dropout        dropout that is the same for every tp; parts: which elements a rank computes

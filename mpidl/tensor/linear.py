@@ -24,6 +24,7 @@ from .forwards import run_around
 from .functions import CutProduct, column_product, row_product
 from .lora import adapters, base_of, is_adapted, variant_of
 from .parts import FeaturesHere, Part
+from .saving import refuse_to_save_parts
 from .sizes import Run, run_of
 from .tensor_parallel import Dropouts, TensorParallel
 
@@ -107,7 +108,7 @@ def make_column(
         tp.set(layer, out_name, sum(stop - start for start, stop in runs))
     if copies_input:
         _become(layer, _ColumnParallel, tp)
-    elif tp.sequence_parallel:
+    else:
         _become(layer, _InRegion, tp)
 
 
@@ -219,17 +220,17 @@ class _ColumnParallel(nn.Module):
 
 
 class _InRegion(nn.Module):
-    """Mixed into the class of a column-parallel linear layer in a region whose input may be gathered from pieces."""
+    """Mixed into the class of a column-parallel linear layer in a region that has begun with its input."""
 
     _tensor_parallel: TensorParallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, length, in] -> [batch, length, this rank's features of out]."""
-        gathered = self._tensor_parallel.gathered
-        if gathered is None or x is not gathered.x:
+        """[..., in] -> [..., this rank's features of out]."""
+        shared = self._tensor_parallel.input
+        if shared is None or x is not shared.x:
             return super().forward(x)  # type: ignore[no-any-return, misc]
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        return gathered.product(x, weight, bias, out_in=_kind(self)[0])
+        return shared.product(x, weight, bias, out_in=_kind(self)[0])
 
 
 class _RowParallel(nn.Module):
@@ -290,6 +291,7 @@ class ColumnParallelLinear(nn.Linear):
         run = run_of(out_features, tp.ranks, tp.rank)
         make_column(self, tp, [run], copies_input=True)
         begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
+        refuse_to_save_parts(self, tp)
 
 
 class RowParallelLinear(nn.Linear):
@@ -302,3 +304,4 @@ class RowParallelLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, **kwargs)
         tp = TensorParallel.of_layers(mesh)
         make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])
+        refuse_to_save_parts(self, tp)

@@ -24,6 +24,7 @@ from .linear import kind_of
 from .lora import base_of
 from .plans import Found, Plan, matches
 from .ready import PLANS, plan_for
+from .saving import refuse_to_save_parts, without_marks
 from .styles import SequenceBegins, SequenceEnds
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
@@ -80,6 +81,7 @@ def parallelize(
             print("\n".join(report), flush=True)
         tp.recorded = recorded_views(model)
         check_everywhere(mesh["tp"], lambda: apply_styles(model, found, tp))
+        refuse_to_save_parts(model, tp)
     tp.keep(model.register_forward_pre_hook(lambda *_: tp.end_pass()))
     tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
     if by_index:
@@ -218,6 +220,8 @@ def unparallelize(model: nn.Module) -> nn.Module:
 def model_state_dict(model: nn.Module) -> dict[str, Any]:
     """Returns the state_dict of the plain model, with whole tensors on every rank. Collective over tp.
 
+    To be saved by one of them, as by torch.save, or a model's save_pretrained(path, state_dict=...).
+
     model: one that `parallelize` has returned, a module around it, its DistributedDataParallel, or a model of layers
     such as ColumnParallelLinear. Raises UsageError for a part of a cut model.
     """
@@ -237,7 +241,7 @@ def model_state_dict(model: nn.Module) -> dict[str, Any]:
         kept[id(p)] = join_parts(comm, p.detach(), cuts)
         for name in names:
             states[name] = kept[id(p)]
-    return states
+    return without_marks(states)
 
 
 def _without_engine(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigurationError
+from ..job.phase import follow_steps
 from ..mesh import placement
 from ..mesh.mesh import open_meshes
 from ..optimizer_trial import like, try_steps
@@ -38,6 +39,7 @@ def watch_steps(tp: Any) -> None:
     """Has every optimizer looked at as its steps begin. tp: a TensorParallel, over whose mesh a model is cut."""
     _live.add(tp)
     _hook()
+    follow_steps()
 
 
 @cache

@@ -25,6 +25,7 @@ from ..mesh import Mesh
 from .communication import TensorGroup
 from .functions import rows_of, sum_of_region
 from .linear import cut_parameter, make_column, sizes_of
+from .saving import refuse_to_save_parts
 from .sizes import Run, run_of
 from .tensor_parallel import TensorParallel
 
@@ -92,6 +93,7 @@ class VocabParallelEmbedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, **kwargs)
         self._tensor_parallel = TensorParallel.of_layers(mesh)
         make_vocabulary("VocabParallelEmbedding", self, self._tensor_parallel)
+        refuse_to_save_parts(self, self._tensor_parallel)
 
 
 class _AsLogits:

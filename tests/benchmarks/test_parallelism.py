@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.harness.launch import ROOT, environment, run
 
 ENGINES = ["threads", "tp", "tp-sp", "ddp", "zero3", "torch-tp"]
+MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def parallelism(*options: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
@@ -32,6 +34,33 @@ def test_all_libraries_train_alike(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-4)
     assert rows["tp"]["params"] < rows["threads"]["params"]
     assert all(len(row["seconds"][0]) == 3 and row["peak"] > 0 for row in rows.values())
+
+
+@pytest.mark.skipif(not MEGATRON, reason="Megatron-Core is not installed")
+@pytest.mark.limit(240)
+def test_megatron_trains_alike(tmp_path: Path) -> None:
+    """Of parts of all layers, which it has fused of queries, keys and values."""
+    path = tmp_path / "rows.json"
+    steps = ("--steps=4", "--warmup=1", "--launches=1")
+    engines = "threads,tp,torch-tp,megatron"
+    done = parallelism(
+        "--show=table", f"--table-engines={engines}", "--table-shapes=2x8x256x2", *steps, f"--json={path}"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["engine"]: row for row in json.loads(path.read_text())["table"]}
+    assert list(rows) == engines.split(",")
+    assert rows["megatron"]["loss"] == pytest.approx(rows["threads"]["loss"], abs=1e-4)
+    assert rows["megatron"]["params"] == rows["tp"]["params"]
+    assert "| threads, ms | torch-tp, ms | megatron, ms | tp, ms |" in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(MEGATRON, reason="Megatron-Core is installed")
+def test_megatron_that_is_not_installed_is_one_line() -> None:
+    done = parallelism("--engines=tp,megatron")
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert said.endswith("--engines: megatron is not installed; needs pip install --no-deps megatron-core")
 
 
 @pytest.mark.limit(340)

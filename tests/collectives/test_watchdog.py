@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from collectives import ArgumentError, cores
-from collectives.positions import ANY, Position
+from collectives.positions import ANY, END, Position, Positions
 from collectives.watchdog import limit_of, report
 
 HEAD = """
@@ -198,6 +199,33 @@ def test_a_report_has_the_name_of_the_group() -> None:
     assert "rank 0 of 3 has waited 9 s in recv from any rank (communicator 'dp')\n" in text
     assert "not arrived: rank 1, which is in all_reduce (operation 4)\n" in text
     assert "not arrived: rank 2, which has not answered\n" in text
+
+
+def test_a_report_has_what_programs_do_and_the_coordinates_of_ranks() -> None:
+    def at(rank: int, **changed: Any) -> Position:
+        return replace(IN_FOURTH, place=f"dp=1, tp={rank}", phase="in the backward pass of step 7", **changed)
+
+    late = {rank: at(rank, number=3, inside=False) for rank in (1, 2)}
+    text = report(0, [0, 1, 2, 3], 4, at(0), 9, {0: at(0), **late, 3: replace(late[1], operation=END)}, {})
+    assert (
+        "rank 0 of 4 (dp=1, tp=0) has waited 9 s in all_reduce (operation 4 of this communicator), in the back" in text
+    )
+    assert (
+        "not arrived: ranks 1, 2 (dp=1, tp=1; dp=1, tp=2), which is after all_reduce (operation 3), in the backward "
+        "pass of step 7\n"
+    ) in text
+    assert "which is at the end of its program, after 2 operations\n" in text
+
+
+def test_what_a_program_does_is_on_its_page() -> None:
+    page = Positions(bytearray(Positions.nbytes(2)), 1, 2)
+    page.enter(3, "barrier")
+    page.beat("dp=1, tp=0", "in step 4")
+    own = Positions.decode(page.snapshot())[1]
+    assert (own.number, own.detail, own.place, own.phase, own.beat) == (3, "", "dp=1, tp=0", "in step 4", 1)
+    page.beat("", "x" * 1000)
+    assert page.own().phase.startswith("xxx")
+    assert page.all()[0].phase == ""
 
 
 @pytest.mark.thorough

@@ -127,7 +127,7 @@ def test_states_of_parts(comm: Communicator) -> None:
         for each, optimizer in zip((whole, model), optimizers, strict=False):
             train(each, 3, optimizer)
         file = io.BytesIO()
-        torch.save((model.state_dict(), optimizers[1].state_dict()), file)
+        torch.save((dict(model.state_dict()), optimizers[1].state_dict()), file)
         file.seek(0)
         states, of_optimizer = torch.load(file)
         other.load_state_dict(states)

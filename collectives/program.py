@@ -1,0 +1,25 @@
+"""What the program of this process does, in words for the watchdog's reports, as far as somebody knows it.
+
+    place   the coordinates of this rank, such as "dp=1, tp=0"
+    phase   where the program is in its work, such as "in the backward pass of step 7"
+
+The watchdog asks whenever it looks, in its own thread, so that the program itself does nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Words = Callable[[], str]
+_asked: dict[str, Words] = {}
+
+
+def describe_program(*, place: Words | None = None, phase: Words | None = None) -> None:
+    """Names functions of any thread that describe this process from here on. What is not given stays as it is."""
+    _asked.update({name: call for name, call in (("place", place), ("phase", phase)) if call is not None})
+
+
+def described() -> tuple[str, str]:
+    """The place and the phase; empty where nothing is known."""
+    place, phase = (_asked[name]() if name in _asked else "" for name in ("place", "phase"))
+    return place, phase

@@ -1,0 +1,72 @@
+"""The phase of training that this process is in, for the watchdog's reports: "in the backward pass of step 7".
+
+The watchdog's thread reads it off the stack of the main thread whenever it looks, so that passes of any engine, or of
+none, are seen and do nothing for it. The innermost of these calls tells:
+
+    torch.autograd.backward, grad      in the backward pass      also where a checkpoint runs a forward pass again
+    a step of an optimizer             in the optimizer's step
+    a call of a module                 in the forward pass
+    none of them                       in the step
+
+Steps are counted from 1, as the main thread completes them: those of all optimizers, without steps inside others, as an
+engine's on its slices, or inside a backward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from collectives.diagnostics import describe_program
+
+_BACKWARD: set[CodeType] = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
+_STEP: CodeType = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  # what torch puts around each step
+_MODULE: CodeType = torch.nn.Module.__call__.__code__
+
+
+class _Steps:
+    """Counts the steps of the main thread. completed: so many."""
+
+    def __init__(self) -> None:
+        self.completed = 0
+        register_optimizer_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or threading.current_thread() is not threading.main_thread():
+            return
+        around = (code for code in _codes(sys._getframe()) if code is _STEP or code in _BACKWARD)
+        next(around, None)  # the step that ends
+        if next(around, None) is None:
+            self.completed += 1
+
+    def phase(self) -> str:
+        """Describes where the main thread is; empty before the first forward pass."""
+        step, found = self.completed + 1, ""
+        for code in _codes(sys._current_frames().get(threading.main_thread().ident or 0)):
+            if code in _BACKWARD:
+                return f"in the backward pass of step {step}"
+            if code is _STEP:
+                return f"in the optimizer's step {step}"
+            if code is _MODULE:
+                found = f"in the forward pass of step {step}"
+        return found or (f"in step {step}" if self.completed else "")
+
+
+@cache
+def follow_steps() -> None:
+    """From here on the watchdog's reports say in which phase of which step this process is."""
+    describe_program(phase=_Steps().phase)
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    """Yields what runs in a frame, and in those around it, the innermost first."""
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
