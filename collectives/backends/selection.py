@@ -47,7 +47,17 @@ _MESSAGES: dict[str, Table] = {
     "broadcast": ((8 << 20, "mpi"), (_ALWAYS, "double_tree")),
     "reduce": ((1 << 20, "mpi"), (_ALWAYS, "double_tree")),
 }
-_DEFAULTS: dict[str | None, dict[str, Table]] = {"symmetric": _NODE, "hierarchical": _NODES, None: _MESSAGES}
+
+
+def _defaults(backends: Mapping[str, Backend]) -> dict[str, Table]:
+    """The tables of a group that has measured none."""
+    shared = in_shared_memory(backends)
+    if shared is None:
+        return _MESSAGES
+    tables = _NODE if shared == "symmetric" else _NODES
+    served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
+    # Over nodes of different sizes some operations have messages alone.
+    return served if len(served) == len(tables) else {**_MESSAGES, **served}
 
 
 def tuning_path() -> Path:
@@ -81,7 +91,7 @@ class Selection:
 
     def __init__(self, backends: Mapping[str, Backend], tables: Mapping[str, Table]) -> None:
         self._backends = backends
-        tables = {**_DEFAULTS[in_shared_memory(backends)], **tables}
+        tables = {**_defaults(backends), **tables}
         self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, tables))
 
     def names(self, operation: str) -> list[str]:
