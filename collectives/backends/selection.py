@@ -34,11 +34,12 @@ _NODE: dict[str, Table] = {
     "reduce": ((64 << 10, "mpi"), (_ALWAYS, "symmetric")),
     "scatter": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
 }
-# Several nodes, as many ranks on each, on a network that is slower than memory.
+# Several nodes on a network that is slower than memory.
 _NODES: dict[str, Table] = {
     "all_reduce": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
     "reduce_scatter": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
     "all_gather": ((2 << 20, "mpi"), (_ALWAYS, "hierarchical")),
+    "reduce": ((256 << 10, "mpi"), (_ALWAYS, "hierarchical")),
 }
 # Messages alone. Ring reductions meet MPICH's at about 4 MiB on one node.
 _MESSAGES: dict[str, Table] = {
@@ -56,8 +57,10 @@ def _defaults(backends: Mapping[str, Backend]) -> dict[str, Table]:
         return _MESSAGES
     tables = _NODE if shared == "symmetric" else _NODES
     served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
-    # Over nodes of different sizes some operations have messages alone.
-    return served if len(served) == len(tables) else {**_MESSAGES, **served}
+    if len(served) == len(tables):
+        return {operation: (*table, (_ALWAYS, _LIBRARY)) for operation, table in served.items()}
+    # Nodes of different sizes: the other operations have messages alone.
+    return {**_MESSAGES, **{o: (*table, *_MESSAGES.get(o, ())) for o, table in served.items()}}
 
 
 def tuning_path() -> Path:

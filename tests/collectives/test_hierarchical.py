@@ -16,7 +16,7 @@ from collectives import ArgumentError, Communicator, MismatchError, PremulSum, e
 from collectives.algorithms import ALGORITHMS, hierarchical
 from collectives.backends.hierarchical import movements, reduce
 from collectives.backends.hierarchical.hierarchy import Hierarchy
-from collectives.buffers import inspect
+from collectives.buffers import describe, inspect
 from collectives.partition import Splits
 from collectives.reduction import check
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, values
@@ -343,6 +343,16 @@ def test_uneven_nodes_have_these_operations_and_auto_serves_all(nodes: tuple[Com
     if not regular:
         with pytest.raises(ArgumentError, match="got algorithm 'hierarchical'; needs one of auto, mpi, ring"):
             comm.all_reduce(np.ones(3), **HERE)
+
+
+def test_auto_takes_a_reduce_over_two_nodes(nodes: tuple[Communicator, Nodes]) -> None:
+    comm, layout = nodes
+    float32 = describe("float32")
+    chosen = [comm._choose("reduce", "auto", float32, nbytes, check("sum", float32)) for nbytes in (1 << 10, 4 << 20)]
+    alike = "hierarchical" in comm.algorithms("all_reduce")
+    assert chosen == ["mpi", "hierarchical" if len(layout) == 2 else "mpi" if alike else "double_tree"]
+    for operation in ("all_to_all", "gather", "scatter"):
+        assert comm._choose(operation, "auto", float32, 4 << 20) == "mpi"
 
 
 @pytest.mark.ranks(4, exactly=True)

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from ... import algorithms
-from ...buffers import Buffer
+from ...buffers import Buffer, DType
 from ...partition import Splits, even_counts
 from ...reduction import Reduction
 from ...schedule import Role
@@ -35,6 +35,9 @@ from .reduce import PipelinedReduce
 from .reduce_scatter import PipelinedReduceScatter
 
 _OVER_ANY_NODES = frozenset({"reduce", "gather", "scatter", "all_to_all"})
+# Of a reduce that "auto" takes. Its root receives one array from each other node; from three nodes on a long one costs
+# less by a tree (`price`).
+_MOST_NODES = 2
 
 
 class Hierarchy(Backend):
@@ -70,6 +73,12 @@ class Hierarchy(Backend):
     def serves(self, operation: str) -> bool:
         """Returns whether it has the operation on such nodes."""
         return super().serves(operation) and (self._regular or operation in _OVER_ANY_NODES)
+
+    def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
+        """Declines a reduce over so many nodes that its root receives more than it would by a tree."""
+        return super().suits(operation, dtype, elements, op, even) and (
+            operation != "reduce" or self._place.nodes <= _MOST_NODES
+        )
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """A pipeline through both levels."""
