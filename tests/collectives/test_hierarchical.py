@@ -366,10 +366,18 @@ def test_ranks_of_a_node_that_differ_raise_an_error_on_all(monkeypatch: pytest.M
             np.empty(sum(coming)), np.empty(8), coming, [2] * 4, **HERE
         ),
         "reduce sum of 3 float64 root": lambda: comm.reduce(np.ones(3), 2 * odd, **HERE),
+        r"rank \d: reduce sum of 3 float64 root 0": lambda: (
+            comm.reduce(np.ones(3), **HERE)
+            if odd
+            else comm.all_to_all(np.empty(8), np.empty(8), [2] * 4, [2] * 4, **HERE)
+        ),
     }.items():
         with pytest.raises(MismatchError, match=words):
             wrong()
-    x = np.ones(3)
-    comm.reduce(x, **HERE)
-    assert (x == (comm.size if comm.rank == 0 else 1)).all()
+    for _ in range(3):  # the group goes on, its ranks in step
+        x, out = np.ones(3), np.zeros(8)
+        comm.reduce(x, **HERE)
+        assert (x == (comm.size if comm.rank == 0 else 1)).all()
+        comm.all_to_all(out, np.full(8, float(comm.rank)), [2] * 4, [2] * 4, **HERE)
+        assert (out == np.repeat(np.arange(4), 2)).all()
     comm.close()

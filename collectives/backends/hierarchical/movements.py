@@ -140,10 +140,11 @@ class Movements:
 
     def exchange_sizes(self, sizes: Array, publish: Callable[[], None]) -> Array:
         """All local ranks' sizes, as rows. publish: the meeting, before which this rank writes its own. Collective."""
-        self._tables = (self._tables + 1) % _TABLES
-        start, dtype = self._tables * self._table_bytes, np.dtype(np.int64)
+        table = (self._tables + 1) % _TABLES
+        start, dtype = table * self._table_bytes, np.dtype(np.int64)
         self._view(self.rank, start, sizes.size, dtype)[:] = sizes
         publish()
+        self._tables = table  # not where the ranks turn out to be in different operations
         return np.stack([self._view(rank, start, sizes.size, dtype) for rank in self.members])
 
     def advance(self, segments: int) -> None:
@@ -151,10 +152,14 @@ class Movements:
         self.turn = (self.turn + segments) % _TURNS
         self.may_put_early = segments <= 1
 
+    @property
+    def has_memory(self) -> bool:
+        """Returns whether there is memory for segments; the same on all ranks of the node."""
+        return self._memory is not None
+
     def reserve(self) -> None:
-        """Makes the memory for segments at first use. Collective over the node."""
-        if self._memory is None:
-            self._memory = self._allocator.allocate(_TABLES * self._table_bytes + _TURNS * self._turn_bytes)
+        """Makes the memory for segments. Collective over the node."""
+        self._memory = self._allocator.allocate(_TABLES * self._table_bytes + _TURNS * self._turn_bytes)
         if self._memory is None:
             raise OperationError("the node has run out of shared memory")
 
@@ -205,7 +210,8 @@ class _Movement:
     def __call__(self) -> None:
         """Carries it out. Raises MismatchError on all ranks of the node if they are in different operations."""
         group = self._group
-        if self._needs_memory:
+        if self._needs_memory and not group.has_memory:
+            self._meet()  # so that none waits for the others' memory while they are in another operation
             group.reserve()
         early = self._sizes is None and group.may_put_early
         if self._sizes is None:

@@ -105,16 +105,17 @@ class PipelinedReduce:
         run = _InFlight(x, root, op, size, leaders(self._nodes, root), direct)
         small = x.nbytes <= _SMALL_BYTES
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
-        if self._ranks > 1:
-            self._reserve()
-        if small:
-            self._small = (self._small + 1) % _SMALL_SLOTS
-            if self._rank != run.heads[self._node] and x.size:
-                self._small_slot(x, self._local)[:] = x.flat
         entry = Entry("reduce", x.dtype.name, op.name, root, x.size, op.factor)
+        if self._ranks > 1 and self._memory is None:
+            self._meetings.meet(entry, None)  # so that none waits for the others' memory while they are elsewhere
+            self._reserve()
+        turn = (self._small + 1) % _SMALL_SLOTS
+        if small and x.size and self._rank != run.heads[self._node]:
+            self._small_slot(x, self._local, turn)[:] = x.flat
         meeting = self._meetings.meet(entry, None if small else place)
         run.factors = meeting.factors
         if small:
+            self._small = turn  # not where the ranks turn out to be in different operations
             self._reduce_small(run)
             return
         run.sources = readable(meeting, x)
@@ -124,7 +125,8 @@ class PipelinedReduce:
     def _reduce_small(self, run: _InFlight) -> None:
         if self._rank != run.heads[self._node] or not run.x.size:
             return
-        inputs = [run.x.flat if peer == self._local else self._small_slot(run.x, peer) for peer in range(self._ranks)]
+        peers, turn = range(self._ranks), self._small
+        inputs = [run.x.flat if peer == self._local else self._small_slot(run.x, peer, turn) for peer in peers]
         sums = run.x.flat if self._is_sum(run) else self._take(run, "small", run.x.size)
         if not self._is_sum(run):
             partial_of(run.op).combine(inputs, [sums], run.x.dtype, run.factors, self._scratch)
@@ -223,19 +225,18 @@ class PipelinedReduce:
         assert self._memory is not None
         return self._memory.view(rank, segment % _SLOTS * _SEGMENT_BYTES, run.size, run.x.dtype.storage)
 
-    def _small_slot(self, x: Buffer, rank: int) -> Array:
+    def _small_slot(self, x: Buffer, rank: int, turn: int) -> Array:
         """The shared memory for all of a local rank's x."""
         assert self._memory is not None
-        start = (_SLOTS + _SUMS) * _SEGMENT_BYTES + self._small * _SMALL_BYTES
+        start = (_SLOTS + _SUMS) * _SEGMENT_BYTES + turn * _SMALL_BYTES
         return self._memory.view(rank, start, x.size, x.dtype.storage)
 
     def _take(self, run: _InFlight, purpose: str, size: int) -> Array:
         return self._scratch.take(f"reduce {purpose}", size * run.travels.itemsize).view(run.travels)
 
     def _reserve(self) -> None:
-        """Makes the shared memory at first use. Collective over the node."""
-        if self._memory is None:
-            nbytes = (_SLOTS + _SUMS) * _SEGMENT_BYTES + _SMALL_SLOTS * _SMALL_BYTES
-            self._memory = self._allocator.allocate(nbytes)
+        """Makes the shared memory. Collective over the node."""
+        nbytes = (_SLOTS + _SUMS) * _SEGMENT_BYTES + _SMALL_SLOTS * _SMALL_BYTES
+        self._memory = self._allocator.allocate(nbytes)
         if self._memory is None:
             raise OperationError("the node has run out of shared memory")
