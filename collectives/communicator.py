@@ -272,7 +272,9 @@ class Communicator(GroupObjects):
             arguments.own_part("all_gather: x", data, parts, self.rank)
             arguments.refuse_overlap("all_gather", data, target, parts, self.rank)
             if algorithm == "auto" and self._dispatch.is_shared(target.address):
-                algorithm = self._dispatch.composed or "auto"
+                shared = self._dispatch.composed
+                if shared is not None and shared in self._selection.names("all_gather"):
+                    algorithm = shared
             chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
             call = self._prepare(key, "all_gather", chosen, target, data, parts)
         if timeout is None and not async_op:

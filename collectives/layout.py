@@ -8,7 +8,7 @@ back to itself, stands for all. The 33 million steps of a ring all-reduce on 409
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add, sub, xor
 
@@ -104,13 +104,26 @@ class Layout:
 
     followed: how many ranks have to be followed: all, a node's, or one. programs: their rounds. channels: pairs of
     ranks with messages, as `Send.channel` numbers them. ports: how many ports messages queue at.
-    symmetry, errors: as for `price.Pricing`.
+    symmetry, nodes, errors: as for `price.Pricing`.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, *, symmetry: bool = True) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        cluster: Cluster,
+        *,
+        symmetry: bool = True,
+        nodes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.schedule = schedule
         self.cluster = cluster
         self._node = min(cluster.ranks_per_node, schedule.ranks)
+        if nodes is None:
+            nodes = [range(start, start + self._node) for start in range(0, schedule.ranks, self._node)]
+        else:
+            symmetry = False
+        self._places = {rank: (node, place) for node, ranks in enumerate(nodes) for place, rank in enumerate(ranks)}
+        self._shares_ports = [cluster.ports < len(ranks) for ranks in nodes]
         # What is moved along: whole nodes, or single ranks where they are all equally far from each other.
         self._unit = 1 if self._node in (1, schedule.ranks) else self._node
         symmetric = self._symmetry() if symmetry else None
@@ -120,7 +133,7 @@ class Layout:
         self.programs = self._lay_out(*symmetric or (None, None))
         self.ports = len(self._ports)
         self.channels = [
-            Link(source, destination % self.followed, source // self._node != destination // self._node)
+            Link(source, destination % self.followed, self._places[source][0] != self._places[destination][0])
             for source, destination in self._channels
         ]
 
@@ -196,8 +209,8 @@ class Layout:
         keys = []
         if messages > 1:
             keys.append((f"rank {way}", rank))
-        node, local = divmod(rank, self._node)
-        if peer // self._node != node and self.cluster.ports < self._node:
+        node, local = self._places[rank]
+        if self._places[peer][0] != node and self._shares_ports[node]:
             keys.append((f"node {way}", node * self.cluster.ports + local % self.cluster.ports))
         return tuple(self._ports.setdefault(key, len(self._ports)) for key in keys)
 

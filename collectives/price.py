@@ -22,6 +22,7 @@ what the ranks of a node take from each other's cores, caches and memory; the sh
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -45,12 +46,20 @@ class Pricing:
 
     symmetry: False follows every rank even where one node could stand for all (`layout`); the price is the same.
     Where the programs are too long to compare all ranks', those of a few stand for all.
+    nodes: the ranks of each node, in place of the cluster's equal ones; then every rank is followed.
     followed: how many ranks are followed.
     Raises ArgumentError for a schedule without symmetry that has more rounds than can be followed.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, *, symmetry: bool = True) -> None:
-        self._layout = Layout(schedule, cluster, symmetry=symmetry)
+    def __init__(
+        self,
+        schedule: Schedule,
+        cluster: Cluster,
+        *,
+        symmetry: bool = True,
+        nodes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._layout = Layout(schedule, cluster, symmetry=symmetry, nodes=nodes)
         self.followed = self._layout.followed
 
     def seconds(self, nbytes: float) -> float:

@@ -34,8 +34,7 @@ class Topology:
 def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
     """Collective over `comm`: ranks that can share memory are on one node. made: gets the two communicators."""
     rank = comm.Get_rank()
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
-    assert isinstance(node, MPI.Intracomm)
+    node = split_by_node(comm, rank)
     made.append(node)
     local_rank, local_size = node.Get_rank(), node.Get_size()
     nodes = comm.allreduce(int(local_rank == 0))
@@ -48,6 +47,13 @@ def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
     together = len(set().union(*cores))
     spare = together - local_size
     return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0, together)
+
+
+def split_by_node(comm: MPI.Intracomm, rank: int) -> MPI.Intracomm:
+    """A communicator of the ranks that share memory with this one, in their order. Collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
+    assert isinstance(node, MPI.Intracomm)
+    return node
 
 
 def names(comm: MPI.Intracomm) -> list[int]:

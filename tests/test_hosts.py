@@ -27,6 +27,19 @@ x = np.ones(100_003)
 comm.all_reduce(x)
 assert (x == comm.size).all()
 assert comm.size == 1 or (comm.nodes == 2 and "hierarchical" not in comm.algorithms("all_reduce"))
+if comm.size > 1:
+    here, parts = {"algorithm": "hierarchical"}, np.repeat(np.arange(3.0), 50_001)
+    for root in range(3):
+        x = np.full(100_003, comm.rank + 1.0)
+        comm.reduce(x, root, **here)
+        assert (x == (6 if comm.rank == root else comm.rank + 1)).all()
+        whole, own = np.zeros(150_003), parts[comm.rank * 50_001 :][:50_001].copy()
+        comm.gather(whole if comm.rank == root else None, own, root, **here)
+        assert (whole == parts).all() or comm.rank != root
+        comm.scatter(own, whole if comm.rank == root else None, root, **here)
+        assert (own == comm.rank).all()
+    comm.all_to_all(whole, np.full(150_003, float(comm.rank)), **here)
+    assert (whole == parts).all()
 print("rank", comm.rank, "is right")
 """
 

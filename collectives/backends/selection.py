@@ -34,11 +34,12 @@ _NODE: dict[str, Table] = {
     "reduce": ((64 << 10, "mpi"), (_ALWAYS, "symmetric")),
     "scatter": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
 }
-# Several nodes, as many ranks on each, on a network that is slower than memory.
+# Several nodes on a network that is slower than memory.
 _NODES: dict[str, Table] = {
     "all_reduce": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
     "reduce_scatter": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
     "all_gather": ((2 << 20, "mpi"), (_ALWAYS, "hierarchical")),
+    "reduce": ((256 << 10, "mpi"), (_ALWAYS, "hierarchical")),
 }
 # Messages alone. Ring reductions meet MPICH's at about 4 MiB on one node.
 _MESSAGES: dict[str, Table] = {
@@ -47,7 +48,19 @@ _MESSAGES: dict[str, Table] = {
     "broadcast": ((8 << 20, "mpi"), (_ALWAYS, "double_tree")),
     "reduce": ((1 << 20, "mpi"), (_ALWAYS, "double_tree")),
 }
-_DEFAULTS: dict[str | None, dict[str, Table]] = {"symmetric": _NODE, "hierarchical": _NODES, None: _MESSAGES}
+
+
+def _defaults(backends: Mapping[str, Backend]) -> dict[str, Table]:
+    """The tables of a group that has measured none."""
+    shared = in_shared_memory(backends)
+    if shared is None:
+        return _MESSAGES
+    tables = _NODE if shared == "symmetric" else _NODES
+    served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
+    if len(served) == len(tables):
+        return {operation: (*table, (_ALWAYS, _LIBRARY)) for operation, table in served.items()}
+    # Nodes of different sizes: the other operations have messages alone.
+    return {**_MESSAGES, **{o: (*table, *_MESSAGES.get(o, ())) for o, table in served.items()}}
 
 
 def tuning_path() -> Path:
@@ -81,7 +94,7 @@ class Selection:
 
     def __init__(self, backends: Mapping[str, Backend], tables: Mapping[str, Table]) -> None:
         self._backends = backends
-        tables = {**_DEFAULTS[in_shared_memory(backends)], **tables}
+        tables = {**_defaults(backends), **tables}
         self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, tables))
 
     def names(self, operation: str) -> list[str]:

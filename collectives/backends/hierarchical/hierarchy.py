@@ -8,8 +8,11 @@
                     1 <------- ring ------------------> 3             all-reduce of slice 1, at the same time
         3           0 <-symmetric-> 1       2 <-symmetric-> 3         all-gather inside the node
 
-All-reduce and reduce-scatter do all of it at once, segment by segment. It needs as many ranks on every node, numbered
-node by node (`Topology.regular`).
+All-reduce and reduce-scatter do all of it at once, segment by segment. These and the all-gather and broadcast need as
+many ranks on every node, numbered node by node (`Topology.regular`).
+
+Reduce, gather, scatter and all_to_all send one message from a node to another, of all that its ranks have for those of
+the other (`algorithms.hierarchical`). Their nodes may have any ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +22,22 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from ... import algorithms
-from ...buffers import Buffer
-from ...partition import even_counts
+from ...buffers import Buffer, DType
+from ...partition import Splits, even_counts
 from ...reduction import Reduction
 from ...schedule import Role
 from ..backend import Backend, Call, Resources
 from ..executor import Execution, Region, single, whole
 from ..symmetric.backend import Symmetric
 from .all_reduce import PipelinedAllReduce
+from .movements import Movements
+from .reduce import PipelinedReduce
 from .reduce_scatter import PipelinedReduceScatter
+
+_OVER_ANY_NODES = frozenset({"reduce", "gather", "scatter", "all_to_all"})
+# Of a reduce that "auto" takes. Its root receives one array from each other node; from three nodes on a long one costs
+# less by a tree (`price`).
+_MOST_NODES = 2
 
 
 class Hierarchy(Backend):
@@ -35,23 +45,40 @@ class Hierarchy(Backend):
 
     name = "hierarchical"
     shares_memory = True
+    _regular = True
 
     def __init__(self, resources: Resources, symmetric: Symmetric) -> None:
         place, allocator, scratch = resources.topology, resources.allocator, resources.scratch
+        comm, meetings = resources.comm, symmetric.meetings
         self._place = place
         self._node = symmetric
-        self._all_reduce = PipelinedAllReduce(place, symmetric.meetings, allocator, scratch)
-        self._reduce_scatter = PipelinedReduceScatter(place, symmetric.meetings, allocator, scratch)
+        self._regular = place.regular
+        nodes = tuple(sorted(set(comm.allgather(place.members))))
+        self._reduce = PipelinedReduce(comm, nodes, meetings, allocator, scratch)
+        self._movements = Movements(comm, nodes, meetings, allocator)
+        if place.regular:
+            self._all_reduce = PipelinedAllReduce(place, meetings, allocator, scratch)
+            self._reduce_scatter = PipelinedReduceScatter(place, meetings, allocator, scratch)
         self._across = place.across
         self._scratch = scratch
 
     @classmethod
     def of_nodes(cls, resources: Resources) -> Hierarchy | None:
-        """The levels of a group; None unless it has several nodes, regular ones, that share memory. Collective."""
-        if resources.topology.nodes == 1 or not resources.topology.regular:
+        """The levels of a group; None unless it has several nodes whose ranks share memory. Collective."""
+        if resources.topology.nodes == 1:
             return None
         symmetric = Symmetric.inside_node(resources)
         return None if symmetric is None else cls(resources, symmetric)
+
+    def serves(self, operation: str) -> bool:
+        """Returns whether it has the operation on such nodes."""
+        return super().serves(operation) and (self._regular or operation in _OVER_ANY_NODES)
+
+    def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
+        """Declines a reduce over so many nodes that its root receives more than it would by a tree."""
+        return super().suits(operation, dtype, elements, op, even) and (
+            operation != "reduce" or self._place.nodes <= _MOST_NODES
+        )
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """A pipeline through both levels."""
@@ -68,6 +95,22 @@ class Hierarchy(Backend):
     def broadcast(self, x: Buffer, root: int) -> Call:
         """Broadcasts from the root to its peers on the other nodes, then from that local rank inside each node."""
         return partial(self._distribute, x, root)
+
+    def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
+        """Reduces inside nodes, then the nodes' sums at the root; the bits of the other reductions."""
+        return partial(self._reduce.run, x, root, op)
+
+    def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
+        """Sends what a node has for another as one message."""
+        return self._movements.all_to_all(out, x, splits)
+
+    def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
+        """Sends all parts of a node as one message."""
+        return self._movements.gather(out, x, root, counts)
+
+    def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
+        """Sends all parts for a node as one message."""
+        return self._movements.scatter(out, x, root, counts)
 
     def _gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
         local, nodes, me = self._place.local_size, self._place.nodes, self._place.local_rank
