@@ -13,7 +13,7 @@ Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new a
     how it is carried out
                         backends/ (one interface for every way), schedule and algorithms/ (steps as data), scratch
     proofs, prediction  simulate, layout, price
-    measuring           timing, tune (tables for "auto"); command_line (its options, and mpidl's)
+    measuring           timing; bench/ (the benchmark), tune (tables for "auto"), command_line (of both, and of mpidl)
     memory              memory/ (shared by the ranks of a node)
     when                progress (asynchronous operations), idle_wait (leaves the core to others while it waits), cores
     who is late         positions (what each rank is in), watchdog (ends the job), deadlock, labels (for profilers)
