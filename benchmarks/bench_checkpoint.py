@@ -272,7 +272,7 @@ def main() -> None:
     size = ours(bench, folder, config, options.stage, "torch.save" in options.engines)
     gc.collect()
     if "dcp" in options.engines:
-        from peers import start_gloo, stop_gloo
+        from collectives.bench.peers import start_gloo, stop_gloo
 
         start_gloo(comm)
         dcp(bench, folder, config)

@@ -261,7 +261,7 @@ def main() -> None:
     torch.set_num_threads(1)
     peers = any(method_of(name).is_peer for name in options.methods)
     if peers:
-        from peers import start_gloo
+        from collectives.bench.peers import start_gloo
 
         start_gloo(comm)
     config = GPT2Config(256, options.block_size, options.layers, options.heads, options.embd)
@@ -289,7 +289,7 @@ def main() -> None:
         if options.plot:
             plot(rows, options.plot, title)
     if peers:
-        from peers import stop_gloo
+        from collectives.bench.peers import stop_gloo
 
         stop_gloo()
 

@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import gpu_limits
 import mpidl
 from collectives import Communicator
+from collectives.bench import gpu_limits
 from mpidl.cli import ArgumentParser, at_least, check_writable
 from mpidl.data import TokenBatches
 from mpidl.errors import UsageError
@@ -424,7 +424,7 @@ def main() -> None:
         options.engines.remove("fsdp2")
         say("# fsdp2: not run, as NCCL needs a GPU for each rank")
     if set(options.engines) & set(PEERS):
-        from peers import start_gloo
+        from collectives.bench.peers import start_gloo
 
         start_gloo(comm, "cpu:gloo,cuda:nccl" if gpu is not None and gpu.own and comm.size > 1 else "gloo")
     config = GPT2Config(options.vocab, options.block_size, options.layers, options.heads, options.embd)
@@ -456,7 +456,7 @@ def main() -> None:
         if options.plot:
             plot(rows, options.plot)
     if set(options.engines) & set(PEERS):
-        from peers import stop_gloo
+        from collectives.bench.peers import stop_gloo
 
         stop_gloo()
 

@@ -98,7 +98,7 @@ def _engine(name: str, model: Any, comm: Any) -> tuple[Callable[..., Any], Any]:
     settings: dict[str, Any] = {"lr": 3e-4}
     if name in ("torch-tp", MEGATRON):
         import peer_tensor_parallel
-        from peers import start_gloo
+        from collectives.bench.peers import start_gloo
 
         start_gloo(comm)
         (peer_tensor_parallel.by_torch if name == "torch-tp" else peer_tensor_parallel.by_megatron)(model)

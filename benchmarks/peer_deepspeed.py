@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO on the CPU, over the gloo group of `peers.start_gloo`, with an optimizer of torch.
+"""DeepSpeed's ZeRO on the CPU, over the gloo group of `collectives.bench.peers.start_gloo`, with an optimizer of torch.
 
 Its settings are DeepSpeed's own defaults (buckets, prefetching, what stays whole between forward and backward), except
 that it does not clip gradients, as the other engines do not.

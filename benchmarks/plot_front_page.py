@@ -3,7 +3,7 @@
     python benchmarks/plot_front_page.py training.json collectives.json --out docs/front_page.svg
 
 training.json      of bench_training.py --json: step_ms and node_mib of each engine
-collectives.json   of bench_collectives.py --ops all_reduce --json: time_us of each size
+collectives.json   of `python -m collectives.bench all_reduce --json`: time_us of each size, in place
 
 `docs/benchmarks.md` has the commands that measure. It imports nothing of this project's, and needs no MPI.
 """
@@ -31,7 +31,7 @@ ENGINES = {
     "deepspeed2": "DeepSpeed ZeRO-2",
     "deepspeed3": "DeepSpeed ZeRO-3",
 }
-# (algorithm, buffer) of bench_collectives.py: the label at the line's end, and its colour.
+# (algorithm, buffer) of collectives.bench: the label at the line's end, and its colour.
 LINES = {
     ("gloo", "user"): ("gloo", "#999999"),
     ("mpi", "user"): ("MPI's own", "#d94801"),
@@ -39,6 +39,7 @@ LINES = {
     ("auto", "symmetric"): ("mpidl, symmetric memory", "#08519c"),
 }
 BASE, OURS, PEER = "#555555", "#4292c6", "#bbbbbb"
+_KEY = ("op", "place", "cache", "algorithm", "buffer")
 _GAP = 0.07  # between two labels at least, of the axis' height
 Rows = list[dict[str, Any]]
 
@@ -53,12 +54,12 @@ def engines_of(rows: Rows) -> Rows:
 
 
 def lines_of(rows: Rows) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """(bytes, microseconds) of all_reduce for each of LINES. Raises ValueError where there are none."""
+    """(bytes, microseconds) of all_reduce in place for each of LINES. Raises ValueError where there are none."""
     found = {
         key: sorted(
             (row["bytes"], row["time_us"])
             for row in rows
-            if (row["op"], row["algorithm"], row["buffer"]) == ("all_reduce", *key)
+            if tuple(row[name] for name in _KEY) == ("all_reduce", "in", "warm", *key)
         )
         for key in LINES
     }
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     """Reads, draws; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("training", type=Path, help="what bench_training.py --json wrote")
-    parser.add_argument("collectives", type=Path, help="what bench_collectives.py --json wrote")
+    parser.add_argument("collectives", type=Path, help="what collectives.bench --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="the picture: .svg, .png")
     options = parser.parse_args(arguments)
     found: list[Rows] = []

@@ -32,10 +32,12 @@ import numpy as np
 import torch
 
 import mpidl
-from bench_collectives import allocate, call_of
 from collectives import ArgumentError, Communicator, buffers
 from collectives.algorithms import ALGORITHMS, schedule
 from collectives.backends.executor import SEGMENT_BYTES, Execution, whole
+from collectives.bench.buffers import Arena
+from collectives.bench.operations import OPERATIONS, Case
+from collectives.bench.sides import ours
 from collectives.price import Cluster, Pricing
 from collectives.reduction import Reduction
 from collectives.schedule import Role, Round, Schedule, chunk, recv, send
@@ -154,12 +156,13 @@ def compare(comm: Communicator, options: argparse.Namespace, machine: Cluster) -
     if comm.rank == 0:
         print(f"# {'bytes':>10} {'algorithm':>18} {'predicted us':>13} {'measured us':>12} {'ratio':>6}")
     for nbytes in sizes(options.min_bytes, options.measured_max_bytes, options.factor):
-        arrays = allocate(comm, options.op, nbytes, torch.float32, "user")
-        for tensor in (arrays.x, arrays.out):
-            tensor.zero_()
-        made = {name: call_of(comm, options.op, name, arrays, "user") for name in options.algorithms}
-        calls = {name: call for name, call in made.items() if call is not None}
-        size = max(arrays.x.numel(), arrays.out.numel()) * arrays.x.itemsize
+        operation = OPERATIONS[options.op]
+        op, root = "sum" if operation.reduces else "none", 0 if operation.rooted else -1
+        case = Case(operation, "float32", op, root, nbytes)
+        arena = Arena(comm, case, "user", 1, "cpu", beside=True)
+        arrays, size = arena.arrays(0, operation.usual), arena.nbytes
+        served = [name for name in options.algorithms if name in comm.algorithms(options.op)]
+        calls = {name: ours(comm, case, operation.usual, arrays, algorithm=name) for name in served}
         measured = measure(comm, calls, options.iters or repetitions(size))
         for name, seconds in measured.items():
             (predicted,) = prices(options.op, name, comm.size, machine, [size])

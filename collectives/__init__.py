@@ -12,7 +12,8 @@ Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new a
     arithmetic          reduction (operators, kernels), float_errors (neither raises nor warns)
     how it is carried out
                         backends/ (one interface for every way), schedule and algorithms/ (steps as data), scratch
-    proofs, prediction  simulate, layout, price; tune and timing measure
+    proofs, prediction  simulate, layout, price
+    measuring           timing; bench/ (the benchmark), tune (tables for "auto"), command_line (of both, and of mpidl)
     memory              memory/ (shared by the ranks of a node)
     when                progress (asynchronous operations), idle_wait (leaves the core to others while it waits), cores
     who is late         positions (what each rank is in), watchdog (ends the job), deadlock, labels (for profilers)
@@ -22,8 +23,8 @@ Read `communicator` first, then `backends`, `schedule` and `algorithms`. A new a
                         killed job would leave), forked (a forked child is no rank)
     the MPI library     find_mpi (a clear error where it is missing), about (its name and version)
 
-Public are the names in `__all__` here, in `devices` (the memory that tensors lie in) and in `diagnostics` (where ranks
-are, and how a job ends); all else is private.
+Public are the names in `__all__` here, in `devices` (the memory that tensors lie in), in `diagnostics` (where ranks
+are, and how a job ends) and in `command_line`; all else is private.
 """
 
 from . import find_mpi as find_mpi  # before anything else imports mpi4py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,36 @@ class Clock:
         return time.perf_counter() - start
 
 
+def sample(
+    comm: Communicator,
+    steps: Sequence[tuple[Callable[[], Any], Callable[[], Any]]],
+    count: int,
+    warmup: int = 3,
+    clock: Clock | None = None,
+) -> np.ndarray[Any, Any]:
+    """This rank's seconds of each call (columns), `count` times (rows). Collective.
+
+    steps: (ready, call), the same on every rank; `ready` runs untimed before the ranks meet for the call.
+
+    The calls take turns, repetition by repetition, so that drift of the machine hits all equally, and in an order that
+    is drawn anew each time, as each finds the caches as the one before has left them. A time is that between a barrier
+    and the call's own end.
+    """
+    clock = clock or Clock()
+    times = np.zeros((count, len(steps)))
+    order = list(enumerate(steps))
+    draw = random.Random(count)  # the same on every rank
+    for number in range(-warmup, count):
+        draw.shuffle(order)
+        for column, (ready, call) in order:
+            ready()
+            comm.mpi.Barrier()
+            seconds = clock.seconds(call)
+            if number >= 0:
+                times[number, column] = seconds
+    return times
+
+
 def measure(
     comm: Communicator,
     calls: Mapping[str, Callable[[], Any]],
@@ -38,23 +68,8 @@ def measure(
     warmup: int = 3,
     clock: Clock | None = None,
 ) -> dict[str, float]:
-    """Median over `count` repetitions of the slowest rank's seconds, by name. Collective.
-
-    The calls take turns, repetition by repetition, so that drift of the machine hits all equally, and in an order that
-    is drawn anew each time, as each finds the caches as the one before has left them. A repetition's time is the
-    slowest rank's, between a barrier and its own end.
-    """
+    """Median over `count` repetitions of the slowest rank's seconds, by name; see `sample`. Collective."""
     clock = clock or Clock()
-    times = np.zeros((count, len(calls)))
-    order = list(enumerate(calls.values()))
-    draw = random.Random(count)  # the same on every rank
-    for number in range(-warmup, count):
-        draw.shuffle(order)
-        for column, call in order:
-            clock.ready()
-            comm.mpi.Barrier()
-            seconds = clock.seconds(call)
-            if number >= 0:
-                times[number, column] = seconds
+    times = sample(comm, [(clock.ready, call) for call in calls.values()], count, warmup, clock)
     comm.all_reduce(times, "max")
     return dict(zip(calls, np.median(times, 0).tolist(), strict=True))

@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from .algorithms import ALGORITHMS
 from .backends.selection import TUNING, tuning_path
+from .command_line import parse_together
 from .communicator import Communicator
 from .timing import measure, repetitions
 
@@ -103,24 +104,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parse_together(comm: Communicator) -> argparse.Namespace:
-    """Rank 0 reads the arguments; where they are wrong it says so, and every rank exits with the same status."""
-    found: argparse.Namespace | int = 0
-    if comm.rank == 0:
-        try:
-            found = parse(sys.argv[1:])
-        except SystemExit as leave:
-            found = int(leave.code or 0)
-    found = comm.mpi.bcast(found)
-    if isinstance(found, int):
-        sys.exit(found)
-    return found
-
-
 def main() -> None:
     """Measures, prints the times and the tables, writes."""
     comm = Communicator()
-    options = _parse_together(comm)
+    options = parse_together(comm, lambda: parse(sys.argv[1:]))
     say = print if comm.rank == 0 else lambda *_, **__: None
     layout = f"{comm.nodes}x{comm.local_size}"
     say(f"# {comm.nodes} node(s) of {comm.local_size} ranks; microseconds; * is the fastest")

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives import Communicator
+from collectives.command_line import at_least as at_least
+from collectives.command_line import bytes_text as bytes_text
+from collectives.command_line import names as names
 
 from . import memory
 from .errors import ConfigurationError, UsageError
@@ -107,19 +110,6 @@ def _method(text: str) -> str:
     return text
 
 
-def at_least(low: float, number: type = int) -> Callable[[str], Any]:
-    """An argparse type: a number not below `low`."""
-
-    def convert(text: str) -> Any:
-        value = number(text)
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"got {text}; needs at least {low}")
-        return value
-
-    convert.__name__ = number.__name__
-    return convert
-
-
 def check_writable(path: Path | None) -> None:
     """Raises UsageError if a file cannot be written there; creates it if it is not there."""
     if path is not None:
@@ -128,28 +118,3 @@ def check_writable(path: Path | None) -> None:
                 pass
         except OSError as error:
             raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def bytes_text(text: str) -> int:
-    """A number of bytes: 64, 16K, 4M, 1G."""
-    units = {"K": 10, "M": 20, "G": 30}
-    value = int(text[:-1]) << units[text[-1].upper()] if text[-1:].upper() in units else int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; needs at least one byte")
-    return value
-
-
-bytes_text.__name__ = "number of bytes"  # as argparse calls it
-
-
-def names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """An argparse type: names with commas between, each one of `allowed`."""
-
-    def convert(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        for name in found or [""]:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"got {name!r}; needs any of {','.join(allowed)}")
-        return found
-
-    return convert

@@ -1,7 +1,7 @@
 """Runs a command over several test hosts that are made on this machine, as root.
 
     sudo .venv/bin/python tests/hosts.py --hosts 2 --ranks-per-host 2 -- python -m pytest -q --only-mpi
-    sudo .venv/bin/python tests/hosts.py --rate 1gbit -- python benchmarks/bench_collectives.py --ops all_reduce
+    sudo .venv/bin/python tests/hosts.py --rate 1gbit -- python -m collectives.bench all_reduce
 
 A host is a set of Linux namespaces: its network, host name and /dev/shm are its own, the files and the cores are the
 machine's. All hosts hang on one switch, and mpirun runs outside and starts ranks on the hosts as it would by ssh:

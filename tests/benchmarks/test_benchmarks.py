@@ -16,47 +16,10 @@ import pytest
 
 from tests.harness.launch import ROOT, environment, run
 
-COLLECTIVES = "benchmarks/bench_collectives.py"
 TRAINING = "benchmarks/bench_training.py"
 IN_TURN = "benchmarks/bench_in_turn.py"
 OUTCOMES = "tests/examples/outcomes.py"
 DEEPSPEED = find_spec("deepspeed") is not None
-
-
-def test_collectives_are_timed_and_checked(mpirun, tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    done = mpirun(
-        3,
-        COLLECTIVES,
-        "--ops=all_reduce,reduce_scatter,all_gather,all_to_all,broadcast,reduce,gather,scatter",
-        "--algorithms=auto,symmetric,ring,tree,pairwise,mpi,gloo,copy",
-        *("--min-bytes=100", "--max-bytes=20K", "--factor=100", "--iters=2", f"--json={path}"),
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())
-    assert set(rows[0]) == {
-        *("op", "algorithm", "dtype", "ranks", "bytes", "buffer", "time_us", "algbw_gbs", "busbw_gbs"),
-    }
-    assert {(row["op"], row["algorithm"]) for row in rows} >= {
-        *(("all_reduce", "ring"), ("all_reduce", "gloo"), ("all_to_all", "pairwise"), ("gather", "tree")),
-    }
-    assert all(row["time_us"] > 0 and row["ranks"] == 3 for row in rows)
-    of_symmetric = {row["algorithm"] for row in rows if row["buffer"] == "symmetric"}
-    assert of_symmetric == {"auto", "symmetric", "copy"}
-    assert {row["algorithm"] for row in rows if row["buffer"] == "user"} >= {"auto", "symmetric", "mpi", "gloo"}
-    lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
-    assert len(lines) == len(rows)
-    assert all(line[-1] == "0" for line in lines if "copy" not in line), "wrong results"
-    assert "# all_gather of float32: not served by copy, pairwise, tree" in done.stdout
-
-
-@pytest.mark.thorough
-def test_what_mpi_cannot_reduce_gets_no_row(mpirun) -> None:
-    done = mpirun(
-        2, COLLECTIVES, "--ops=all_reduce", "--algorithms=ring,mpi", "--dtype=bfloat16", "--max-bytes=1K", "--iters=1"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "# all_reduce of bfloat16: not served by mpi" in done.stdout
 
 
 def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
@@ -183,7 +146,8 @@ def test_deepspeed_trains_alike_and_leaves_nothing_behind(mpirun, tmp_path: Path
     left = """if True:
         import gc, sys, weakref
         sys.path.insert(0, "benchmarks")
-        import torch, mpidl, peers
+        import torch, mpidl
+        from collectives.bench import peers
         from peer_deepspeed import DeepSpeed
 
         linear = torch.nn.functional.linear
@@ -214,20 +178,10 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
     assert (done.returncode, done.stderr.count("error: --engines: DeepSpeed is not installed")) == (2, 1)
 
 
-@pytest.mark.thorough("training")
-@pytest.mark.parametrize(
-    ("program", "options"),
-    [
-        (
-            COLLECTIVES,
-            ["--ops=all_reduce,dance", "--algorithms=star", "--min-bytes=2 --max-bytes=1", "--min-bytes=a"],
-        ),
-        (TRAINING, ["--engines=zero4", "--heads=7", "--steps=0", "--called=x"]),
-    ],
-    ids=["collectives", "training"],
-)
-def test_wrong_options_are_one_line_and_status_2(mpirun, program: str, options: list[str]) -> None:
-    done = mpirun(2, OUTCOMES, program, json.dumps([option.split() for option in options]))
+@pytest.mark.thorough
+def test_wrong_options_are_one_line_and_status_2(mpirun) -> None:
+    options = ["--engines=zero4", "--heads=7", "--steps=0", "--called=x"]
+    done = mpirun(2, OUTCOMES, TRAINING, json.dumps([option.split() for option in options]))
     assert done.returncode == 0, done.stderr
     for option, ranks in zip(options, json.loads(done.stdout), strict=True):
         assert [status for status, _, _ in ranks] == [2, 2], option

@@ -15,8 +15,14 @@ TRAINING = [
     for n, name in enumerate(reversed(ENGINES))
 ]
 COLLECTIVES = [
-    {"op": op, "algorithm": name, "buffer": buffer, "ranks": 2, "bytes": 1 << k, "time_us": float(k)}
-    for op in ("all_reduce", "broadcast")
+    {
+        **{"op": op, "algorithm": name, "buffer": buffer, "cache": cache, "place": place},
+        **{"ranks": 2, "bytes": 1 << k, "time_us": float(k)},
+    }
+    for op, place, cache in (
+        *(("all_reduce", "in", "warm"), ("all_reduce", "out", "warm"), ("all_reduce", "in", "cold")),
+        ("broadcast", "in", "warm"),
+    )
     for name, buffer in [*LINES, ("ring", "user")]
     for k in (20, 12)
 ]
@@ -45,7 +51,7 @@ def test_all_engines_and_lines_are_drawn_and_the_same_rows_give_the_same_file(tm
 
 def test_rows_are_chosen_and_put_in_order() -> None:
     assert [row["engine"] for row in engines_of([*TRAINING, {"engine": "all-reduce"}])] == list(ENGINES)
-    only = [row for row in COLLECTIVES if row["op"] == "all_reduce"]
+    only = [row for row in COLLECTIVES if (row["op"], row["place"], row["cache"]) == ("all_reduce", "in", "warm")]
     assert lines_of(only) == {key: [(1 << 12, 12.0), (1 << 20, 20.0)] for key in LINES}
     assert lines_of(COLLECTIVES) == lines_of(only)
 

@@ -2,12 +2,14 @@
 
     mpirun -n 2 python outcomes.py examples/gpt2_zero3.py '[["--batch", "0"], ...]'
 
-"{rank}" in an argument becomes the rank. "signal:3" is no argument: the last rank gets SIGUSR1 once step 3 is done, in
-programs with `mpidl.resuming`. Rank 0 prints JSON: for each command line a list over the ranks of
-[status (0: it returned), what was written to standard output, to standard error].
+A program is a file, or a package that `python -m` runs, such as collectives.bench. "{rank}" in an argument becomes the
+rank. "signal:3" is no argument: the last rank gets SIGUSR1 once step 3 is done, in programs with `mpidl.resuming`.
+Rank 0 prints JSON: for each command line a list over the ranks of [status (0: it returned None or 0), what was written
+to standard output, to standard error].
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -19,9 +21,12 @@ from pathlib import Path
 import mpidl
 from mpidl.resuming import Checkpoints
 
-program = Path(__file__).resolve().parents[2] / sys.argv[1]
-sys.path.insert(0, str(program.parent))
-main = runpy.run_path(str(program))["main"]
+if sys.argv[1].endswith(".py"):
+    program = Path(__file__).resolve().parents[2] / sys.argv[1]
+    sys.path.insert(0, str(program.parent))
+    main = runpy.run_path(str(program))["main"]
+else:
+    main = importlib.import_module(f"{sys.argv[1]}.__main__").main
 comm = mpidl.init()
 outcomes = []
 signalled = 0
@@ -43,7 +48,7 @@ for arguments in json.loads(sys.argv[2]):
     out, errors, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
-            main()
+            status = main() or 0
         except SystemExit as end:
             status = end.code
     outcomes.append(mpidl.all_gather_object(comm, (status, out.getvalue(), errors.getvalue())))

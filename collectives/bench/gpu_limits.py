@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-import mpidl
-from collectives import ArgumentError, Communicator
-from collectives.backends.cuda import driver
-from collectives.backends.cuda.transports import TRANSPORTS, VARIABLE
-from collectives.timing import Clock
+from ..backends.cuda import driver
+from ..backends.cuda.transports import TRANSPORTS, VARIABLE
+from ..communicator import Communicator
+from ..errors import ArgumentError
+from ..timing import Clock
+from .operations import OPERATIONS
 
 _COPY_BYTES = 256 << 20
 _COPIES = 20
@@ -73,7 +74,7 @@ class Gpu:
         torch.cuda.set_device(self.index)
         self.device = f"cuda:{self.index}"
         here = platform.node(), driver.identity(self.index)
-        everyone = mpidl.all_gather_object(comm, here)
+        everyone = comm.all_gather_object(here)
         self.sharing, self._turn = everyone.count(here), everyone[: comm.rank].count(here)
         self.own = len(set(everyone)) == comm.size
         found = torch.cuda.get_device_properties(self.index)
@@ -135,8 +136,9 @@ def groups(comm: Communicator, ways: Sequence[str], device: str) -> dict[str, Co
 def told(rows: Sequence[Any]) -> list[str]:
     """Formats a line for each way and kind of arrays: compared with the limit and gloo, and the bounds kept or missed.
 
-    rows: `GpuRow`s of one operation and size.
+    rows: those of one operation and size; of an operation that comes in both forms the usual one counts.
     """
+    rows = [row for row in rows if row.place == OPERATIONS[row.op].usual]
     gloo = next((row.time_us for row in rows if row.algorithm == "gloo"), None)
     lines = []
     for row in rows:

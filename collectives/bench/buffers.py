@@ -1,0 +1,128 @@
+"""The arrays that calls work on: one set that stays warm, or many that calls rotate through so that each is cold.
+
+    warm    call 1: set 0      call 2: set 0      call 3: set 0 ...     all as the untimed call before has left it
+    cold    call 1: set 0      call 2: set 1      call 3: set 2 ...     and set 0 again after more than the caches hold
+
+Sets lie one behind the other in an arena. Where so many small ones would be needed that their prepared calls find no
+room (`Communicator` keeps some), there are fewer, and before each call a rank reads other memory that makes up for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..communicator import Communicator
+from .operations import Case
+
+_LINE = 64  # bytes; sets share no line
+_MORE = 1.25  # than the caches hold
+
+
+@dataclass
+class Arrays:
+    """The arrays of one call on this rank: x goes in, out comes out. In place they are, or lie in, one memory."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How many sets there are, and how many bytes of other memory a rank reads before a call."""
+
+    sets: int
+    swept: int = 0
+
+    def between(self, touched: int) -> int:
+        """Bytes that are touched between two uses of a set by calls that touch so many each."""
+        return (self.sets - 1) * touched + self.sets * self.swept
+
+
+WARM = Rotation(1)
+
+
+def cold(touched: int, caches: int, most: int) -> Rotation:
+    """The rotation in which more bytes than the caches hold are touched between two uses of a set.
+
+    touched: bytes that a call touches at least. caches: bytes that they hold. most: sets.
+    """
+    needed = int(caches * _MORE)
+    sets = min(1 + max(1, -(-needed // touched)), max(2, most))
+    return Rotation(sets, max(0, -(-(needed - (sets - 1) * touched) // sets)))
+
+
+class Sweep:
+    """Memory that is read only to push other memory out of the caches. size: bytes in all."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = np.ones(-(-max(size, 8) // 8), np.int64)  # ones: zeros would all be one page
+        self._place = 0
+
+    def read(self, nbytes: int) -> None:
+        """Reads the next so many bytes."""
+        left = -(-nbytes // 8)
+        while left > 0:
+            some = self._memory[self._place : self._place + left]
+            some.sum()
+            left -= some.size
+            self._place = (self._place + some.size) % self._memory.size
+
+
+class Arena:
+    """All sets of one kind of arrays for a case. Collective.
+
+    kind: "user" is any memory; "symmetric" that of `Communicator.empty`, and for the output of an all_gather that of
+    `Communicator.shared`, one for the node. beside: the second array of each set is needed.
+    """
+
+    def __init__(self, comm: Communicator, case: Case, kind: str, sets: int, device: str, *, beside: bool) -> None:
+        self._operation, self._rank, self._root = case.operation, comm.rank, case.root
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        self.part = max(1, case.size // dtype.itemsize // comm.size)
+        self.whole = self.part * comm.size
+        self.nbytes = self.whole * dtype.itemsize
+        second = (self.part if self._operation.parts else self.whole) if beside else 0
+        line = max(1, _LINE // dtype.itemsize)
+        self._strides = tuple(-(-size // line) * line for size in (self.whole, second))
+
+        def make(elements: int, *, shared: bool = False) -> torch.Tensor:
+            if kind == "user" or not elements:
+                made = torch.empty(elements, dtype=dtype, device=device)
+            else:
+                made = (comm.shared if shared else comm.empty)(elements, dtype, device=device)
+            return made.zero_()  # has pages of its own from now on
+
+        self._wholes = make(self._strides[0] * sets, shared=self._operation.name == "all_gather")
+        self._seconds = make(self._strides[1] * sets)
+        self._second = second
+
+    def zero(self) -> None:
+        """Sets all to zero, on which reductions may run again and again."""
+        self._wholes.zero_()
+        self._seconds.zero_()
+
+    def arrays(self, number: int, place: str) -> Arrays:
+        """The arrays of a set, for a call out of place or in place."""
+        whole = self._wholes[number * self._strides[0] :][: self.whole]
+        second = self._seconds[number * self._strides[1] :][: self._second]
+        takes_part = self._operation.name in ("reduce_scatter", "scatter")  # and hands in a whole array
+        if not self._operation.parts:
+            return Arrays(whole if place == "in" else second, whole)
+        if place == "in" and (not self._operation.rooted or self._rank == self._root):
+            second = whole[self._rank * self.part :][: self.part]
+        return Arrays(whole, second) if takes_part else Arrays(second, whole)
+
+
+def touched_bytes(case: Case, ranks: int) -> int:
+    """Bytes that a call touches at least on any rank: where there is a root, the others have a part alone."""
+    itemsize = getattr(torch, case.dtype).itemsize
+    part = max(1, case.size // itemsize // ranks) * itemsize
+    return int(part if case.operation.rooted and case.operation.parts else part * ranks)
+
+
+def needs_beside(case: Case, places: tuple[str, ...]) -> bool:
+    """Returns whether a set needs its second array."""
+    return "out" in places or (case.operation.rooted and case.operation.parts)

@@ -1,0 +1,99 @@
+"""The operations as data: which arrays they have, in which forms they come, and what their links carry.
+
+Sizes as in nccl-tests: "whole" is the array of n elements that all ranks' parts make up, or that each rank reduces or
+sends; a part has n / ranks. An operation has a whole array, and beside it another whole one or a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PLACES = ("out", "in")
+
+
+def _twice(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
+
+
+def _once(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _all(ranks: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    bus: from the number of ranks, the bytes that a link carries for a byte of the whole array: busbw is algbw times it
+    (nccl-tests, doc/PERFORMANCE.md). parts: beside the whole array there is a part, else another whole one. reduces: it
+    has an operator. rooted: it has a root. places: the forms that it comes in, "out" of place and "in" place. usual:
+    the form in which `Communicator` copies nothing more than it has to.
+    """
+
+    name: str
+    bus: Callable[[int], float]
+    usual: str
+    parts: bool = False
+    reduces: bool = False
+    rooted: bool = False
+    places: tuple[str, ...] = PLACES
+
+    @property
+    def in_place_alone(self) -> bool:
+        """Returns whether `Communicator` has it in place only, so that out of place a copy comes first."""
+        return not self.parts and self.usual == "in"
+
+    def count(self, whole: int, ranks: int) -> int:
+        """Elements that nccl-tests calls the count: what a call is given, of a rank's part where there are parts."""
+        return whole // ranks if self.parts or self.name == "all_to_all" else whole
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", _twice, "in", reduces=True),
+        Operation("reduce_scatter", _once, "out", parts=True, reduces=True),
+        Operation("all_gather", _once, "out", parts=True),
+        Operation("all_to_all", _once, "out", places=("out",)),
+        Operation("broadcast", _all, "in", rooted=True, places=("in",)),
+        Operation("reduce", _all, "in", reduces=True, rooted=True),
+        Operation("gather", _once, "out", parts=True, rooted=True),
+        Operation("scatter", _once, "out", parts=True, rooted=True),
+        Operation("scan", _all, "in", reduces=True),
+        Operation("exscan", _all, "in", reduces=True),
+    )
+}
+USUAL_OPERATIONS = tuple(OPERATIONS)[:4]
+PREFIXES = ("scan", "exscan")  # no average, and no peer has them but MPI
+OPERATORS = ("sum", "prod", "min", "max", "avg")
+# nccl-tests' own names for some.
+TYPES = {"float": "float32", "double": "float64", "half": "float16"}
+DATATYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all sides do: an operation on elements of a type. op: the operator, or "none". root: a rank, or -1.
+
+    size: bytes of the whole array, to be cut down to equal parts for all ranks.
+    """
+
+    operation: Operation
+    dtype: str
+    op: str
+    root: int
+    size: int
+
+
+def has_average(dtype: str) -> bool:
+    """Returns whether an average of such elements is one."""
+    return "float" in dtype
+
+
+def bus_bandwidth(operation: Operation, nbytes: int, seconds: float, ranks: int) -> float:
+    """Gigabytes (10^9) a second of the busiest link. nbytes: of the whole array."""
+    return nbytes / seconds / 1e9 * operation.bus(ranks)
