@@ -87,7 +87,9 @@ class Uncompressed(Compressor):
 class Trial(Protocol):
     """A reduction that may be chosen."""
 
-    where: str
+    @property
+    def where(self) -> str:
+        """Where it compresses."""
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
