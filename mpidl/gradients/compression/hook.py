@@ -125,6 +125,11 @@ class CompressedReduction:
         return self._method.ranks.where
 
     @property
+    def peers(self) -> int:
+        """The number of ranks that exchange a section."""
+        return self._method.ranks.peers
+
+    @property
     def feeds_back(self) -> bool:
         """Returns whether what is not sent is added to the gradients of the next step."""
         return self._method.feeds_back
