@@ -21,6 +21,7 @@ ALLOWED = {
     "gpu_limits": ("benchmarks/", "tests/benchmarks/"),
     "bench_collectives": ("benchmarks/", "tests/benchmarks/"),
     "bench_learning": ("benchmarks/", "tests/benchmarks/"),
+    "bench_post_local": ("benchmarks/", "tests/benchmarks/"),
     "bench_training": ("benchmarks/", "tests/benchmarks/"),
     "plot_front_page": ("benchmarks/", "tests/benchmarks/"),
     "training_report": ("benchmarks/", "tests/benchmarks/"),

@@ -22,7 +22,8 @@ from .remainders import BucketSection
 class BucketReduction:
     """The reduction of a bucket.
 
-    kept: its section. method: what reduces it. contributions: ranks whose gradients are averaged. names: of parameters.
+    kept: its section. method: what reduces it. contributions: ranks whose gradients are averaged. names: of parameters,
+        some of which may have none.
     step: number of passes before this one. begins_step: it is the first since the optimizer stepped.
     window: to be undone; None: never.
     """
@@ -116,7 +117,7 @@ class BucketReduction:
         kept = self.kept
         ((_, first, last),) = kept.layout.parts()
         pairs = zip(kept.parameters, kept.starts, strict=True)
-        return [Matrix(p, start - first, self.names[p]) for p, start in pairs if first <= start < last]
+        return [Matrix(p, start - first, self.names.get(p, "")) for p, start in pairs if first <= start < last]
 
 
 def _same_memory(result: torch.Tensor, flat: torch.Tensor) -> bool:
