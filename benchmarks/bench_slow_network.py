@@ -96,9 +96,11 @@ class NetworkTrial(Trial):
     """A method, built; counts bytes and time in its counted steps, which are whole periods."""
 
     def __init__(self, name: str, comm: Communicator, options: argparse.Namespace, *others: Any) -> None:
-        self._period = method_of(name).period
-        steps = -(-options.steps // self._period) * self._period
-        super().__init__(name, comm, argparse.Namespace(**vars(options) | {"steps": steps}), *others)
+        method = method_of(name)
+        self._period = method.period
+        counted = -(-options.steps // self._period) * self._period
+        steps = {"steps": counted, "warmup": max(options.warmup, method.settles)}
+        super().__init__(name, comm, argparse.Namespace(**vars(options) | steps), *others)
 
     def _prepare(self, name: str, model: GPT2) -> None:
         self._engine = method_of(name).make(model, self._comm)

@@ -73,7 +73,7 @@ def arithmetic(method: str, repeats: int) -> list[float]:
     for step in range(repeats + 2):
         values += compressor.absorb(gradient, arrays, True, 1, 1)
         section = Section(
-            key=values,
+            key=compressor,
             values=values,
             result=result,
             pieces=[(0, starts[-1])],

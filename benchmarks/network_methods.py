@@ -17,6 +17,7 @@ from bench_training import SETTINGS, Engine, plain
 from collectives import Communicator
 from mpidl.comm_hooks import bf16_compress
 from mpidl.errors import UsageError
+from mpidl.gradients.compression.auto import PASSES
 from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
 from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
@@ -70,12 +71,14 @@ class Method:
     """make: builds the engine around a model. sends: bytes that a node sends in a step, by formula.
 
     is_peer: it is torch.distributed's. period: steps after which the same comes again, of which a time is the mean.
+    settles: steps before the first that is as all later ones.
     """
 
     make: Callable[[GPT2, Communicator], Engine]
     sends: Callable[[Shape], float]
     is_peer: bool = False
     period: int = 1
+    settles: int = 0
 
 
 def ddp(hook: Callable[..., Any] | None = None, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
@@ -134,8 +137,15 @@ def diloco(**settings: Any) -> Callable[[GPT2, Communicator], Engine]:
     return make
 
 
+def automatic(*allow: str) -> Callable[[GPT2, Communicator], Engine]:
+    """DDP, which chooses none, bf16 or a method of these by measuring."""
+    return ddp(compress=mpidl.Compression("auto", allow=allow))
+
+
 AHEAD, PERIOD = 3, 50
 STARTS = 2  # steps before a method sends less
+CHOOSES = 2 * PASSES + 1  # steps until "auto" has chosen, and reduced once by its choice
+LOSSY = ("int8", "powersgd:4")  # what "auto-lossy" may choose besides bf16
 INT8 = {"compress": "int8", "compress_parameters": "int8"}
 METHODS: dict[str, Method] = {
     "single": Method(lambda model, _: plain(model, Adam(model.parameters(), **SETTINGS)), lambda s: 0),
@@ -151,6 +161,9 @@ METHODS: dict[str, Method] = {
     "bf16": Method(ddp(bf16_compress), lambda s: s.all_reduced(s.total / 2)),
     "onebit": Method(one_bit, lambda s: Sign().sent_bytes(round(s.total / 4), s.nodes, True)),
     "diloco": Method(diloco(), lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
+    # By the formula of what it chooses where the network is what takes time.
+    "auto": Method(automatic(), lambda s: s.all_reduced(s.total / 2), settles=CHOOSES),
+    "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), settles=CHOOSES),
     "torch-ddp": Method(torch_ddp(), lambda s: s.in_rings(s.total), is_peer=True),
     "torch-bf16": Method(torch_ddp("bf16"), lambda s: s.in_rings(s.total / 2), is_peer=True),
     "torch-powersgd": Method(torch_ddp("powersgd"), lambda s: s.in_rings(s.power_sgd(4)), is_peer=True),

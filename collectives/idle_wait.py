@@ -65,14 +65,18 @@ def wait_all(requests: Sequence[MPI.Request]) -> None:
         nap = min(2 * nap, _LONGEST_NAP)
 
 
-def collective(comm: MPI.Comm, name: str, *arguments: Any) -> Callable[[], None]:
-    """Returns a function that calls one of MPI's collectives, by the name of the blocking one."""
+def collective(comm: MPI.Comm, name: str, *arguments: Any, over_nodes: bool = False) -> Callable[[], None]:
+    """Returns a function that calls one of MPI's collectives, by the name of the blocking one.
+
+    over_nodes: the ranks are on several nodes. On all of them the call is then the nonblocking one, so that one in the
+    background can sleep, whether other ranks have theirs there or in the program's thread.
+    """
     blocking = getattr(comm, name)
     started = getattr(comm, f"I{name.lower()}")
 
     def call() -> None:
         # Blocking collectives do not match nonblocking ones, so that all ranks must choose the same.
-        if _local.may_sleep and _local.all_in_background:
+        if over_nodes or (_local.may_sleep and _local.all_in_background):
             wait_all([started(*arguments)])
         else:
             blocking(*arguments)

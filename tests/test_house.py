@@ -20,6 +20,7 @@ ALLOWED = {
     "mpidl": ("mpidl/", "examples/", "benchmarks/", "tests/"),
     "collectives.bench": ("collectives/bench/", "benchmarks/", "tests/"),
     "bench_learning": ("benchmarks/", "tests/benchmarks/"),
+    "bench_post_local": ("benchmarks/", "tests/benchmarks/"),
     "bench_training": ("benchmarks/", "tests/benchmarks/"),
     "plot_front_page": ("benchmarks/", "tests/benchmarks/"),
     "training_report": ("benchmarks/", "tests/benchmarks/"),

@@ -34,13 +34,14 @@ class Library(Backend):
     name = "mpi"
     title = "MPI"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, over_nodes: bool = False) -> None:
         self._comm = comm
+        self._collective = partial(collective, comm, over_nodes=over_nodes)
 
     @classmethod
     def of_group(cls, resources: Resources) -> Library:
         """Makes the backend on the communicator of a group's backends."""
-        return cls(resources.comm)
+        return cls(resources.comm, resources.topology.nodes > 1)
 
     def reduces(self, dtype: DType, op: Reduction) -> bool:
         """Returns whether MPI knows the element type, and has the operator."""
@@ -53,7 +54,7 @@ class Library(Backend):
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Allreduce, in place."""
-        call = collective(self._comm, "Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+        call = self._collective("Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
         call = _finished(call, op, self._comm.size, x)
         if self._comm.size == 1 or x.dtype.kind not in "fc" or _is_float_extremum(x.dtype, op):
             return call
@@ -71,52 +72,52 @@ class Library(Backend):
             return by_copy
         data, target, operator = _elements(x), _elements(out), _operator(op, x.dtype)
         if len(set(counts)) == 1:
-            call = collective(self._comm, "Reduce_scatter_block", data, target, operator)
+            call = self._collective("Reduce_scatter_block", data, target, operator)
         else:
-            call = collective(self._comm, "Reduce_scatter", data, target, list(counts), operator)
+            call = self._collective("Reduce_scatter", data, target, list(counts), operator)
         return _finished(call, op, self._comm.size, out)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
         """MPI_Allgather, or MPI_Allgatherv where the parts differ."""
         source = MPI.IN_PLACE if _overlap(out, x) else _elements(x)
         if len(set(counts)) == 1:
-            return collective(self._comm, "Allgather", source, _elements(out))
-        return collective(self._comm, "Allgatherv", source, _parts(out, counts))
+            return self._collective("Allgather", source, _elements(out))
+        return self._collective("Allgatherv", source, _parts(out, counts))
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
         """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
         if splits.uniform:
-            return collective(self._comm, "Alltoall", _elements(x), _elements(out))
-        return collective(self._comm, "Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
+            return self._collective("Alltoall", _elements(x), _elements(out))
+        return self._collective("Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
 
     def broadcast(self, x: Buffer, root: int) -> Call:
         """MPI_Bcast."""
-        return collective(self._comm, "Bcast", _elements(x), root)
+        return self._collective("Bcast", _elements(x), root)
 
     def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
         """MPI_Reduce, in place on the root."""
         comm, operator = self._comm, _operator(op, x.dtype)
         if comm.rank != root:
-            return collective(comm, "Reduce", _elements(x), None, operator, root)
-        return _finished(collective(comm, "Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
+            return self._collective("Reduce", _elements(x), None, operator, root)
+        return _finished(self._collective("Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
         """MPI_Gatherv."""
         source = MPI.IN_PLACE if out is not None and _overlap(out, x) else _elements(x)
-        return collective(self._comm, "Gatherv", source, None if out is None else _parts(out, counts), root)
+        return self._collective("Gatherv", source, None if out is None else _parts(out, counts), root)
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
         """MPI_Scatterv."""
         target = MPI.IN_PLACE if x is not None and _overlap(out, x) else _elements(out)
-        return collective(self._comm, "Scatterv", None if x is None else _parts(x, counts), target, root)
+        return self._collective("Scatterv", None if x is None else _parts(x, counts), target, root)
 
     def scan(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Scan, in place."""
-        return collective(self._comm, "Scan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+        return self._collective("Scan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
 
     def exscan(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then."""
-        call = collective(self._comm, "Exscan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+        call = self._collective("Exscan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
         if self._comm.rank:
             return call
         flat = x.flat

@@ -23,7 +23,7 @@ from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere, is_anywhere
 from ..optimizer_trial import comparable
 from ..replicas.consistency import check_settings_agree
-from .rank_mean import BITS, RankMean, Reduction, across
+from .rank_mean import METHODS, RankMean, Reduction, across
 from .trust import integer, require
 
 
@@ -259,7 +259,8 @@ class OuterSteps:
 def _check_kinds(mixing: Any, compress: Any, error_feedback: Any) -> None:
     fits = isinstance(mixing, Real) and not isinstance(mixing, bool) and 0 <= float(mixing) < 1
     require("mixing", mixing, fits, "a number of at least 0 and below 1")
-    require("compress", compress, compress in BITS, "None, 'bf16' or 'int8'")
+    fits = compress is None or compress in METHODS
+    require("compress", compress, fits, f"one of {', '.join(METHODS)}, or None")
     require("error_feedback", error_feedback, isinstance(error_feedback, bool), "True or False")
 
 

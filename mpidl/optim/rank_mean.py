@@ -1,12 +1,11 @@
-"""The mean over ranks of flat tensors that ranks hold whole: in full precision, in bfloat16, or in blocks of int8.
+"""The mean over ranks of flat tensors that ranks hold whole: in full precision, or compressed with error feedback.
 
-    None      [ own ]            all-reduce                                              [ mean ]
-    "bf16"    [ own + error ]    rounded, all-reduce                                     [ mean ]
-    "int8"    [ own + error ]    codes, all-to-all  [ chunk's mean + error ] codes, all-gather   [ mean ]
+    None             [ own ]             all-reduce                                                      [ mean ]
+    "bf16", ...      [ own + errors ]    messages to the owners of chunks, which send the means back     [ mean ]
 
-What rounding leaves is this rank's error, which is added to the tensor of the same number the next time (error
-feedback). With int8 a chunk's owner rounds the mean again, and keeps the error of that. int8: blocks of 256 elements,
-each with an fp32 scale, its largest magnitude / 127.
+The compressors are those of gradients (`gradients.compression`), and so are their rules: what a message lacks is this
+rank's error, which is added to the tensor of the same number the next time; the owner of a chunk has the error of the
+mean that it sends back.
 
 Where the ranks of a node hold equal tensors (`node`), each reduces a piece with the ranks of its number on the other
 nodes, and the node gathers the pieces: between nodes every element is sent once a node.
@@ -27,10 +26,12 @@ import torch
 
 from collectives import Communicator, Work
 
+from ..gradients.compression.compressor import Exchange, OwnedCompressor, Section
+from ..gradients.compression.layout import pieces_of
+from ..gradients.compression.settings import COMPRESSORS
 from ..job.communicator_pool import take
 
-BLOCK = 256  # elements of an int8 block
-BITS = (None, "bf16", "int8")
+METHODS = ("bf16", "int8", "int4")  # of COMPRESSORS
 
 _across: weakref.WeakKeyDictionary[Communicator, weakref.WeakKeyDictionary[Communicator, Communicator]] = (
     weakref.WeakKeyDictionary()  # by all ranks and by the node, as MPI has few communicators
@@ -41,14 +42,13 @@ _across: weakref.WeakKeyDictionary[Communicator, weakref.WeakKeyDictionary[Commu
 class Reduction:
     """A reduction under way. number: of the tensor. mean: becomes it, on every rank to the same bits.
 
-    sent, owned: the errors that this rank keeps if the mean is used.
+    error: fp32, what this rank's messages of its piece lack, if the mean is used.
     """
 
     number: int
     mean: torch.Tensor
     work: Work | None = None
-    sent: torch.Tensor | None = None
-    owned: torch.Tensor | None = None
+    error: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """Blocks until the mean is there, and returns it."""
@@ -62,7 +62,7 @@ class RankMean:
     """Reduces flat tensors of given sizes, each known by its number, to their means over the ranks.
 
     comm: the ranks. node: those of this rank's node, if they hold equal tensors; as many on every node.
-    sizes: elements of each tensor. compress: None, "bf16" or "int8". feedback: keep errors. Collective.
+    sizes: elements of each tensor. compress: None, or one of METHODS. feedback: keep errors. Collective.
     """
 
     def __init__(
@@ -80,91 +80,62 @@ class RankMean:
             weakref.finalize(self, each.give_back).atexit = False
         self._peers = pooled[0].comm
         self._node = pooled[1].comm if len(pooled) > 1 else None
-        self.sizes, self.compress = list(sizes), compress
+        self.sizes, self._compressor = list(sizes), None if compress is None else _compressor(compress)
         self.feedback = feedback and compress is not None
-        self._sent: dict[int, torch.Tensor] = {}
-        self._owned: dict[int, torch.Tensor] = {}
-
-    @property
-    def sent_bytes(self) -> list[int]:
-        """Bytes of each tensor that this rank sends between nodes in one direction of a reduction, if fp32."""
-        found = []
-        for size in self.sizes:
-            piece = self._counts(size)[0 if self._node is None else self._node.rank]
-            chunk = self._chunk(piece)
-            bits = {None: 4 * piece, "bf16": 2 * piece, "int8": self._peers.size * _coded_bytes(chunk)}
-            found.append(bits[self.compress])
-        return found
+        self._errors: dict[int, torch.Tensor] = {}
 
     def begin(self, number: int, whole: torch.Tensor) -> Reduction:
         """Starts the reduction of a tensor: fp32 or fp64 [sizes[number]], overwritten. Collective."""
         made = Reduction(number, whole)
         pieces = whole.split(self._counts(whole.numel()))
         piece = pieces[0 if self._node is None else self._node.rank]
-        task = {None: self._plain, "bf16": self._bf16, "int8": self._int8}[self.compress]
 
         def both() -> None:
             with torch.no_grad():
-                task(made, piece)
+                if self._compressor is None:
+                    self._peers.all_reduce(piece, "avg")
+                else:
+                    self._compressed(made, piece, self._compressor)
                 if self._node is not None:
                     self._node.all_gather(whole, piece.clone(), [each.numel() for each in pieces])
 
         made.work = self._peers.compound("mean of pseudo-gradients", both, async_op=True)
         return made
 
+    def _compressed(self, made: Reduction, piece: torch.Tensor, compressor: OwnedCompressor) -> None:
+        values, ranks = piece.to(torch.float32, copy=True), self._peers.size
+        if made.number in self._errors:
+            values += self._errors[made.number]
+        section = Section(
+            key=made,
+            values=values,
+            result=piece if piece.dtype == torch.float32 else torch.empty_like(values),
+            pieces=pieces_of(piece.numel(), ranks),
+            parameters=(),
+            contributions=ranks,
+            needs_all=True,
+            keeps_remainder=self.feedback,
+            step=0,
+        )
+        at_once: Any = _AtOnce(self._peers)
+        for _ in compressor.reduce(section, Exchange([at_once] * compressor.phases)):
+            pass  # its operations are complete
+        if section.result is not piece:
+            piece.copy_(section.result)
+        made.error = values if self.feedback else None
+
     def finish(self, reduction: Reduction) -> None:
-        """Keeps the errors of a reduction whose mean is used."""
-        if self.feedback:
-            for kept, new in ((self._sent, reduction.sent), (self._owned, reduction.owned)):
-                if new is not None:
-                    kept[reduction.number] = new
+        """Keeps the error of a reduction whose mean is used."""
+        if reduction.error is not None:
+            self._errors[reduction.number] = reduction.error
 
     def held_tensors(self) -> list[torch.Tensor]:
         """The errors."""
-        return [*self._sent.values(), *self._owned.values()]
-
-    # ---- what is sent ----------------------------------------------------------------------------------------
-
-    def _plain(self, made: Reduction, piece: torch.Tensor) -> None:
-        self._peers.all_reduce(piece, "avg")
-
-    def _bf16(self, made: Reduction, piece: torch.Tensor) -> None:
-        if made.number in self._sent:
-            piece.add_(self._sent[made.number])
-        rounded = piece.bfloat16()
-        made.sent = piece - rounded.to(piece.dtype)
-        self._peers.all_reduce(rounded, "avg")
-        piece.copy_(rounded)
-
-    def _int8(self, made: Reduction, piece: torch.Tensor) -> None:
-        ranks, chunk = self._peers.size, self._chunk(piece.numel())
-        own = torch.zeros(ranks * chunk, dtype=piece.dtype)
-        own[: piece.numel()] = piece
-        if made.number in self._sent:
-            own[: piece.numel()] += self._sent[made.number]
-        codes = torch.stack([encode(part) for part in own.view(ranks, chunk)])
-        received = torch.empty_like(codes)
-        self._peers.all_to_all(received.view(-1), codes.view(-1))
-        made.sent = torch.cat([own[r * chunk : (r + 1) * chunk] - decode(codes[r], own.dtype) for r in range(ranks)])
-        made.sent = made.sent[: piece.numel()]
-        mean = torch.zeros(chunk, dtype=piece.dtype)
-        for each in received:
-            mean += decode(each, mean.dtype)
-        mean /= ranks
-        if made.number in self._owned:
-            mean += self._owned[made.number]
-        coded = encode(mean)
-        made.owned = mean - decode(coded, mean.dtype)
-        self._peers.all_gather(codes.view(-1), coded)
-        piece.copy_(torch.cat([decode(each, piece.dtype) for each in codes])[: piece.numel()])
+        return [*self._errors.values()]
 
     def _counts(self, size: int) -> list[int]:
         ranks = 1 if self._node is None else self._node.size
         return [size // ranks + (rank < size % ranks) for rank in range(ranks)]
-
-    def _chunk(self, size: int) -> int:
-        """Elements of the chunk of a piece that each peer owns: whole blocks."""
-        return -(-size // (self._peers.size * BLOCK)) * BLOCK
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -172,21 +143,17 @@ class RankMean:
         """The mean over the ranks of what each tensor's reductions still owe, whole, on every rank. Collective.
 
         A rank that loads it in place of its own errors keeps their sum, whatever the number of ranks. flying: a
-        reduction that has not been finished, whose errors count as those of its tensor.
+        reduction that has not been finished, whose error counts as that of its tensor.
         """
         found: list[torch.Tensor | None] = []
         for number, size in enumerate(self.sizes):
-            sent, owned = self._sent.get(number), self._owned.get(number)
-            if self.feedback and flying is not None and flying.number == number:
-                sent, owned = flying.sent, flying.owned
-            if sent is None:  # on all ranks
+            own = self._errors.get(number)
+            if flying is not None and flying.number == number and self.feedback:
+                own = flying.error
+            if own is None:  # on all ranks
                 found.append(None)
                 continue
-            owed = sent.clone()
-            if owned is not None:
-                first = self._peers.rank * owned.numel()
-                place = owed[first : first + owned.numel()]
-                place += self._peers.size * owned[: place.numel()]
+            owed = own.clone()
             self._peers.all_reduce(owed, "avg")
             if self._node is not None:
                 whole = owed.new_empty(size)
@@ -197,11 +164,35 @@ class RankMean:
 
     def load_errors(self, errors: Sequence[torch.Tensor | None]) -> None:
         """Replaces the errors by what `errors` gave, on any number of ranks."""
-        self._sent, self._owned = {}, {}
+        self._errors = {}
         for number, owed in enumerate(errors if self.feedback else ()):
             if owed is not None:
                 piece = owed.split(self._counts(owed.numel()))[0 if self._node is None else self._node.rank]
-                self._sent[number] = piece.clone()
+                self._errors[number] = piece.to(torch.float32, copy=True)
+
+
+class _AtOnce:
+    """A Communicator inside a compound operation, where operations are complete when they return."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+
+    def all_to_all(self, *given: Any, async_op: bool) -> Work:
+        self._comm.all_to_all(*given)
+        return _COMPLETE
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, counts: Sequence[int], async_op: bool) -> Work:
+        self._comm.all_gather(whole, own, counts)
+        return _COMPLETE
+
+
+_COMPLETE: Any = ()
+
+
+def _compressor(name: str) -> OwnedCompressor:
+    made = COMPRESSORS[name](None)
+    assert isinstance(made, OwnedCompressor)
+    return made
 
 
 def across(comm: Communicator, node: Communicator) -> Communicator:
@@ -212,28 +203,3 @@ def across(comm: Communicator, node: Communicator) -> Communicator:
         assert made is not None
         known[node] = made
     return known[node]
-
-
-def encode(values: torch.Tensor) -> torch.Tensor:
-    """Rounds whole blocks to int8: uint8 [blocks * 260], all codes, then the scales' bytes.
-
-    A block with a value that is not finite becomes NaN.
-    """
-    blocks = values.float().view(-1, BLOCK)
-    scales = blocks.abs().amax(1) / 127
-    codes = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().clamp_(-127, 127)
-    codes = codes.nan_to_num_(0.0).to(torch.int8)
-    return torch.cat([codes.view(-1).view(torch.uint8), scales.view(torch.uint8)])
-
-
-def decode(coded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values that `encode` rounded to."""
-    blocks = coded.numel() // (BLOCK + 4)
-    codes = coded[: blocks * BLOCK].view(torch.int8).view(-1, BLOCK)
-    scales = coded[blocks * BLOCK :].clone().view(torch.float32)
-    values: Any = codes.to(dtype) * scales.to(dtype)[:, None]
-    return values.view(-1)
-
-
-def _coded_bytes(elements: int) -> int:
-    return elements // BLOCK * (BLOCK + 4)

@@ -9,11 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from collectives import Communicator, OperationError, Work, WorkTimeout, unheard
+from collectives import Communicator, OperationError, Work, WorkTimeout, idle_wait, unheard
 from collectives.positions import NO_WORDS
 from tests.collectives.reference import named
 
@@ -27,6 +29,39 @@ def test_async_returns_a_work_that_completes(comm: Communicator) -> None:
     assert work.is_completed()
     assert (x == comm.size).all()
     work.wait()  # again: at once
+
+
+@pytest.mark.mpi
+def test_over_nodes_a_call_in_the_background_sleeps_and_matches_those_of_programs(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has its in a thread that may sleep, the others in that of the program; none calls the blocking one."""
+    naps: list[float] = []
+    monkeypatch.setattr(idle_wait, "time", SimpleNamespace(sleep=naps.append))
+
+    class Nonblocking:
+        Allreduce = None
+        Iallreduce = staticmethod(comm.mpi.Iallreduce)
+
+    x = np.ones(5)
+    mine: Any = Nonblocking()
+    call = idle_wait.collective(mine, "Allreduce", x.copy(), x, over_nodes=True)
+
+    def in_background() -> None:
+        idle_wait.enter_background(lambda: False, may_sleep=True)
+        call()
+
+    if comm.rank == 0 and comm.size > 1:
+        thread = threading.Thread(target=in_background)
+        thread.start()
+        while not naps:  # the others come once it has slept
+            threading.Event().wait(0.001)
+        comm.barrier()
+        thread.join()
+    else:
+        comm.barrier()
+        call()
+    assert (x == comm.size).all()
 
 
 @pytest.mark.mpi

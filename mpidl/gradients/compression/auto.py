@@ -14,6 +14,10 @@ While backward computes, the network works. With all gradients scaled to the mod
 and the method that is over first is tried, if it saves 3 % of the plain time, and kept if it saves 3 % of real steps.
 bf16 may always be chosen, and lossier methods only by name. Inside one node nothing is measured, and none is chosen.
 
+The plain reduction tells what the network takes for a byte. A method whose bytes alone, by its formula, would take
+0.97 of the plain time or more cannot be chosen, and is not measured. What else a reduction takes, copies, sums and the
+interpreter, decides between the others, and no model of messages has it (`collectives.price`).
+
 Who runs what: measurements at construction are collective, in the thread of the program. Every rank puts its times
 into an all-reduce as it launches the last bucket of passes 3 and 7, before the bucket's own reduction. So when any rank
 begins the next pass and waits for it, all have issued it.
@@ -57,6 +61,15 @@ def decide(plain: float, backward: float, figures: Sequence[Figure]) -> str:
     return NONE if best is None or _over_after(best, backward) >= _GAIN * without else best.method
 
 
+def part_of_bytes(
+    compressor: Compressor, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size]
+) -> float:
+    """Bytes of a method by those of fp32. shapes: of the parameters; elements: of all; others as of `sent_bytes`."""
+    return compressor.sent_bytes(elements, ranks, needs_all, shapes) / Uncompressed().sent_bytes(
+        elements, ranks, needs_all
+    )
+
+
 def _now() -> float:
     return time.perf_counter()
 
@@ -87,7 +100,17 @@ class Uncompressed(Compressor):
 class Trial(Protocol):
     """A reduction that may be chosen."""
 
-    where: str
+    @property
+    def where(self) -> str:
+        """Where it compresses."""
+
+    @property
+    def compressor(self) -> Compressor:
+        """What compresses."""
+
+    @property
+    def peers(self) -> int:
+        """The ranks that exchange."""
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
@@ -102,7 +125,8 @@ class AutoChoice:
     candidates: a reduction for each method that may be chosen; none where nothing is to be decided.
     shards, replicas: as of `CompressedReduction`; shards is None in DDP.
 
-    chosen: name of the method, "none", or None while it is open. tried: the method on trial.
+    chosen: name of the method, "none", or None while it is open. tried: the method on trial. left_out: names of methods
+        that were not measured, as their bytes alone take too long.
     """
 
     def __init__(
@@ -117,6 +141,7 @@ class AutoChoice:
         self.candidates, self._world, self._agree = dict(candidates), world, agree
         self.chosen: str | None = None if candidates else NONE
         self.figures: list[Figure] = []
+        self.left_out: list[str] = []
         self.plain = self.backward = 0.0
         self.tried: str | None = None
         self.steps = {NONE: 0.0}  # seconds, by method
@@ -173,6 +198,7 @@ class AutoChoice:
         if self.figures:
             times = ", ".join(f"{each.method} {each.total:.3g}" for each in self.figures)
             said += f"; seconds to reduce: plain {self.plain:.3g}, {times}; backward {self.backward:.3g}"
+            said += f"; too many bytes: {', '.join(self.left_out)}" if self.left_out else ""
             said += f"; a step: {', '.join(f'{name} {seconds:.3g}' for name, seconds in self.steps.items())}"
         return said
 
@@ -235,7 +261,11 @@ class AutoChoice:
             return float(slowest[0]), float(slowest[1])
 
         self.plain, _ = timed(lambda bucket: plain(bucket.buffer()))
+        needs_all, shapes = shards is None or replicas is not None, [p.shape for p in parameters]
         for name, reduction in self.candidates.items():
+            if part_of_bytes(reduction.compressor, total, reduction.peers, needs_all, shapes) >= _GAIN:
+                self.left_out.append(name)
+                continue
             self.figures.append(Figure(name, *timed(lambda bucket, reduction=reduction: reduction(None, bucket))))  # type: ignore[misc]
             reduction.forget()
 

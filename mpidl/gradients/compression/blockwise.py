@@ -21,7 +21,7 @@ import torch
 from .compressor import OwnedCompressor, rounded_up
 
 BLOCK = 256
-_CHUNK = 512  # blocks: 512 KiB of fp32
+_CHUNK = 256  # blocks: 256 KiB of fp32
 _TINY = torch.finfo(torch.float32).tiny  # the least scale by which values are divided
 
 
@@ -87,7 +87,7 @@ class Blockwise(OwnedCompressor):
         self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, remainder: torch.Tensor | None
     ) -> None:
         """Compresses whole blocks: fp32 [blocks, 256], [blocks, 1], uint8 [blocks, bytes], and the first's shape."""
-        scratch, factors = values.new_empty(min(_CHUNK, len(values)), BLOCK), torch.empty_like(scales[:_CHUNK])
+        scratch, factors = self._scratch(values), torch.empty_like(scales[:_CHUNK])
         remainders = values if remainder is None else remainder
         for chunk, scale, integers, left in zip(
             *(x.split(_CHUNK) for x in (values, scales, packed, remainders)), strict=True
@@ -100,16 +100,22 @@ class Blockwise(OwnedCompressor):
             self._pack(rounded, integers.view(torch.int8))
             if remainder is not None:  # of what `decompress` makes, to the bit, so no fused product
                 torch.sub(chunk, rounded.mul_(scale), out=left)
+        self.pool.give_back(scratch.view(-1))
 
     def _decompress_blocks(self, packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         """Writes or adds the values of whole blocks; shapes as in `_compress_blocks`."""
-        scratch = out.new_empty(min(_CHUNK, len(out)), BLOCK) if add else out
+        scratch = self._scratch(out)
         for integers, scale, chunk in zip(*(x.split(_CHUNK) for x in (packed, scales, out)), strict=True):
             values = scratch[: len(chunk)] if add else chunk
             self._unpack(integers.view(torch.int8), values)
             values.mul_(scale)
             if add:
                 chunk.add_(values)
+        self.pool.give_back(scratch.view(-1))
+
+    def _scratch(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a chunk, which stays in the cache."""
+        return self.pool.take(_CHUNK * BLOCK, torch.float32, like.device).view(_CHUNK, BLOCK)
 
     def _packed(self, elements: int) -> int:
         """Bytes of the integers."""

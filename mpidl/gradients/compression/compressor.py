@@ -23,12 +23,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from collectives import Communicator, Work
+
+from .pool import Pool
 
 Steps = Generator[list[Work], None, None]
 
@@ -150,6 +152,11 @@ class Compressor(ABC):
         """
         return summed
 
+    @cached_property
+    def pool(self) -> Pool:
+        """Memory for what its sections send and receive."""
+        return Pool()
+
     @abstractmethod
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
         """Reduces a section: `result` becomes the mean, `values` the remainder. Yields once for each phase."""
@@ -217,50 +224,37 @@ class OwnedCompressor(Compressor):
 
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
         """Sends each owner its piece's message; with `needs_all` sends the compressed mean back."""
-        me, values = exchange.rank, section.values
+        me, values, keeps = exchange.rank, section.values, section.keeps_remainder
         sizes = [self.message_bytes(stop - start) for start, stop in section.pieces]
         start, stop = section.pieces[me]
-        received = yield from self._to_owners(section, exchange, sizes)
         own = values[start:stop]
-        if not section.keeps_remainder:
-            own = own.clone()
-        for number in range(exchange.size - 1):
-            self.decompress(received[number * sizes[me] : (number + 1) * sizes[me]], own, add=True)
-        target = section.result[start:stop] if section.needs_all else section.result
+        leaving = [0 if rank == me else size for rank, size in enumerate(sizes)]
+        coming = [0 if rank == me else sizes[me] for rank in range(exchange.size)]
+        sent, received = (self.pool.take(sum(each), torch.uint8, values.device) for each in (leaving, coming))
+        for (first, last), message in zip(section.pieces, sent.split(leaving), strict=True):
+            if message.numel():
+                self.compress(values[first:last], message, values[first:last] if keeps else None)
+        yield started(exchange.phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
+        for message in received.split(sizes[me]) if received.numel() else ():
+            self.decompress(message, own, add=True)
+        self.pool.give_back(sent, received)
         if not section.needs_all:
-            torch.div(own, section.contributions, out=target)
-            if section.keeps_remainder:
+            torch.div(own, section.contributions, out=section.result)
+            if keeps:
                 own.zero_()
             yield []
             return
-        mean = torch.div(own, section.contributions)
-        messages = _bytes(sum(sizes), values.device)
-        offsets = _offsets(sizes)
-        mine = messages[offsets[me] : offsets[me + 1]]
+        own.div_(section.contributions)
+        messages = self.pool.take(sum(sizes), torch.uint8, values.device)
+        each = messages.split(sizes)
         # Every rank computes with the decompressed mean, the owner too, so that all have the same bits.
-        self.compress(mean, mine, mean if section.keeps_remainder else None)
-        if section.keeps_remainder:
-            torch.mul(mean, section.contributions, out=own)
-        yield started(exchange.phases[1].all_gather(messages, mine, counts=sizes, async_op=True))
-        for rank, (first, last) in enumerate(section.pieces):
-            self.decompress(messages[offsets[rank] : offsets[rank + 1]], section.result[first:last])
-
-    def _to_owners(
-        self, section: Section, exchange: Exchange, sizes: Sequence[int]
-    ) -> Generator[list[Work], None, torch.Tensor]:
-        """Sends the other ranks the messages of their pieces; returns theirs of the own piece, one after the other."""
-        me, values = exchange.rank, section.values
-        leaving = [0 if rank == me else size for rank, size in enumerate(sizes)]
-        coming = [0 if rank == me else sizes[me] for rank in range(exchange.size)]
-        sent, received = _bytes(sum(leaving), values.device), _bytes(sum(coming), values.device)
-        offsets = _offsets(leaving)
-        for rank, (start, stop) in enumerate(section.pieces):
-            if rank != me:
-                piece = values[start:stop]
-                message = sent[offsets[rank] : offsets[rank + 1]]
-                self.compress(piece, message, piece if section.keeps_remainder else None)
-        yield started(exchange.phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
-        return received
+        self.compress(own, each[me], own if keeps else None)
+        if keeps:
+            own.mul_(section.contributions)
+        yield started(exchange.phases[1].all_gather(messages, each[me], counts=sizes, async_op=True))
+        for (first, last), message in zip(section.pieces, each, strict=True):
+            self.decompress(message, section.result[first:last])
+        self.pool.give_back(messages)
 
 
 def started(work: Work | None) -> list[Work]:
@@ -272,11 +266,3 @@ def started(work: Work | None) -> list[Work]:
 def rounded_up(size: int, multiple: int = 8) -> int:
     """The least multiple that is not smaller."""
     return -(-size // multiple) * multiple
-
-
-def _bytes(size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    return [0, *np.cumsum(sizes).tolist()]

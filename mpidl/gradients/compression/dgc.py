@@ -26,8 +26,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .fraction import FRACTION
 from .options import Option, check, read
-from .topk import FRACTION, TopK
+from .topk import TopK
 
 MOMENTUM = Option(float, lambda value: 0 <= value < 1, "a number from 0 up, below 1")
 WARMUP = Option(int, lambda value: isinstance(value, int) and value >= 0, "a number of steps from 0 up")
@@ -45,15 +46,17 @@ class DeepGradient(TopK):
     Raises ConfigurationError for wrong settings.
     """
 
+    method = "dgc"
+
     def __init__(
         self, fraction: float = 0.001, *, momentum: float = 0.9, warmup: int = 0, clip: float | None = None
     ) -> None:
-        check("dgc", "fraction", FRACTION, fraction)
+        super().__init__(fraction)
         check("dgc", "momentum", MOMENTUM, momentum)
         check("dgc", "warmup", WARMUP, warmup)
         if clip is not None:
             check("dgc", "clip", CLIP, clip)
-        self.fraction, self.momentum, self.warmup, self.clip = fraction, momentum, warmup, clip
+        self.momentum, self.warmup, self.clip = momentum, warmup, clip
         self.arrays = ("momentum",) if momentum else ()
 
     @classmethod

@@ -89,7 +89,7 @@ def of_replicas(elements: int, shard: int, inside: tuple[int, int], peers: int) 
     """The layout of hybrid sharding: a section is a rank's shard, which all peers hold."""
     local_rank, local = inside
     blocks = (Block(0, (shard,) * local),)
-    return SectionLayout(elements, blocks, local_rank, _cut(shard, peers), needs_all=True, gathers=False)
+    return SectionLayout(elements, blocks, local_rank, pieces_of(shard, peers), needs_all=True, gathers=False)
 
 
 def of_whole_parameters(elements: int, starts: Sequence[int], inside: tuple[int, int], peers: int) -> SectionLayout:
@@ -105,7 +105,7 @@ def of_whole_parameters(elements: int, starts: Sequence[int], inside: tuple[int,
     edges.append(elements)
     blocks = (Block(0, tuple(stop - start for start, stop in pairwise(edges))),)
     own = blocks[0].counts[local_rank]
-    return SectionLayout(elements, blocks, local_rank, _cut(own, peers), needs_all=True, gathers=local > 1)
+    return SectionLayout(elements, blocks, local_rank, pieces_of(own, peers), needs_all=True, gathers=local > 1)
 
 
 def _blocks_of(elements: int, ranks: int) -> int:
@@ -114,7 +114,8 @@ def _blocks_of(elements: int, ranks: int) -> int:
     return -(-even // BLOCK) * BLOCK
 
 
-def _cut(elements: int, peers: int) -> tuple[tuple[int, int], ...]:
+def pieces_of(elements: int, peers: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of each peer's piece of a section, whole blocks of a compressor but for the last."""
     size = _blocks_of(elements, peers)
     edges = [min(number * size, elements) for number in range(peers + 1)]
     return tuple(pairwise(edges))

@@ -18,17 +18,21 @@ ones lack, so that rounding is fed back too.
 
 from __future__ import annotations
 
+import math
+import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from collectives import Communicator, Work
 
 from .compressor import Compressor, Exchange, Section, Steps, started
-from .matrices import View, gather_runs, of_parameter, of_section, runs_outside, scatter_runs, square_side
+from .matrices import View, of_parameter, of_section, parts_of, runs_outside, square_side
 from .options import Option, check
 
 RANK = Option(int, lambda value: isinstance(value, int) and value >= 1, "an integer from 1 up")
@@ -56,7 +60,7 @@ class Plan:
     groups: tuple[Group, ...]
     rest: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def rest_size(self) -> int:
         """Elements that are not compressed."""
         return sum(stop - start for start, stop in self.rest)
@@ -102,6 +106,7 @@ class LowRank(Compressor):
             self.bucket_cap_mb = 25.0  # the larger the matrix, the smaller its factors beside it
         self.warm_start, self.min_rate = warm_start, min_rate
         self._kept: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        self._plans: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()  # by keys of sections
 
     @property
     def name(self) -> str:
@@ -132,11 +137,11 @@ class LowRank(Compressor):
 
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
         """Multiplies, adds up and multiplies again."""
-        plan, values, r = self.plan(section), section.values, self.rank
+        plan, values = self.plan(section), section.values
         rights = [
             self.begin(self.stacked(each, "right", section.step), each.views, section.step) for each in plan.groups
         ]
-        sums = Sums(plan, section, r, left=True, dtype=self.factors)
+        sums = Sums(self, plan, section, left=True)
         for group, right, left in zip(plan.groups, rights, sums.by_group, strict=True):
             for number, view in enumerate(group.views):
                 view.times(values, right[number], left[number])
@@ -144,25 +149,33 @@ class LowRank(Compressor):
         sums.finish()
         take_rest(plan, section, sums.rest)
         lefts = [
-            self.finish_left(left, right, section.contributions)
+            self.finish_left(left, right, section.contributions).contiguous()
             for left, right in zip(sums.by_group, rights, strict=True)
         ]
-        sums = Sums(plan, section, r, left=False, dtype=self.factors)
+        sums.give_back(lefts)
+        sums = Sums(self, plan, section, left=False)
         for group, left, right_t in zip(plan.groups, lefts, sums.by_group, strict=True):
             for number, view in enumerate(group.views):
                 view.transposed_times(values, left[number], right_t[number])
         yield sums.start(exchange.phases[1])
         sums.finish()
         sums.factors /= section.contributions
-        for group, left, mean in zip(plan.groups, lefts, sums.by_group, strict=True):
-            right_t = self.finish_right(mean, left)
-            self.take_products(group, section, exchange, left, right_t)
-            if self.warm_start:
-                self.keep(group, "right", right_t)
-        self.clear_padding(section)
+        found = [self.finish_right(mean, left) for mean, left in zip(sums.by_group, lefts, strict=True)]
+        self.take_products(plan, section, exchange, lefts, found)
+        for group, right_t in zip(plan.groups, found if self.warm_start else (), strict=False):
+            self.keep(group, "right", right_t)
+        sums.give_back()
 
     def plan(self, section: Section) -> Plan:
-        """Finds a section's matrices."""
+        """Finds a section's matrices, once."""
+        known = None if section.key is None else self._plans.get(section.key)
+        if known is None:
+            known = self._make_plan(section)
+            if section.key is not None:
+                self._plans[section.key] = known
+        return known
+
+    def _make_plan(self, section: Section) -> Plan:
         elements = section.values.numel()
         views = []
         if not self.batched:
@@ -178,19 +191,28 @@ class LowRank(Compressor):
         return (rows + columns) * self.rank * self.min_rate < rows * columns
 
     def take_products(
-        self, group: Group, section: Section, exchange: Exchange, left: torch.Tensor, right_t: torch.Tensor
+        self,
+        plan: Plan,
+        section: Section,
+        exchange: Exchange,
+        lefts: Sequence[torch.Tensor],
+        rights: Sequence[torch.Tensor],
     ) -> None:
-        """Makes the mean of the factors, and takes it off the values."""
+        """Makes the means of each group's factors, and takes them off the values."""
         factor = section.contributions / exchange.size  # a peer's values may be the sum of its node
-        for number, view in enumerate(group.views):
-            if section.keeps_remainder:
-                if torch.isfinite(left[number]).all() and torch.isfinite(right_t[number]).all():
-                    view.subtract(section.values, left[number], right_t[number], factor)
-                else:
+        are_finite = all(bool(torch.isfinite(each).all()) for each in (*lefts, *rights))
+        for group, left, right_t in zip(plan.groups, lefts, rights, strict=True):
+            for number, view in enumerate(group.views):
+                mine = left[number], right_t[number]
+                if section.keeps_remainder and (are_finite or all(bool(torch.isfinite(each).all()) for each in mine)):
+                    view.move(section.values, section.result, *mine, factor, section.needed_elements)
+                    continue
+                view.write(section.result, *mine, section.needed_elements)
+                if section.keeps_remainder:
                     view.of(section.values).zero_()
-            view.write(section.result, left[number], right_t[number], section.needed_elements)
+        self._clear_padding(section)
 
-    def clear_padding(self, section: Section) -> None:
+    def _clear_padding(self, section: Section) -> None:
         """Makes elements between parameters zero again, which are in the matrix of a whole section."""
         if self.batched:
             taken = [(m.start, m.start + m.shape.numel()) for m in section.parameters]
@@ -214,10 +236,10 @@ class LowRank(Compressor):
 
     def keep(self, group: Group, side: str, factors: torch.Tensor) -> None:
         """Keeps transposed factors for the next step, where they are finite and not all zero."""
-        for number, view in enumerate(group.views):
-            largest = factors[number].abs().amax()
-            if torch.isfinite(largest) and largest > 0:
-                self._kept.setdefault(view.owner, {})[side] = factors[number].clone()
+        copied = factors.clone()
+        for view, mine, largest in zip(group.views, copied, copied.abs().amax((1, 2)).tolist(), strict=True):
+            if 0 < largest < math.inf:
+                self._kept.setdefault(view.owner, {})[side] = mine
 
     def state(self) -> Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]:
         """The factors that begin the next step; with `batched` at the first parameter of a section."""
@@ -252,19 +274,22 @@ class LowRank(Compressor):
 class Sums:
     """The arrays that one phase adds up over the ranks.
 
-    factors: fp32, of all groups; by_group: each group's. rest: what is not compressed, with the left factors.
+    factors: fp32, of all groups; by_group: each group's. rest: what is not compressed, with the left factors, or as
+    `with_rest` says.
     """
 
     def __init__(
-        self, plan: Plan, section: Section, rank: int, left: bool, dtype: torch.dtype, rest: bool | None = None
+        self, method: LowRank, plan: Plan, section: Section, left: bool, with_rest: bool | None = None
     ) -> None:
-        size, rest_size = plan.size(rank, left), plan.rest_size if (left if rest is None else rest) else 0
-        self._whole = torch.empty(size + rest_size, device=section.values.device)
+        size = plan.size(method.rank, left)
+        rest_size = plan.rest_size if (left if with_rest is None else with_rest) else 0
+        self._pool, self._dtype = method.pool, method.factors
+        self._whole = self._pool.take(size + rest_size, torch.float32, section.values.device)
         self.factors, self.rest = self._whole[:size], self._whole[size:]
-        self.by_group = plan.views(self.factors, rank, left)
-        self._dtype, self._rounded = dtype, self.factors
+        self.by_group = plan.views(self.factors, method.rank, left)
+        self._rounded = self.factors
         if rest_size:
-            gather_runs(section.values, plan.rest, self.rest)
+            torch.cat(parts_of(section.values, plan.rest), out=self.rest)
 
     def start(self, comm: Communicator) -> list[Work]:
         """Starts them: one all-reduce, or two where factors are sent in 16 bits."""
@@ -278,13 +303,20 @@ class Sums:
         if self._dtype != torch.float32:
             self.factors.copy_(self._rounded)
 
+    def give_back(self, made: Sequence[torch.Tensor] = ()) -> None:
+        """Gives the memory to other sections, unless something that was made of the factors lies in it."""
+        storage = self._whole.untyped_storage().data_ptr()
+        if all(each.untyped_storage().data_ptr() != storage for each in made):
+            self._pool.give_back(self._whole)
+
 
 def take_rest(plan: Plan, section: Section, rest: torch.Tensor) -> None:
     """Makes the mean of what is not compressed; nothing of it remains."""
-    scatter_runs(section.result, plan.rest, rest.div_(section.contributions))
-    if section.keeps_remainder:
-        for start, stop in plan.rest:
-            section.values[start:stop].zero_()
+    if plan.rest:
+        means = rest.div_(section.contributions).split([stop - start for start, stop in plan.rest])
+        torch._foreach_copy_(parts_of(section.result, plan.rest), list(means))
+        if section.keeps_remainder:
+            torch._foreach_zero_(parts_of(section.values, plan.rest))
 
 
 def drawn(shape: tuple[int, int], name: str, step: int) -> torch.Tensor:

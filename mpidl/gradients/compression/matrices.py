@@ -4,7 +4,8 @@
     left       n x r factor;   right_t    r x m, the transpose of the right factor, so that rows are contiguous
     matrix  ~  left right_t
 
-All products read or write the matrix once. A whole section seldom fills its last row; that shorter row is multiplied
+All products read or write the matrix once; the mean is taken off the values in chunks of it that are still cached.
+A whole section seldom fills its last row; that shorter row is multiplied
 by itself, so that nothing is copied into padded memory.
 """
 
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from .compressor import Matrix, Section
+
+_CHUNK = 1 << 16  # elements: 256 KiB
 
 
 @dataclass(frozen=True)
@@ -62,22 +65,45 @@ class View:
         if self.tail:
             out[:, : self.tail].addmm_(left[self.full_rows :].t(), tail)
 
-    def subtract(self, values: torch.Tensor, left: torch.Tensor, right_t: torch.Tensor, factor: float) -> None:
-        """Subtracts factor * left right_t from the matrix."""
-        full, tail = self._parts(values)
-        full.addmm_(left[: self.full_rows], right_t, alpha=-factor)
-        if self.tail:
-            tail.addmm_(left[self.full_rows :], right_t[:, : self.tail], alpha=-factor)
-
-    def write(self, values: torch.Tensor, left: torch.Tensor, right_t: torch.Tensor, needed: tuple[int, int]) -> None:
+    def write(self, result: torch.Tensor, left: torch.Tensor, right_t: torch.Tensor, needed: tuple[int, int]) -> None:
         """Makes the rows with needed elements (start, stop in the section) those of left right_t."""
-        first = max(0, (needed[0] - self.start) // self.columns)
-        last = min(self.full_rows, -(-(needed[1] - self.start) // self.columns))
-        full, tail = self._parts(values)
+        first, last = self._rows_with(needed)
+        full, tail = self._parts(result)
         if first < last:
             torch.mm(left[first:last], right_t, out=full[first:last])
         if self.tail and needed[1] > self.stop - self.tail:
             torch.mm(left[self.full_rows :], right_t[:, : self.tail], out=tail)
+
+    def move(
+        self,
+        values: torch.Tensor,
+        result: torch.Tensor,
+        left: torch.Tensor,
+        right_t: torch.Tensor,
+        factor: float,
+        needed: tuple[int, int],
+    ) -> None:
+        """Makes the needed rows of the result those of left right_t, and subtracts factor times all rows from values.
+
+        Rows beside the needed ones may be written too.
+        """
+        first, last = self._rows_with(needed)
+        (rows, tail), (means, mean_of_tail) = self._parts(values), self._parts(result)
+        size = max(1, _CHUNK // self.columns)
+        unneeded = values.new_empty(size, self.columns) if last - first < self.full_rows else means
+        for start in range(0, self.full_rows, size):
+            stop = min(start + size, self.full_rows)
+            is_needed = start < last and stop > first
+            out = means[start:stop] if is_needed else unneeded[: stop - start]
+            rows[start:stop].sub_(torch.mm(left[start:stop], right_t, out=out), alpha=factor)
+        if self.tail:
+            torch.mm(left[self.full_rows :], right_t[:, : self.tail], out=mean_of_tail)
+            tail.sub_(mean_of_tail, alpha=factor)
+
+    def _rows_with(self, needed: tuple[int, int]) -> tuple[int, int]:
+        """(first, last + 1) of the full rows with needed elements."""
+        first = max(0, (needed[0] - self.start) // self.columns)
+        return first, min(self.full_rows, -(-(needed[1] - self.start) // self.columns))
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Its elements, flat."""
@@ -117,17 +143,6 @@ def runs_outside(taken: Iterable[tuple[int, int]], elements: int) -> list[tuple[
     return runs
 
 
-def gather_runs(values: torch.Tensor, runs: Sequence[tuple[int, int]], out: torch.Tensor) -> None:
-    """Copies runs of values, one after the other."""
-    at = 0
-    for start, stop in runs:
-        out[at : at + stop - start] = values[start:stop]
-        at += stop - start
-
-
-def scatter_runs(values: torch.Tensor, runs: Sequence[tuple[int, int]], found: torch.Tensor) -> None:
-    """Copies back what `gather_runs` has gathered."""
-    at = 0
-    for start, stop in runs:
-        values[start:stop] = found[at : at + stop - start]
-        at += stop - start
+def parts_of(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The runs of values."""
+    return [values[start:stop] for start, stop in runs]

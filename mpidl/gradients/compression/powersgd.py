@@ -104,7 +104,7 @@ class PowerSGD(LowRank):
         plan, values, is_left = self.plan(section), section.values, section.step % 2 == 0
         known, made = ("right", "left") if is_left else ("left", "right")
         bases = [orthonormal(self.stacked(group, known, section.step).mT) for group in plan.groups]
-        sums = Sums(plan, section, self.rank, left=is_left, dtype=self.factors, rest=True)
+        sums = Sums(self, plan, section, left=is_left, with_rest=True)
         for group, basis, found in zip(plan.groups, bases, sums.by_group, strict=True):
             for number, view in enumerate(group.views):
                 multiply = view.times if is_left else view.transposed_times
@@ -113,11 +113,12 @@ class PowerSGD(LowRank):
         sums.finish()
         take_rest(plan, section, sums.rest)
         sums.factors /= section.contributions
-        for group, basis, found in zip(plan.groups, bases, sums.by_group, strict=True):
-            left, right_t = (found, basis.mT) if is_left else (basis, found)
-            self.take_products(group, section, exchange, left, right_t)
+        lefts = sums.by_group if is_left else bases
+        rights = [basis.mT for basis in bases] if is_left else sums.by_group
+        self.take_products(plan, section, exchange, lefts, rights)
+        for group, found in zip(plan.groups, sums.by_group, strict=True):
             self.keep(group, made, found.mT if is_left else found)
-        self.clear_padding(section)
+        sums.give_back()
 
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
         """2 (N-1)/N of the factors and the rest; with `alternating` the mean of a step with P and one with Q."""

@@ -17,31 +17,17 @@ from collections.abc import Sequence
 
 import torch
 
-from .compressor import Compressor, Exchange, Section, Steps, started
-from .options import check, read
-from .topk import FRACTION, count_of
+from .compressor import Exchange, Section, Steps, started
+from .fraction import FractionCompressor, count_of
 
 
-class RandomK(Compressor):
-    """Sends values at random places, "randomk:0.01": which part of them.
+class RandomK(FractionCompressor):
+    """Sends values at random places, "randomk:0.01": which fraction of them.
 
-    Raises ConfigurationError for another part than above 0 and up to 1.
+    Raises ConfigurationError for another fraction than above 0 and up to 1.
     """
 
-    def __init__(self, fraction: float = 0.01) -> None:
-        check("randomk", "fraction", FRACTION, fraction)
-        self.fraction = fraction
-
-    @classmethod
-    def of(cls, text: str | None) -> RandomK:
-        """Makes one of the settings in a name."""
-        given = read("randomk", text, ("fraction", FRACTION))
-        return cls() if given.first is None else cls(given.first)
-
-    @property
-    def name(self) -> str:
-        """With the fraction."""
-        return f"randomk:{self.fraction:g}"
+    method = "randomk"
 
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
         """Adds up the values at the places of the step."""

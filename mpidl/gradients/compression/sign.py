@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from .compressor import OwnedCompressor, rounded_up
+from .pool import Pool
 
-_CHUNK = 1 << 17  # values: 512 KiB of fp32
+CHUNK = 1 << 16  # values: 256 KiB of fp32
 _HEAD = 8  # bytes before the bits
 _EIGHT = np.dtype((np.void, 32))  # eight fp32 values, moved as one
 _SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1
@@ -41,62 +42,107 @@ class Sign(OwnedCompressor):
         return rounded_up(_HEAD + -(-elements // 8))
 
     def compress(
-        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, count: int | None = None
+        self,
+        values: torch.Tensor,
+        message: torch.Tensor,
+        remainder: torch.Tensor | None,
+        count: int | None = None,
+        squares: float | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """Writes the signs, and the scale. count: n in it, where not all values count; the others are zeros."""
-        scale = _root_mean_square(values, values.numel() if count is None else count)
+        """Writes the signs, and the scale.
+
+        count: n in it, where not all values count; the others are zeros. squares: the sum of the values' squares, if
+        it is known. factor: the remainder is multiplied by it.
+        """
+        n = values.numel() if count is None else count
+        scale = _root_mean_square(sum_of_squares(values) if squares is None else squares, n)
         message[:_HEAD].view(torch.float32).copy_(torch.tensor([scale, 0.0]))
-        bits = message[_HEAD : _HEAD + -(-values.numel() // 8)]
-        sent = values.new_empty(min(_CHUNK, values.numel()))
-        size = values.new_tensor(scale)
-        for start in range(0, values.numel(), _CHUNK):
-            chunk = values[start : start + _CHUNK]
-            _pack(chunk >= 0, bits[start // 8 : (start + _CHUNK) // 8])
+        sent, flags = self.reader(message), self.pool.take(CHUNK, torch.bool, values.device)
+        for start in range(0, values.numel(), CHUNK):
+            chunk = values[start : start + CHUNK]
+            _pack(chunk, sent.bits[start // 8 : -(-(start + chunk.numel()) // 8)], flags[: chunk.numel()])
             if remainder is not None:
-                part = torch.add(chunk, 0.0, out=sent[: chunk.numel()])  # makes +0 of -0
-                torch.copysign(size, part, out=part)
-                torch.sub(chunk, part, out=remainder[start : start + _CHUNK])
+                left = sent.take_off(chunk, start, remainder[start : start + CHUNK])
+                if factor != 1.0:
+                    left.mul_(factor)
+        sent.close()
+        self.pool.give_back(flags)
         if remainder is not None and not math.isfinite(scale):
             remainder.nan_to_num_(0.0, 0.0, 0.0)
 
     def decompress(self, message: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         """Looks the signs up, times the scale."""
-        scale = message[:4].view(torch.float32)
-        whole = out.numel() // 8 * 8
-        bits = message[_HEAD : _HEAD + -(-out.numel() // 8)]
-        signs = torch.from_numpy(_SIGNS).to(out.device) * scale
-        scratch = out.new_empty(min(_CHUNK, rounded_up(out.numel())))
-        for start in range(0, out.numel(), _CHUNK):
-            chunk = out[start : start + _CHUNK]
-            in_place = not add and start + chunk.numel() <= whole
-            values = chunk if in_place else scratch[: rounded_up(chunk.numel())]
-            _look_up(signs, bits[start // 8 : (start + _CHUNK) // 8], values)
-            if add:
-                chunk.add_(values[: chunk.numel()])
-            elif not in_place:
-                chunk.copy_(values[: chunk.numel()])
+        sent = self.reader(message)
+        for start in range(0, out.numel(), CHUNK):
+            (sent.add_to if add else sent.write)(out[start : start + CHUNK], start)
+        sent.close()
+
+    def reader(self, message: torch.Tensor) -> Reader:
+        """Reads a message chunk by chunk."""
+        return Reader(message, self.pool)
 
 
-def _root_mean_square(values: torch.Tensor, count: int) -> float:
+class Reader:
+    """The values of a message, of which at most a chunk is read at once; begun at a multiple of 8.
+
+    bits: the signs, eight a byte.
+    """
+
+    def __init__(self, message: torch.Tensor, pool: Pool) -> None:
+        scale = np.float32(message[:4].view(torch.float32).item())
+        self.bits = message[_HEAD:]
+        self._eights = torch.from_numpy(_SIGNS * scale).to(message.device)  # the eight values of each byte
+        self._pool, self._scratch = pool, pool.take(CHUNK, torch.float32, message.device)
+        self._numbers = pool.take(CHUNK // 8, torch.int64, message.device)  # the bytes, as numbers of rows
+
+    def write(self, out: torch.Tensor, start: int) -> None:
+        """Writes the values from number `start` on."""
+        if out.numel() % 8:
+            out.copy_(self._read(out.numel(), start))
+        else:
+            self._look_up(out, start)
+
+    def add_to(self, values: torch.Tensor, start: int) -> None:
+        """Adds the values from number `start` on."""
+        values.add_(self._read(values.numel(), start))
+
+    def take_off(self, values: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
+        """Writes other values, less those from number `start` on."""
+        return torch.sub(values, self._read(values.numel(), start), out=out)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._pool.give_back(self._scratch, self._numbers)
+
+    def _read(self, count: int, start: int) -> torch.Tensor:
+        self._look_up(self._scratch[: rounded_up(count)], start)
+        return self._scratch[:count]
+
+    def _look_up(self, values: torch.Tensor, start: int) -> None:
+        numbers = self._numbers[: values.numel() // 8].copy_(self.bits[start // 8 : (start + values.numel()) // 8])
+        if numbers.device.type == "cpu":
+            table, target = self._eights.numpy().view(_EIGHT).reshape(-1), values.numpy().view(_EIGHT)
+            np.take(table, numbers.numpy(), out=target, mode="clip")
+            return
+        torch.index_select(self._eights, 0, numbers, out=values.view(-1, 8))
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """The sum of the values' squares."""
+    return sum(float(torch.dot(chunk, chunk)) for chunk in values.split(CHUNK))
+
+
+def _root_mean_square(squares: float, count: int) -> float:
     """The fp32 root of the squares' sum over `count`."""
-    total = sum(float(torch.dot(chunk, chunk)) for chunk in values.split(_CHUNK))
-    return float(np.float32(math.sqrt(total / count))) if count else 0.0
+    return float(np.float32(math.sqrt(squares / count))) if count else 0.0
 
 
-def _pack(positive: torch.Tensor, bits: torch.Tensor) -> None:
-    """Writes eight booleans a byte, the first one highest."""
-    if bits.device.type == "cpu":
-        bits.numpy()[:] = np.packbits(positive.numpy())
+def _pack(values: torch.Tensor, bits: torch.Tensor, flags: torch.Tensor) -> None:
+    """Writes eight signs a byte, the first one highest. flags: memory for as many booleans."""
+    if bits.device.type == "cpu":  # NumPy compares several times as fast
+        bits.numpy()[:] = np.packbits(np.greater_equal(values.numpy(), 0, out=flags.numpy()))
         return
-    wide = torch.nn.functional.pad(positive.to(torch.uint8), (0, 8 * bits.numel() - positive.numel()))
+    wide = torch.nn.functional.pad((values >= 0).to(torch.uint8), (0, 8 * bits.numel() - values.numel()))
     weights = 2 ** torch.arange(7, -1, -1, device=bits.device, dtype=torch.uint8)
     torch.sum(wide.view(-1, 8) * weights, 1, dtype=torch.uint8, out=bits)
-
-
-def _look_up(signs: torch.Tensor, bits: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes the eight values of each byte: signs is a table of 256 times 8."""
-    if bits.device.type == "cpu":
-        table, target = signs.numpy().view(_EIGHT).reshape(-1), values.numpy().view(_EIGHT)
-        np.take(table, bits.numpy(), out=target, mode="clip")
-        return
-    torch.index_select(signs, 0, bits.int(), out=values.view(-1, 8))

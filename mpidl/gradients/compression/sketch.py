@@ -33,8 +33,9 @@ from dataclasses import dataclass
 import torch
 
 from .compressor import Compressor, Exchange, Section, Steps, started
+from .fraction import FRACTION, count_of
 from .options import Option, check, read
-from .topk import FRACTION, count_of, largest_places
+from .topk import largest_places
 
 ROWS = Option(int, lambda value: isinstance(value, int) and value >= 1 and value % 2 == 1, "an odd number from 1 up")
 _BLOCK = 1 << 13  # elements whose estimates are formed at once: their rows stay in the cache

@@ -25,36 +25,21 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .compressor import Compressor, Exchange, Section, Steps, started
-from .options import Option, check, read
+from .compressor import Exchange, Section, Steps, started
+from .fraction import FractionCompressor, count_of
 
-FRACTION = Option(float, lambda value: 0 < value <= 1, "a part of the values, above 0 and up to 1")
 _SAMPLE = 1 << 15  # values
 _CHUNK = 1 << 16  # values: 256 KiB of fp32
 
 
-class TopK(Compressor):
-    """Sends the largest values of each piece, "topk:0.01": which part of them.
+class TopK(FractionCompressor):
+    """Sends the largest values of each piece, "topk:0.01": which fraction of them.
 
-    Raises ConfigurationError for another part than above 0 and up to 1.
+    Raises ConfigurationError for another fraction than above 0 and up to 1.
     """
 
     phases = 2
-
-    def __init__(self, fraction: float = 0.01) -> None:
-        check("topk", "fraction", FRACTION, fraction)
-        self.fraction = fraction
-
-    @classmethod
-    def of(cls, text: str | None) -> TopK:
-        """Makes one of the settings in a name."""
-        given = read("topk", text, ("fraction", FRACTION))
-        return cls() if given.first is None else cls(given.first)
-
-    @property
-    def name(self) -> str:
-        """With the fraction."""
-        return f"topk:{self.fraction:g}"
+    method = "topk"
 
     def fraction_at(self, step: int) -> float:
         """The part of the values that a step sends."""
@@ -102,11 +87,6 @@ class TopK(Compressor):
         if _is_shorter_dense(elements, self.fraction, ranks):
             return to_owners + (ranks - 1) * 4 * piece
         return to_owners * ranks
-
-
-def count_of(elements: int, fraction: float) -> int:
-    """How many of these values are sent: at least one, if there are any."""
-    return min(elements, math.ceil(fraction * elements))
 
 
 def largest_places(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -12,16 +12,20 @@ Algorithm 1, and section 7.1 for the freeze.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from collectives import Communicator
 
+from ...gradients.compression.pipeline import Reduction
+from ...gradients.compression.sign import CHUNK
 from ...optimizer_trial import StepNeeds
 from ..trust import integer, require
 from .base import OneBitOptimizer
-from .steps import advance_first_moment, advance_moments, decay, denominators, descend
+from .flat import FlatBucket
+from .steps import advance_moments, advance_range, decay, denominators, descend, descend_range
 
 
 class FreezingOptimizer(OneBitOptimizer):
@@ -136,14 +140,25 @@ class OneBitAdam(FreezingOptimizer):
                 self._freeze(step)
         else:
             self._mask()
-            exchanged = []
-            for bucket in self._buckets:
-                local = advance_first_moment(bucket, bucket.gradients(), self.defaults["betas"][0])
-                exchanged.append((bucket, self._start(bucket, local)))
-            for bucket, exchange in exchanged:
+            scratch = torch.empty(CHUNK, device=self._buckets[0].device)
+            exchanges = [self._exchange_momentum(bucket, step, scratch) for bucket in self._buckets]
+            for bucket, exchange in zip(self._buckets, exchanges, strict=True):
                 exchange.wait()
-                self._descend(bucket, step)
+                strided = [not p.is_contiguous() for p in bucket.parameters]
+                if any(strided):
+                    self._descend(bucket, step, strided)
         self._count(steps=step)
+
+    def _exchange_momentum(self, bucket: FlatBucket, step: int, scratch: torch.Tensor) -> Reduction:
+        """Starts a step after the freeze: each chunk of m is advanced as it is sent, and used as its mean arrives."""
+        beta1, eps, groups = self.defaults["betas"][0], self.defaults["eps"], bucket.of_group(self.param_groups)
+        gradients = [None if g is None else g.reshape(-1) for g in bucket.gradients()]
+        return self._start(
+            bucket,
+            bucket.arrays["exp_avg"],
+            partial(advance_range, bucket, gradients, beta1),
+            partial(descend_range, bucket, groups, self._corrections(step), eps, scratch),
+        )
 
     def _descend(self, bucket: Any, step: int, reached: list[bool] | None = None) -> None:
         """Updates the weights of a bucket by m. reached: per parameter, whether to do so."""

@@ -27,7 +27,7 @@ from ...gradients.compression.pipeline import Reduction
 from ...mesh.groups import data_group
 from ...replicas.consistency import check_settings_agree
 from ..trust import require
-from .exchange import WHERE, Errors, OneBitExchange
+from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
 
 _ERROR = "error"
@@ -132,7 +132,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             comm = self._ready_exchange().averaging
         else:
             inside = self._ready_exchange().inside
-            if inside is None or inside.size == 1:
+            if inside is None:
                 return completed()
             comm = inside
         work = comm.all_reduce(flat, "avg", async_op=True)
@@ -239,11 +239,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
             if errors.masked is None:
                 errors.mask(bucket.masked(bucket.arrays["exp_avg_sq"]))
 
-    def _start(self, bucket: FlatBucket, array: torch.Tensor) -> Reduction:
-        """Starts to exchange an array of a bucket."""
+    def _start(
+        self,
+        bucket: FlatBucket,
+        array: torch.Tensor,
+        advance: OfRange | None = None,
+        arrived: OfRange | None = None,
+    ) -> Reduction:
+        """Starts to exchange an array of a bucket. advance, arrived: as of `OneBitExchange.start`."""
         assert self._exchange is not None
         self._has_errors = self._feeds_back
-        return self._exchange.start(array, self._errors[bucket])
+        return self._exchange.start(array, self._errors[bucket], advance, arrived)
 
     def _all_agree(self, on: bool) -> bool:
         """Tells if all ranks say yes. Collective."""

@@ -8,6 +8,10 @@
 The error of a chunk on a rank is what its messages lack: on its owner those of the second phase (the server's errors of
 the paper), on the others those of the first (the workers'). So errors are one array of the size of the values.
 
+Values go through in chunks that stay in the cache. So an optimizer may give what makes the array, and what it does with
+the mean, as functions of a range of elements: `advance` is called for a chunk just before it is added to the errors,
+`arrived` as soon as its mean is there.
+
 Between nodes only, the array is the same on all ranks of a node, the mean of theirs. Each of them exchanges its part
 with those of the same number on the other nodes, and the parts are gathered inside the node.
 
@@ -21,6 +25,7 @@ Source: Tang et al. 2021, "1-bit Adam", section 4.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -31,10 +36,11 @@ from ...gradients.buckets import BucketLayout
 from ...gradients.compression.compressor import Steps, started
 from ...gradients.compression.layout import SectionLayout, by_pieces
 from ...gradients.compression.pipeline import Pipeline, Reduction
-from ...gradients.compression.sign import Sign
+from ...gradients.compression.sign import CHUNK, Sign, sum_of_squares
 from ...job import communicator_pool
 
 WHERE = ("between_nodes", "everywhere")
+OfRange = Callable[[int, int], None]  # is called with the first element, and the end, of a range
 
 
 class Errors:
@@ -57,23 +63,28 @@ class Errors:
     def mask(self, masked: torch.Tensor | None) -> None:
         """Sets `masked`."""
         self.masked = masked
-        self._of_pieces: list[torch.Tensor] | None = None
+        self._of_chunks: list[dict[int, torch.Tensor]] | None = None  # of each piece, by the first element of a chunk
         if masked is None:
             return
         flags = torch.zeros(self.layout.elements, dtype=torch.bool, device=masked.device)
         flags.index_fill_(0, masked, True)
         section = torch.cat([flags[start:stop] for _, start, stop in self.layout.parts()])
-        self._of_pieces = [section[start:stop].nonzero().flatten() for start, stop in self.layout.pieces]
+        self._of_chunks = []
+        for start, stop in self.layout.pieces:
+            found = [chunk.nonzero().flatten() for chunk in section[start:stop].split(CHUNK)]
+            self._of_chunks.append({number * CHUNK: each for number, each in enumerate(found) if len(each)})
 
     def counted(self, piece: int) -> int:
         """The elements of a piece that are not masked."""
         start, stop = self.layout.pieces[piece]
-        return stop - start - (0 if self._of_pieces is None else self._of_pieces[piece].numel())
+        found = {} if self._of_chunks is None else self._of_chunks[piece]
+        return stop - start - sum(len(each) for each in found.values())
 
-    def zero_masked(self, piece: int, values: torch.Tensor) -> None:
-        """Zeroes the masked elements among the values of a piece."""
-        if self._of_pieces is not None:
-            values.index_fill_(0, self._of_pieces[piece], 0.0)
+    def zero_masked(self, piece: int, values: torch.Tensor, first: int = 0) -> None:
+        """Zeroes the masked elements among the values of a piece, or of its chunks from element `first` on."""
+        for at, found in () if self._of_chunks is None else self._of_chunks[piece].items():
+            if first <= at < first + values.numel():
+                values[at - first : at - first + CHUNK].index_fill_(0, found, 0.0)
 
 
 class OneBitExchange:
@@ -82,7 +93,8 @@ class OneBitExchange:
     world: all ranks. where: "between_nodes", "everywhere", or None: between nodes, if there are several that fit.
     feeds_back: keeps errors for the next exchange.
 
-    inside: the ranks of this node, where only nodes exchange; else None. compresses: whether anything is sent in bits.
+    inside: the ranks of this node, where only nodes exchange and have several; else None. compresses: whether anything
+        is sent in bits.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
     """
@@ -97,6 +109,8 @@ class OneBitExchange:
             except ArgumentError as error:
                 if where is not None:
                     raise ConfigurationError(f"where={where!r}: {str(error).partition(':')[2].strip()}") from None
+        if self.inside is not None and self.inside.size == 1:
+            self.inside = None
         self.compresses = exchanging.size > 1
         self._sign = Sign()
         taken = [communicator_pool.take(each) for each in (exchanging, exchanging, world)]
@@ -115,61 +129,110 @@ class OneBitExchange:
         made = by_pieces(layout.padded, layout.shard_size, inside, self._phases[0].size)
         return Errors(made, device, self._feeds_back)
 
-    def start(self, array: torch.Tensor, errors: Errors) -> Reduction:
-        """Starts the exchange of an array, which becomes the mean; the handle's `wait()` completes it."""
-        return self._pipeline.start(self._steps(array, errors), lambda: None)
+    def start(
+        self, array: torch.Tensor, errors: Errors, advance: OfRange | None = None, arrived: OfRange | None = None
+    ) -> Reduction:
+        """Starts the exchange of an array, which becomes the mean; the handle's `wait()` completes it.
 
-    def _steps(self, array: torch.Tensor, errors: Errors) -> Steps:
-        layout = errors.layout
-        if errors.masked is not None:
-            array.index_fill_(0, errors.masked, 0.0)
+        advance(start, stop): makes these elements of the array, once for each, before they are sent; by default they
+        are there. arrived(start, stop): called once for each element, when its mean is there.
+        """
+        return self._pipeline.start(self._steps(array, errors, advance, arrived), lambda: None)
+
+    def _steps(self, array: torch.Tensor, errors: Errors, advance: OfRange | None, arrived: OfRange | None) -> Steps:
+        layout, size = errors.layout, array.numel()
         if not self.compresses:
+            _by_chunks(advance, 0, size)
+            if errors.masked is not None:
+                array.index_fill_(0, errors.masked, 0.0)
+            _by_chunks(arrived, 0, size)
             return
-        values = errors.values
-        if values is None:
-            values = array.new_zeros(layout.size)
-        for at, start, stop in layout.parts():
-            values[at : at + stop - start].add_(array[start:stop])
-        result = array if self.inside is None else array.new_empty(layout.size)
-        yield from self._exchange(values, result, errors)
-        if self.inside is not None:
-            works: list[Work] = []
-            for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
-                whole, own = array[block.start : block.stop], result[at : at + stop - start]
-                works += started(self._gathers.all_gather(whole, own, counts=block.counts, async_op=True))
-            yield works
+        values = array.new_zeros(layout.size) if errors.values is None else errors.values
+        squares = self._add(array, values, errors, advance)
+        means = yield from self._means(values, squares, errors)
+        messages = means.split([self._sign.message_bytes(stop - start) for start, stop in layout.pieces])
+        if self.inside is None:
+            for piece, (message, (_, start, stop)) in enumerate(zip(messages, layout.parts(), strict=True)):
+                self._take(message, array[start:stop], errors, piece, _shifted(arrived, start))
+            self._sign.pool.give_back(means)
+            return
+        own, works = array.new_empty(layout.size), []
+        for piece, (message, (start, stop)) in enumerate(zip(messages, layout.pieces, strict=True)):
+            self._take(message, own[start:stop], errors, piece, None)
+        self._sign.pool.give_back(means)
+        for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
+            whole = array[block.start : block.stop]
+            works += started(
+                self._gathers.all_gather(whole, own[at : at + stop - start], counts=block.counts, async_op=True)
+            )
+        yield works
+        _by_chunks(arrived, 0, size)
 
-    def _exchange(self, values: torch.Tensor, result: torch.Tensor, errors: Errors) -> Steps:
-        """Both phases, of a section's values, which become its errors. result: becomes the mean."""
+    def _add(self, array: torch.Tensor, values: torch.Tensor, errors: Errors, advance: OfRange | None) -> list[float]:
+        """Adds this rank's section of the array to its errors; returns the sum of the squares of each piece."""
+        found = []
+        pairs = zip(errors.layout.pieces, errors.layout.parts(), strict=True)
+        for piece, ((first, last), (_, start, _)) in enumerate(pairs):
+            squares = 0.0
+            for at in range(0, last - first, CHUNK):
+                size = min(CHUNK, last - first - at)
+                if advance is not None:
+                    advance(start + at, start + at + size)
+                chunk = values[first + at : first + at + size].add_(array[start + at : start + at + size])
+                errors.zero_masked(piece, chunk, at)
+                squares += sum_of_squares(chunk)
+            found.append(squares)
+        return found
+
+    def _means(
+        self, values: torch.Tensor, squares: Sequence[float], errors: Errors
+    ) -> Generator[list[Work], None, torch.Tensor]:
+        """Both phases, of a section's values, which become its errors. Returns the messages of the pieces' means."""
         me, size, pieces, sign = self._phases[0].rank, self._phases[0].size, errors.layout.pieces, self._sign
         sizes = [sign.message_bytes(stop - start) for start, stop in pieces]
         leaving = [0 if rank == me else each for rank, each in enumerate(sizes)]
         coming = [0 if rank == me else sizes[me] for rank in range(size)]
-        sent = torch.empty(sum(leaving), dtype=torch.uint8, device=values.device)
-        received = torch.empty(sum(coming), dtype=torch.uint8, device=values.device)
+        pool = sign.pool
+        sent, received = (pool.take(sum(each), torch.uint8, values.device) for each in (leaving, coming))
         for rank, ((start, stop), message) in enumerate(zip(pieces, sent.split(leaving), strict=True)):
             if rank != me:
                 piece = values[start:stop]
-                sign.compress(piece, message, piece, errors.counted(rank))
+                sign.compress(piece, message, piece, errors.counted(rank), squares[rank])
                 errors.zero_masked(rank, piece)
         self.sent_bytes += sent.numel() + (size - 1) * sizes[me]
         yield started(self._phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
 
-        own = values[slice(*pieces[me])]
-        for message in received.split(sizes[me]):
-            sign.decompress(message, own, add=True)
-        errors.zero_masked(me, own)
-        own.div_(size)
-        messages = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
+        own, total = values[slice(*pieces[me])], 0.0
+        readers = [sign.reader(message) for message in received.split(sizes[me])]
+        for at in range(0, own.numel(), CHUNK):
+            chunk = own[at : at + CHUNK]
+            for reader in readers:
+                reader.add_to(chunk, at)
+            errors.zero_masked(me, chunk, at)
+            total += sum_of_squares(chunk.div_(size))
+        for reader in readers:
+            reader.close()
+        pool.give_back(sent, received)
+        messages = pool.take(sum(sizes), torch.uint8, values.device)
         each = messages.split(sizes)
         # Every rank computes with the decompressed mean, the owner too, so that all have the same bits.
-        sign.compress(own, each[me], own, errors.counted(me))
+        sign.compress(own, each[me], own, errors.counted(me), total, factor=size)
         errors.zero_masked(me, own)
-        own.mul_(size)
         yield started(self._phases[1].all_gather(messages, each[me], counts=sizes, async_op=True))
-        for rank, ((start, stop), message) in enumerate(zip(pieces, each, strict=True)):
-            sign.decompress(message, result[start:stop])
-            errors.zero_masked(rank, result[start:stop])
+        return messages
+
+    def _take(
+        self, message: torch.Tensor, result: torch.Tensor, errors: Errors, piece: int, arrived: OfRange | None
+    ) -> None:
+        """Writes the mean of a piece."""
+        reader = self._sign.reader(message)
+        for at in range(0, result.numel(), CHUNK):
+            chunk = result[at : at + CHUNK]
+            reader.write(chunk, at)
+            errors.zero_masked(piece, chunk, at)
+            if arrived is not None:
+                arrived(at, at + chunk.numel())
+        reader.close()
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -187,3 +250,12 @@ class OneBitExchange:
         if errors.values is not None:
             for at, start, stop in errors.layout.parts():
                 errors.values[at : at + stop - start] = mean[start:stop]
+
+
+def _by_chunks(call: OfRange | None, start: int, stop: int) -> None:
+    for at in range(start, stop if call else start, CHUNK):
+        call(at, min(at + CHUNK, stop))  # type: ignore[misc]
+
+
+def _shifted(call: OfRange | None, by: int) -> OfRange | None:
+    return None if call is None else lambda start, stop: call(by + start, by + stop)

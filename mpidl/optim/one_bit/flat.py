@@ -8,11 +8,25 @@ chunks        [ rank 0 | rank 1 | ...]     the owners of an exchange: the shards
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...gradients.buckets import BucketLayout
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a parameter in a range of an array. number: of the parameter. start, stop: of its elements.
+
+    place: in the array.
+    """
+
+    number: int
+    start: int
+    stop: int
+    place: slice
 
 
 class FlatBucket:
@@ -27,6 +41,7 @@ class FlatBucket:
         self.device = self.parameters[0].device
         self.arrays: dict[str, torch.Tensor] = {}
         self.views: dict[str, list[torch.Tensor]] = {}
+        self._spans: dict[tuple[int, int], list[Span]] = {}
         for key in keys:
             self.array(key)
 
@@ -45,6 +60,16 @@ class FlatBucket:
     def places(self, array: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's place in an array, of its shape."""
         return self.layout.views(array, [p.shape for p in self.parameters])
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """The parts of the parameters in a range of an array."""
+        if (start, stop) not in self._spans:
+            self._spans[start, stop] = found = []
+            for number, (offset, size) in enumerate(zip(self.layout.offsets, self.layout.sizes, strict=True)):
+                low, high = max(start, offset), min(stop, offset + size)
+                if low < high:
+                    found.append(Span(number, low - offset, high - offset, slice(low, high)))
+        return self._spans[start, stop]
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Each parameter's gradient in fp32; None where it has none."""

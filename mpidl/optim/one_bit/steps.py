@@ -1,7 +1,11 @@
-"""Arithmetic on the parameters of a bucket, many tensors a call; weights of 16 bits are updated in fp32."""
+"""Arithmetic on the parameters of a bucket; weights of 16 bits are updated in fp32.
+
+Many tensors a call; or, between the phases of an exchange, those elements of a bucket that lie in the cache just then.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +37,44 @@ def advance_first_moment(bucket: FlatBucket, gradients: Sequence[torch.Tensor | 
         given: list[Any] = [gradients[n] for n in found]
         torch._foreach_add_(views, given, alpha=1 - beta1)
     return array
+
+
+def advance_range(
+    bucket: FlatBucket, gradients: Sequence[torch.Tensor | None], beta1: float, start: int, stop: int
+) -> None:
+    """m = beta1 m + (1 - beta1) g in a range of the array. gradients: flat; no gradient counts as zeros."""
+    array = bucket.arrays["exp_avg"]
+    for span in bucket.spans(start, stop):
+        moment, gradient = array[span.place], gradients[span.number]
+        if gradient is None:
+            moment.mul_(beta1)
+        else:
+            moment.lerp_(gradient[span.start : span.stop], 1 - beta1)
+
+
+def descend_range(
+    bucket: FlatBucket,
+    groups: Sequence[dict[str, Any]],
+    corrections: tuple[float, float],
+    eps: float,
+    scratch: torch.Tensor,
+    start: int,
+    stop: int,
+) -> None:
+    """The decay, and w = w - lr m / corrections[0] / (sqrt(v / corrections[1]) + eps), in a range of the array.
+
+    groups: of each parameter. scratch: fp32, of at least the elements of the range. Parameters that are not contiguous
+    are left out.
+    """
+    first, root = corrections[0], math.sqrt(corrections[1])
+    for span in bucket.spans(start, stop):
+        p, group = bucket.parameters[span.number].detach(), groups[span.number]
+        if not p.is_contiguous():
+            continue
+        w, divided = p.view(-1)[span.start : span.stop], scratch[: span.stop - span.start]
+        decay([w], [group])
+        torch.sqrt(bucket.arrays["exp_avg_sq"][span.place], out=divided).add_(eps * root)
+        descend(w, bucket.arrays["exp_avg"][span.place], divided, float(group["lr"]) * root / first)
 
 
 def denominators(array: torch.Tensor, correction: float, eps: float) -> torch.Tensor:

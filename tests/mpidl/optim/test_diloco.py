@@ -15,7 +15,7 @@ import mpidl
 from mpidl.errors import ConfigurationError, MpidlError, TrainingError
 from mpidl.job.objects import broadcast_object
 from mpidl.optim import DiLoCo
-from mpidl.optim.rank_mean import BLOCK, RankMean, decode, encode
+from mpidl.optim.rank_mean import RankMean
 from tests.mpidl.optim.test_post_local import equal_on_all
 from tests.mpidl.small_models import MODELS, fresh, sequences
 
@@ -122,18 +122,7 @@ def test_any_class_steps_on_the_mean(comm, outer: Any) -> None:
 # ---- few bits ---------------------------------------------------------------------------------------------
 
 
-def test_int8_blocks_are_within_half_a_step_of_their_scale() -> None:
-    values = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 3, 4 * BLOCK)
-    values[BLOCK : 2 * BLOCK] = 0
-    coded = encode(values)
-    assert coded.numel() == 4 * (BLOCK + 4)
-    limit = values.view(4, BLOCK).abs().amax(1, keepdim=True) / 127 / 2 * 1.0001
-    assert ((decode(coded, torch.float32) - values).view(4, BLOCK).abs() <= limit).all()
-    values[0] = torch.inf
-    assert decode(encode(values), torch.float32).view(4, BLOCK).isnan().all(1).tolist() == [True, False, False, False]
-
-
-@pytest.mark.parametrize("compress", ["bf16", "int8"])
+@pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("size", [1000, 3])
 def test_what_is_sent_and_what_is_left_is_the_sum_of_all(comm, compress: str, size: int) -> None:
     mean = RankMean(comm, None, [size], compress)
@@ -148,12 +137,11 @@ def test_what_is_sent_and_what_is_left_is_the_sum_of_all(comm, compress: str, si
         total += own
     comm.all_reduce(total, "avg")
     (owed,) = mean.errors()
-    # The mean of 16-bit values is itself rounded, which no error holds.
-    torch.testing.assert_close(found + owed, total, rtol=0, atol={"bf16": 0.03, "int8": 1e-12}[compress])
+    torch.testing.assert_close(found + owed, total, rtol=0, atol=2e-6)  # of fp32
     # On another rank's place, and any number of ranks, the sum of errors is the same.
     again = RankMean(comm, None, [size], compress)
     again.load_errors([owed])
-    torch.testing.assert_close(again.errors()[0], owed, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(again.errors()[0], owed, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8"])
@@ -309,7 +297,7 @@ def test_arguments_that_cannot_work_are_refused_on_every_rank(comm) -> None:
         ({"fragments": 9}, "fragments: got 9; needs at most period, 6"),
         ({"fragments": 2, "overlap": 3}, "overlap: got 3; needs less than the steps between fragments, 3"),
         ({"mixing": 1.0}, "mixing: got 1.0; needs a number of at least 0 and below 1"),
-        ({"compress": "int4"}, "compress: got 'int4'; needs None, 'bf16' or 'int8'"),
+        ({"compress": "sign"}, "compress: got 'sign'; needs one of bf16, int8, int4, or None"),
         ({"outer_class": "sgd"}, "outer_class: got 'sgd'; needs a class of torch.optim"),
         ({"node_group": 2}, "node_group: got 2; needs None or a Communicator"),
         ({"outer_settings": {"speed": 1}}, "speed"),

@@ -11,7 +11,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import Compression
 from mpidl.gradients.compression import auto
-from mpidl.gradients.compression.auto import NONE, PASSES, Figure, decide
+from mpidl.gradients.compression.auto import NONE, PASSES, Figure, decide, part_of_bytes
 from mpidl.job.objects import all_gather_object
 from tests.mpidl.gradients.compression.test_engines import Training, check_equal_on_all_ranks, engines
 
@@ -50,6 +50,24 @@ def test_the_reduction_that_is_over_first_is_chosen(
 
 
 @pytest.mark.parametrize(
+    ("method", "ranks", "needs_all", "expected"),
+    [
+        ("bf16", 2, True, 1 / 2),
+        ("int8", 8, False, 0.25 + 1 / 256),
+        ("topk:0.1", 4, True, 0.1 * 8 * 4 / 8),  # to all ranks
+        ("topk:0.1", 16, True, (0.8 + 4) / 8),  # to owners, and dense sums back
+        ("topk:0.6", 2, True, 1.1),  # more than without
+        ("powersgd:2", 4, True, (20 * 2 + 20) / 120),  # a matrix of 10 x 10, and 20 others
+    ],
+)
+def test_bytes_are_a_part_of_those_of_fp32(method: str, ranks: int, needs_all: bool, expected: float) -> None:
+    shapes = [torch.Size([10, 10]), torch.Size([20])]
+    elements = 120 if method.startswith("powersgd") else 1 << 20
+    found = part_of_bytes(Compression(method).compressor(), elements, ranks, needs_all, shapes)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"method": "int8", "allow": ("int4",)}, "allow: got .*; needs 'auto'"),
@@ -82,6 +100,19 @@ def test_one_choice_for_all_ranks(comm: Communicator, engine: str) -> None:
     assert set(all_gather_object(comm, chosen)) == {chosen}
     check_equal_on_all_ranks(comm, training.weights())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.mpi
+def test_methods_of_every_kind_are_measured_but_those_of_too_many_bytes(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(comm, "nodes", 2)
+        how = Compression("auto", where="everywhere", allow=("powersgd:2", "topk:0.9", "randomk:0.1"))
+        choice = Training(comm, "ddp", how).compressed._auto
+    if comm.size > 1:
+        assert [figure.method for figure in choice.figures] == ["bf16", "powersgd:2", "randomk:0.1"]
+        assert choice.left_out == ["topk:0.9"]
 
 
 @pytest.mark.mpi

@@ -50,9 +50,9 @@ class Reference:
     @classmethod
     def of(cls, comm: Communicator, compressed: Any) -> Reference:
         """The reference for an engine whose only parameter lies in one bucket."""
-        (section,) = compressed._sections.values()
+        (section,) = compressed._sections._sections.values()
         own = [(start, stop) for _, start, stop in section.layout.parts()]
-        return cls(compressed._peers, {piece for given in all_gather_object(comm, own) for piece in given})
+        return cls(compressed.peers, {piece for given in all_gather_object(comm, own) for piece in given})
 
     def mean(self, gradients: np.ndarray, begins_step: bool = True) -> np.ndarray:
         """Takes a pass's gradients of all ranks; returns the mean of what is sent."""

@@ -1,0 +1,124 @@
+"""The reduction of one bucket in one pass, phase by phase.
+
+bucket   ── reduce-scatter inside ──▶  summed  ── + remainder ──▶  values  ── the compressor's phases ──▶  result
+bucket   ◀───────────────────── all-gather inside, or the result lies in the bucket ──────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...comm_hooks import GradBucket
+from .compressor import Matrix, Section, Steps, started
+from .ranks import Method
+from .remainders import BucketSection
+
+
+@dataclass(frozen=True)
+class BucketReduction:
+    """The reduction of a bucket.
+
+    kept: its section. method: what reduces it. contributions: ranks whose gradients are averaged. names: of parameters,
+        some of which may have none.
+    step: number of passes before this one. begins_step: it is the first since the optimizer stepped.
+    window: to be undone; None: never.
+    """
+
+    bucket: GradBucket
+    kept: BucketSection
+    method: Method
+    contributions: int
+    names: Mapping[torch.nn.Parameter, str]
+    step: int
+    begins_step: bool
+    window: int | None
+
+    def target(self) -> torch.Tensor:
+        """The elements of the bucket that become the mean: all, or the needed ones."""
+        flat, is_whole = self.bucket.buffer(), self.kept.layout.needs_all and not self.method.ranks.is_hybrid
+        return flat if is_whole else flat[self.bucket.needed()]
+
+    def steps(self) -> Steps:
+        """Yields the operations of each phase."""
+        flat, layout, ranks = self.bucket.buffer(), self.kept.layout, self.method.ranks
+        summed = flat
+        if ranks.scatters is not None:
+            summed, works = flat.new_empty(layout.size), []
+            for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
+                own, counts = summed[at : at + stop - start], block.counts
+                works += started(
+                    ranks.scatters.reduce_scatter(own, flat[block.start : block.stop], counts=counts, async_op=True)
+                )
+            yield works
+        section = self._section(summed)
+        yield from self.method.compressor.reduce(section, ranks.exchange)
+        if ranks.scatters is None or not layout.gathers:
+            if not _same_memory(section.result, flat):
+                self.target().copy_(section.result)
+            if ranks.scatters is not None:
+                yield []
+            return
+        mean, works = section.result.to(flat.dtype), []
+        assert ranks.gathers is not None
+        for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
+            whole, own = flat[block.start : block.stop], mean[at : at + stop - start]
+            works += started(ranks.gathers.all_gather(whole, own, counts=block.counts, async_op=True))
+        yield works
+
+    def _section(self, summed: torch.Tensor) -> Section:
+        """Adds a pass's gradients to the remainder, for the compressor to reduce."""
+        compressor, kept = self.method.compressor, self.kept
+        absorb = partial(
+            compressor.absorb,
+            begins_step=self.begins_step,
+            contributions=self.contributions,
+            ranks=self.method.ranks.peers,
+        )
+        return Section(
+            key=kept,
+            values=kept.add(summed, self.window, absorb).float(),
+            result=self._result(),
+            pieces=kept.layout.pieces,
+            parameters=self._whole_parameters(),
+            contributions=self.contributions,
+            needs_all=kept.layout.needs_all,
+            keeps_remainder=kept.values is not None,
+            step=self.step,
+            needed=self._needed(),
+            arrays=() if kept.values is None else [*kept.values[1:]],
+        )
+
+    def _result(self) -> torch.Tensor:
+        """Memory of fp32 for the mean: the bucket's own where it fits."""
+        flat, needed, layout = self.bucket.buffer(), self.bucket.needed(), self.kept.layout
+        ranks = self.method.ranks
+        if layout.needs_all and (self.method.compressor.needs_whole or not ranks.is_hybrid):
+            fits, size = ranks.scatters is None, layout.size
+        else:
+            fits, size = True, needed.stop - needed.start
+        if fits and flat.dtype == torch.float32:
+            return flat if size == flat.numel() else flat[needed]
+        return torch.empty(size, dtype=torch.float32, device=flat.device)
+
+    def _needed(self) -> tuple[int, int] | None:
+        """The elements that this rank needs of a section that is the whole bucket; None where it needs all."""
+        if self.method.ranks.scatters is not None or not self.method.compressor.needs_whole:
+            return None
+        needed = self.bucket.needed()
+        return needed.start, needed.stop
+
+    def _whole_parameters(self) -> Sequence[Matrix]:
+        if not self.method.compressor.needs_whole:
+            return ()
+        kept = self.kept
+        ((_, first, last),) = kept.layout.parts()
+        pairs = zip(kept.parameters, kept.starts, strict=True)
+        return [Matrix(p, start - first, self.names.get(p, "")) for p, start in pairs if first <= start < last]
+
+
+def _same_memory(result: torch.Tensor, flat: torch.Tensor) -> bool:
+    return result.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

@@ -1,0 +1,95 @@
+"""The ranks that reduce a section together, and a Communicator of its own for each phase.
+
+compresses         inside, in full precision     exchange, compressed
+everywhere         -                             all ranks
+between nodes      the ranks of this node        the ranks of this one's number on all nodes
+hybrid sharding    the shards of a bucket        the replicas of this rank's shard
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from collectives import ArgumentError, Communicator
+
+from ...errors import ConfigurationError
+from ...job import communicator_pool
+from .compressor import Compressor, Exchange
+from .settings import Compression
+
+
+class Ranks:
+    """The ranks of a compressor's sections. Collective; the Communicators go back to the pool with this object.
+
+    where: "between_nodes" or "everywhere". exchange: with a Communicator for each phase of the compressor, if it has
+        something to reduce (`compresses`). peers: how many ranks exchange. is_hybrid: they are replicas of a shard.
+    scatters, gathers: Communicators of the ranks that share a bucket, each with a section of it; None: a section is the
+        whole bucket.
+    is_over_network: more than one node exchanges.
+
+    Raises ConfigurationError on every rank where the nodes do not fit.
+    """
+
+    def __init__(
+        self,
+        settings: Compression,
+        compressor: Compressor,
+        world: Communicator,
+        shards: Communicator | None,
+        replicas: Communicator | None,
+    ) -> None:
+        self.is_hybrid = replicas is not None
+        inside, exchanging, self.where = _split(settings, world, shards, replicas)
+        self.peers = exchanging.size
+        is_all_inside = self.where == "between_nodes" and world.nodes == 1 and not self.is_hybrid
+        if compressor.arrays and is_all_inside:
+            raise ConfigurationError(
+                f"compress: {compressor.name}: got where='between_nodes' on one node, where nothing is compressed "
+                f"and its {compressor.arrays[0]} would be left out; needs where='everywhere'"
+            )
+        exchanges = (self.peers > 1 or bool(compressor.arrays)) and not is_all_inside
+        self.is_over_network = world.nodes > 1 and self.peers > 1 and not is_all_inside
+        self.compresses = exchanges and compressor.phases > 0
+        pooled = [communicator_pool.take(exchanging) for _ in range(compressor.phases if self.compresses else 0)]
+        self.exchange = Exchange([each.comm for each in pooled])
+        self.scatters: Communicator | None = None
+        self.gathers: Communicator | None = None
+        if self.compresses and inside is not None and inside.size > 1:
+            of_node = [communicator_pool.take(inside) for _ in range(2)]
+            self.scatters, self.gathers = (each.comm for each in of_node)
+            pooled += of_node
+        for each in pooled:
+            weakref.finalize(self, each.give_back).atexit = False
+
+
+@dataclass
+class Method:
+    """What reduces: a compressor, over which ranks, and whether what it does not send is fed back."""
+
+    compressor: Compressor
+    ranks: Ranks
+    feeds_back: bool
+
+
+def _split(
+    settings: Compression, world: Communicator, shards: Communicator | None, replicas: Communicator | None
+) -> tuple[Communicator | None, Communicator, str]:
+    """The ranks inside, if there are such, those that exchange, and where that is."""
+    if replicas is not None:
+        if settings.where == "everywhere":
+            raise ConfigurationError(
+                "compress: where='everywhere', but with shard_group= gradients are compressed between the groups "
+                "alone; leave where= out"
+            )
+        return shards, replicas, "between_nodes"
+    if world.nodes == 1 or settings.where == "everywhere":
+        return None, world, settings.where or "everywhere"
+    try:
+        return *world.split_by_node(), "between_nodes"
+    except ArgumentError as error:
+        if settings.where is not None:
+            raise ConfigurationError(
+                f"compress: where={settings.where!r}: {str(error).partition(':')[2].strip()}"
+            ) from None
+        return None, world, "everywhere"
