@@ -28,9 +28,9 @@ def module(given: Any, wrapper: type) -> torch.nn.Module:
     return given
 
 
-def megabytes(value: Any, compression: Compression | None) -> float:
-    """A size in MiB; None is PyTorch's 25, with compression the compressor's."""
-    if value is None and compression is not None:
+def megabytes(value: Any, compression: Compression | None, is_over_network: bool) -> float:
+    """A size in MiB; None is PyTorch's 25, with compression the compressor's. "auto" chooses none on one node."""
+    if value is None and compression is not None and (is_over_network or not compression.is_auto):
         return min(each.compressor().bucket_cap_mb for each in compression.candidates())
     if value is None:
         return BUCKET_CAP_MB

@@ -123,7 +123,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.static_graph = flag("static_graph", static_graph)
             self._init_sync = flag("init_sync", init_sync)
             self._compression = None if compress is None else compression(compress)
-            self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb, self._compression) * MIB
+            is_over_network = self.process_group.nodes > 1
+            self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb, self._compression, is_over_network) * MIB
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of_model("module", module, self.parameters_to_ignore)
@@ -149,7 +150,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._compression is not None:
             names = self._named_parameters(frozen=True)
             self.compressed = CompressedReduction(self._compression, self.process_group, names)
-            self.register_comm_hook(None, self.compressed)
+            if self.compressed.chosen != "none":
+                self.register_comm_hook(None, self.compressed)
 
     def _divide_contributions(self) -> None:
         handles = divide_contributions(self._named_parameters(frozen=True), self._divisor)

@@ -148,3 +148,19 @@ def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
     assert len(told) == (comm.rank == 0)
     assert all(f"auto chose {'int8 everywhere' if pays else 'none'}" in line for line in told)
     check_equal_on_all_ranks(comm, training.weights())
+
+
+@pytest.mark.mpi
+@pytest.mark.one_node
+def test_on_one_node_ddp_is_as_without_it(comm: Communicator) -> None:
+    plain = mpidl.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=comm)
+    made = mpidl.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=comm, compress="auto")
+    assert made.compressed is not None
+    assert made.compressed.chosen == NONE
+    assert made.bucket_bytes_cap == plain.bucket_bytes_cap
+
+    def hook(state: None, bucket: mpidl.GradBucket) -> Any:
+        return bucket.reduce(process_group=comm)
+
+    made.register_comm_hook(None, hook)  # there is no other
+    made(torch.ones(1, 3)).sum().backward()
