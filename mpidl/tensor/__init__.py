@@ -16,7 +16,6 @@ loading        weights from safetensors, of which each rank reads its parts
 deferred       values of a model from deferred_init
 functions      where autograd communicates
 regathered     inputs of regions that are gathered again in backward
-shared_input   whole inputs of regions, with one sum of their gradients
 communication  the ranks of tp: the collectives of activations, through symmetric memory
 sum_memory     symmetric memory in which sums stay
 dropout        dropout that is the same for every tp; parts: which elements a rank computes

@@ -108,7 +108,7 @@ def make_column(
         tp.set(layer, out_name, sum(stop - start for start, stop in runs))
     if copies_input:
         _become(layer, _ColumnParallel, tp)
-    else:
+    elif tp.sequence_parallel:
         _become(layer, _InRegion, tp)
 
 
@@ -220,17 +220,17 @@ class _ColumnParallel(nn.Module):
 
 
 class _InRegion(nn.Module):
-    """Mixed into the class of a column-parallel linear layer in a region that has begun with its input."""
+    """Mixed into the class of a column-parallel linear layer in a region whose input may be gathered from pieces."""
 
     _tensor_parallel: TensorParallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., this rank's features of out]."""
-        shared = self._tensor_parallel.input
-        if shared is None or x is not shared.x:
+        """[batch, length, in] -> [batch, length, this rank's features of out]."""
+        gathered = self._tensor_parallel.gathered
+        if gathered is None or x is not gathered.x:
             return super().forward(x)  # type: ignore[no-any-return, misc]
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        return shared.product(x, weight, bias, out_in=_kind(self)[0])
+        return gathered.product(x, weight, bias, out_in=_kind(self)[0])
 
 
 class _RowParallel(nn.Module):

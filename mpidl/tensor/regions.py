@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
-from .lora import adapters, base_of, is_adapted
+from .lora import adapters, base_of
 from .parts import FeaturesHere, HeadsHere
 from .sizes import Heads, cut_heads, in_elements, run_of, segments
 from .styles import Region
@@ -75,9 +75,7 @@ class AttentionParallel:
         part = HeadsHere(name, heads.query, heads.all_query)
         copies = not self.each and (not self.fused or self.whole_input)
         inner = submodule(name, module, self.inner)
-        first = (self.fused,) if self.fused else (self.query, self.key, self.value)
-        shares = not any(is_adapted(child(name, module, each)) for each in first)
-        Region(joined(name, self.inner), inner, tp, self.input, self.memory, copies=copies, shares=shares, part=part)
+        Region(joined(name, self.inner), inner, tp, self.input, self.memory, copies=copies, part=part)
 
     def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
@@ -170,8 +168,7 @@ class FeedForwardParallel:
         make_row(output, tp, [run_of(features, tp.ranks, tp.rank)])
         part = FeaturesHere(name, segments([features] * self.segments, tp.ranks, tp.rank), features * self.segments)
         inner = submodule(name, module, self.inner)
-        shares = not any(is_adapted(child(name, module, each)) for each in self.inputs)
-        Region(joined(name, self.inner), inner, tp, self.input, None, copies=not alone, shares=shares, part=part)
+        Region(joined(name, self.inner), inner, tp, self.input, None, copies=not alone, part=part)
 
 
 def joined(name: str, inner: str) -> str:

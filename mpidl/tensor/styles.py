@@ -163,8 +163,8 @@ class Region:
     """Runs around the forward pass of a module that begins a region and ends it with a row-parallel layer.
 
     input: the argument that comes in pieces under sequence parallelism; memory: one that is always whole, such as what
-    a decoder attends to. copies: whether the region's own layers do not begin it by themselves. shares: whether these
-    are all that uses the input. part: what this rank computes of it.
+    a decoder attends to. copies: whether the region's own layers do not begin it by themselves. part: what this rank
+    computes of it.
     """
 
     def __init__(
@@ -176,10 +176,9 @@ class Region:
         memory: str | None,
         *,
         copies: bool,
-        shares: bool,
         part: Part,
     ) -> None:
-        self._tp, self._copies, self._shares, self._part = tp, copies, shares, part
+        self._tp, self._copies, self._part = tp, copies, part
         tp.regions.append(name)
         self._dropouts = Dropouts(module)
         self._input = Argument(module, input)
@@ -193,7 +192,7 @@ class Region:
         """Begins the region, runs the module, and ends the region."""
         tp, x = self._tp, self._input.of(args, kwargs)
         if self._copies:
-            args, kwargs = self._input.replaced(args, kwargs, tp.enter_region(x, shares=self._shares))
+            args, kwargs = self._input.replaced(args, kwargs, tp.enter_region(x))
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):
                 args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, tp.group))

@@ -26,7 +26,6 @@ from .communication import TensorGroup
 from .functions import Sums, copy_to_region, summed_gradients
 from .parts import Part
 from .regathered import GatheredInput
-from .shared_input import SharedInput
 from .sizes import run_of
 from .steps import watch_steps
 
@@ -55,12 +54,12 @@ class TensorParallel:
 
     length: of the sequences that are in pieces at this place of a forward pass, and where a backward pass computes
     activations again; None where they are whole. region_length: the same for the region that began last. regions: their
-    names. part: what this rank computes of the region that runs. input: that of the region, where its layers share it
-    (`regathered`, `shared_input`). changes: what undoes the cuts, in order; of layers that a model is written with,
-    none. summed: parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the
-    recordings, and where the whole values of its tensors are on their tapes. model: the one that was cut, not a copy of
-    it. refused: why a plan does not fit on this rank, which others may not see. kept_sums: keeps outputs of
-    row-parallel layers for a checkpoint.
+    names. part: what this rank computes of the region that runs. gathered: the input of that region, while it is
+    gathered from pieces. changes: what undoes the cuts, in order; of layers that a model is written with, none. summed:
+    parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the recordings, and
+    where the whole values of its tensors are on their tapes. model: the one that was cut, not a copy of it. refused:
+    why a plan does not fit on this rank, which others may not see. kept_sums: keeps outputs of row-parallel layers for
+    a checkpoint.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class TensorParallel:
         self.region_length: int | None = None
         self.regions: list[str] = []
         self.part: Part | None = None
-        self.input: GatheredInput | SharedInput | None = None
+        self.gathered: GatheredInput | None = None
         self.changes: list[Callable[[], Any]] | deque[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
@@ -216,23 +215,17 @@ class TensorParallel:
         self.region_length = self.length_of(x)
         return self.region_length
 
-    def enter_region(self, x: torch.Tensor, *, shares: bool = False) -> torch.Tensor:
-        """Begins a region, and returns its input: x, or what is gathered of its pieces, with the sum of gradients.
-
-        shares: whether the region's column-parallel layers, and nothing else in it, use the input.
-        """
+    def enter_region(self, x: torch.Tensor) -> torch.Tensor:
+        """Begins a region, and returns its input: x, or what is gathered of its pieces, with the sum of gradients."""
         length = self.begin_region(x)
-        if length is not None:
-            self.input = GatheredInput(x, self.group, length)
-        elif shares and x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.input = SharedInput(x, self.group)
-        else:
+        if length is None:
             return copy_to_region(x, self.group)
-        return self.input.x
+        self.gathered = GatheredInput(x, self.group, length)
+        return self.gathered.x
 
     def end_region(self) -> None:
         """Ends a region, and its stream of random numbers."""
-        self.part = self.input = None
+        self.part = self.gathered = None
         self.end_stream(of_region=True)
 
     def end_pass(self) -> None:
