@@ -37,7 +37,7 @@ from ...errors import OperationError
 from ...idle_wait import wait_all
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...partition import even_counts
-from ...reduction import Reduction, partial_of
+from ...reduction import Reduction, partial_of, unify_nans
 from ...scratch import Scratch
 from ...topology import Topology
 from ..meeting import Entry, Meetings
@@ -191,7 +191,9 @@ class PipelinedAllReduce:
         else:
             add(run.op, contributions, Buffer(out, run.x.dtype), self._nodes * self._ranks)
         requests = run.finished[segment] = []
-        if not self._is_whole(run, stop - start):
+        if self._is_whole(run, stop - start):  # every node has added it for itself
+            unify_nans(out)
+        else:
             requests += [
                 self._across.Irecv([result[slice(*ranges[node])], MPI.BYTE], node, _FINISHED) for node in self._others
             ]
