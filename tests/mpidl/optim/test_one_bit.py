@@ -202,12 +202,15 @@ def test_ddp_and_stage_1_train_alike(comm: Communicator, name: str) -> None:
 @engines
 @classes
 def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(comm: Communicator, engine: str, name: str) -> None:
-    """After the freeze a rank clips what it has; an overflow on one rank skips the step on all, without a trace."""
+    """After the freeze a rank clips what it has, over several nodes their means; an overflow on one rank skips the step
+    on all, without a trace."""
+    together = comm.node_ranks if comm.nodes > 1 else (comm.rank,)
     made = [Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1]) for _ in range(2)]
     scaler = mpidl.GradScaler(init_scale=4.0, process_group=comm)
     for step in range(10):
         inputs = [g.float() for g in slopes(step, comm.rank)]
-        size = torch.cat([g.flatten() for g in inputs]).norm()
+        held = [torch.stack(same).mean(0) for same in zip(*(slopes(step, rank) for rank in together), strict=True)]
+        size = torch.cat([g.float().flatten() for g in held]).norm()
         clipped = step > 6
         made[0].step([g / max(1.0, float(size) / 50.0) for g in inputs] if clipped else inputs)
         for wrong in [True, False] if step == 8 else [False]:
