@@ -17,7 +17,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ from ..gradients.backward import (
 )
 from ..gradients.bucket_queue import BucketQueue
 from ..gradients.buckets import FIRST_BUCKET_MB, MIB, GradientBucket, assign, by_rank
-from ..gradients.compression.hook import CompressedReduction
 from ..gradients.foreign_steps import ForeignSteps
 from ..job.agreement import raise_everywhere
 from ..job.objects import broadcast_object
@@ -54,6 +53,9 @@ from .incomplete import IncompletePass
 from .joined_passes import JoinedPasses
 from .linear import destinations
 from .sparse import mean_of_sparse, sparse_parameters
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from ..gradients.compression.hook import CompressedReduction
 
 
 class Reducer:
@@ -311,8 +313,16 @@ class Reducer:
             self.join.begin_backward()
 
     def _begin_hook(self) -> None:
-        if self.hook is not None and isinstance(self.hook[1], CompressedReduction):
-            self.hook[1].begin_pass(self._has_gradients)
+        if (compressed := self._compressed()) is not None:
+            compressed.begin_pass(self._has_gradients)
+
+    def _compressed(self) -> CompressedReduction | None:
+        """The hook of `compress=`, if there is one."""
+        if self.hook is None:
+            return None
+        from ..gradients.compression.hook import CompressedReduction
+
+        return self.hook[1] if isinstance(self.hook[1], CompressedReduction) else None
 
     def _has_gradients(self) -> bool:
         given = (p.grad for p in self._trained if p.grad is not None)
@@ -321,8 +331,8 @@ class Reducer:
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
         self.join.begin_shadow()
-        if self.hook is not None and isinstance(self.hook[1], CompressedReduction):
-            self.hook[1].begin_shadow_pass()
+        if (compressed := self._compressed()) is not None:
+            compressed.begin_shadow_pass()
         self._agree_on_buckets()
         self.join.take_gradients(self._trained)
         self.queue.launch_rest()

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -28,7 +28,6 @@ from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB
 from ..gradients.compression import Compression, Compressor
-from ..gradients.compression.hook import CompressedReduction
 from ..gradients.compression.refusals import refuse_complex, refuse_mesh
 from ..gradients.compression.settings import compression
 from ..job import communicator_pool
@@ -47,6 +46,9 @@ from .first_pass import FirstPass
 from .join_hook import WrapperJoinHook
 from .reducer import Reducer
 from .shown_forward import ShownForward
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from ..gradients.compression.hook import CompressedReduction
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -148,6 +150,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._divide_contributions()
         self._set_up()
         if self._compression is not None:
+            from ..gradients.compression.hook import CompressedReduction
+
             names = self._named_parameters(frozen=True)
             self.compressed = CompressedReduction(self._compression, self.process_group, names)
             if self.compressed.chosen != "none":

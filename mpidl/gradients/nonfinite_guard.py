@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,9 +46,11 @@ from ..mesh import Mesh
 from ..mesh.groups import checked, refuse_part
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
-from .compression.hook import CompressedReduction
 from .kept_buffers import KeptBuffers
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from .compression.hook import CompressedReduction
 
 Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
 

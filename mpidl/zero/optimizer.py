@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,6 @@ from ..comm_hooks import Hook
 from ..comm_hooks import check as check_hook
 from ..errors import ConfigurationConflict, TrainingError
 from ..gradients.compression import Compression, Compressor
-from ..gradients.compression.hook import CompressedReduction
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
@@ -50,6 +49,9 @@ from .states.owned_weights import OwnedWeights
 from .stepping import step
 from .stepping.precision import Precision
 from .traffic import ZeroTraffic
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from ..gradients.compression.hook import CompressedReduction
 
 _REQUIRED: Any = None  # the error for an argument that is not given says what to write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,6 @@ from collectives import Communicator
 from collectives.devices import Place
 
 from ..gradients.backward import BackwardWatch
-from ..gradients.compression.hook import CompressedReduction
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
@@ -27,6 +26,9 @@ from .slices import Slice
 from .states.whole_states import StateNames
 from .stepping.backward_steps import BackwardSteps
 from .stepping.inner import InnerOptimizer
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from ..gradients.compression.hook import CompressedReduction
 
 
 @dataclass(frozen=True, eq=False)

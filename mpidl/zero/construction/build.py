@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,6 @@ from ...engine_arguments import communicator, flag
 from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
 from ...gradients.buckets import MIB
 from ...gradients.compression import OwnedCompressor
-from ...gradients.compression.hook import CompressedReduction
 from ...gradients.compression.refusals import refuse_complex, refuse_mesh, refuse_momentum
 from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
@@ -67,6 +66,9 @@ from ..stepping.whole_steps import WholeSteps
 from . import arguments
 from .initial_values import Construction
 from .options import Options
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from ...gradients.compression.hook import CompressedReduction
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +239,8 @@ def _check(
     )
     compressed = None
     if compress is not None:
+        from ...gradients.compression.hook import CompressedReduction
+
         names = {p: name for name, p in model.named_parameters()}
         reduced = compress
         mesh = options.mesh
