@@ -21,7 +21,7 @@ import torch
 from .compressor import OwnedCompressor, rounded_up
 
 BLOCK = 256
-_CHUNK = 256  # blocks: 256 KiB of fp32
+_CHUNK = 512  # blocks: 512 KiB of fp32
 _TINY = torch.finfo(torch.float32).tiny  # the least scale by which values are divided
 
 

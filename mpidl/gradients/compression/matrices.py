@@ -19,7 +19,7 @@ import torch
 
 from .compressor import Matrix, Section
 
-_CHUNK = 1 << 16  # elements: 256 KiB
+_CHUNK = 1 << 20  # elements: 4 MiB, as calls on less cost more than memory that is not in the cache
 
 
 @dataclass(frozen=True)
