@@ -569,7 +569,7 @@ class Communicator(GroupObjects):
         owns: Any = None,
         root: int = 0,
         op: Any = None,
-    ) -> Work | None:
+    ) -> Any:
         """Checks every array, chooses for every batch, and issues all of it as one operation."""
         written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (self.rank == root)
         items = coalesced.inspect(operation, wholes, owns, self.rank, self.size, writable=written)
@@ -586,7 +586,10 @@ class Communicator(GroupObjects):
         call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
         sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
         detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
-        return self._issue_otherwise(self._prepared(operation, call, detail), async_op, timeout, (wholes, owns))
+        if timeout is NOT_YET:
+            return PreparedOperation(self, self._prepared(operation, call, detail), (wholes, owns))
+        issue = self._issue if timeout is None else self._within(timeout)
+        return issue(operation, call, detail, async_op, (wholes, owns))
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

@@ -206,6 +206,8 @@ class OrderedGroup:
                 group._issue(operation, task, detail, False, arrays)
                 return
             try:
+                if group._failed:  # before the turn came
+                    group._refuse_if_unusable(operation)
                 number = group._issued = group._issued + 1
                 enter(number)
                 try:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError, buffers, communicator
+from collectives import (
+    ArgumentError,
+    ArgumentTypeError,
+    Communicator,
+    OperationError,
+    buffers,
+    communicator,
+    ordered_group,
+)
 from collectives.prepared import PREPARED
 
 
@@ -126,6 +134,17 @@ def test_it_is_refused_once_the_communicator_is_closed() -> None:
     made.close()
     with pytest.raises(OperationError, match="closed"):
         call()
+
+
+@pytest.mark.mpi(max_size=2)
+def test_a_failure_in_the_background_just_before_its_turn_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Communicator()
+    x = np.ones(2)
+    call = made.prepare("all_reduce", x)
+    monkeypatch.setattr(ordered_group, "is_profiled", lambda: made._give_up("something failed"))  # the last look before
+    with pytest.raises(OperationError, match="something failed"):
+        call()
+    assert (x == 1).all()
 
 
 @pytest.mark.mpi
