@@ -99,7 +99,7 @@ class NetworkTrial(Trial):
         method = method_of(name)
         self._period = method.period
         counted = -(-options.steps // self._period) * self._period
-        steps = {"steps": counted, "warmup": max(options.warmup, method.settles)}
+        steps = {"steps": counted, "warmup": max(options.warmup, method.warmup)}
         super().__init__(name, comm, argparse.Namespace(**vars(options) | steps), *others)
 
     def _prepare(self, name: str, model: GPT2) -> None:

@@ -71,14 +71,14 @@ class Method:
     """make: builds the engine around a model. sends: bytes that a node sends in a step, by formula.
 
     is_peer: it is torch.distributed's. period: steps after which the same comes again, of which a time is the mean.
-    settles: steps before the first that is as all later ones.
+    warmup: steps that it needs before it is timed.
     """
 
     make: Callable[[GPT2, Communicator], Engine]
     sends: Callable[[Shape], float]
     is_peer: bool = False
     period: int = 1
-    settles: int = 0
+    warmup: int = 0
 
 
 def ddp(hook: Callable[..., Any] | None = None, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
@@ -162,8 +162,8 @@ METHODS: dict[str, Method] = {
     "onebit": Method(one_bit, lambda s: Sign().sent_bytes(round(s.total / 4), s.nodes, True)),
     "diloco": Method(diloco(), lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
     # By the formula of what it chooses where the network is what takes time.
-    "auto": Method(automatic(), lambda s: s.all_reduced(s.total / 2), settles=CHOOSES),
-    "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), settles=CHOOSES),
+    "auto": Method(automatic(), lambda s: s.all_reduced(s.total / 2), warmup=CHOOSES),
+    "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), warmup=CHOOSES),
     "torch-ddp": Method(torch_ddp(), lambda s: s.in_rings(s.total), is_peer=True),
     "torch-bf16": Method(torch_ddp("bf16"), lambda s: s.in_rings(s.total / 2), is_peer=True),
     "torch-powersgd": Method(torch_ddp("powersgd"), lambda s: s.in_rings(s.power_sgd(4)), is_peer=True),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-__all__ = ["Parser", "Refused", "at_least", "bytes_text", "names", "parse_together"]
+__all__ = ["Parser", "Refused", "at_least", "bytes_text", "check_writable", "names", "parse_together"]
 
 Options = TypeVar("Options")
 
@@ -28,6 +29,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises Refused."""
         raise Refused(f"{message} (--help lists the options)")
+
+
+def check_writable(path: Path | None, refusal: type[Exception] = Refused) -> None:
+    """Raises the refusal if a file cannot be written there; creates it if it is not there."""
+    if path is not None:
+        try:
+            with path.open("a"):
+                pass
+        except OSError as error:
+            raise refusal(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def parse_together(

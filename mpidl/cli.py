@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from collectives import Communicator
+from collectives import Communicator, command_line
 from collectives.command_line import at_least as at_least
 from collectives.command_line import bytes_text as bytes_text
 from collectives.command_line import names as names
@@ -112,9 +112,4 @@ def _method(text: str) -> str:
 
 def check_writable(path: Path | None) -> None:
     """Raises UsageError if a file cannot be written there; creates it if it is not there."""
-    if path is not None:
-        try:
-            with path.open("a"):
-                pass
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+    command_line.check_writable(path, UsageError)

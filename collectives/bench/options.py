@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
-from ..command_line import Parser, Refused, at_least, bytes_text, names, parse_together
+from ..command_line import Parser, Refused, at_least, bytes_text, check_writable, names, parse_together
 from ..communicator import Communicator
 from . import gpu_limits
 from .caches import cache_bytes
@@ -201,7 +201,7 @@ def read(argv: Sequence[str], ranks: int) -> Options:
     if given.op == ["avg"] and not any(has_average(dtype) for dtype in given.datatype):
         raise Refused(f"--op avg: got --datatype {','.join(given.datatype)}; an average needs a floating-point type")
     for path in (given.json, given.plot):
-        _check_writable(path)
+        check_writable(path)
     if given.plot and find_spec("matplotlib") is None:
         raise Refused("--plot: matplotlib is not installed (pip install matplotlib)")
     return Options(
@@ -271,13 +271,3 @@ def _roots(text: str, ranks: int) -> tuple[int, ...]:
     if not text.isdecimal() or int(text) >= ranks:
         raise Refused(f"argument -r/--root: got {text!r}; needs a rank from 0 to {ranks - 1}, or all")
     return (int(text),)
-
-
-def _check_writable(path: Path | None) -> None:
-    """Raises Refused if a file cannot be written there; creates it if it is not there."""
-    if path is not None:
-        try:
-            with path.open("a"):
-                pass
-        except OSError as error:
-            raise Refused(f"{path}: cannot be written: {error.strerror}") from None
