@@ -7,7 +7,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from .algorithms import EVEN_ONLY
 from .buffers import Buffer, home
 from .errors import ArgumentError, ArgumentTypeError
 from .partition import even_counts
@@ -75,15 +74,6 @@ def no_counts(operation: str, counts: Any) -> None:
     """Raises if counts are given with a list of arrays, each of which is cut as evenly as possible."""
     if counts is not None:
         raise ArgumentError(f"{operation}: got counts {counts!r} and a list of arrays; needs one or the other")
-
-
-def even_only(operation: str, algorithm: str, *, even: bool) -> None:
-    """Raises if splits are given for an algorithm that knows only the default ones."""
-    if (operation, algorithm) in EVEN_ONLY and not even:
-        raise ArgumentError(
-            f"{operation}: got splits for algorithm {algorithm!r}; needs none, as no rank could tell the sizes of what "
-            "it passes on for others, or another algorithm"
-        )
 
 
 def _counts(name: str, counts: Sequence[int], ranks: int) -> list[int]:

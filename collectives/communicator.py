@@ -33,7 +33,7 @@ from typing import Any, overload
 from mpi4py import MPI
 
 from . import arguments, buffers, coalesced, details, reduction
-from .algorithms import ALGORITHMS
+from .algorithms import ALGORITHMS, refuse_splits
 from .arguments import integer, root_rank
 from .backends.backend import PartitionedCall
 from .backends.cuda.arrays import gpu_index
@@ -319,7 +319,8 @@ class Communicator(GroupObjects):
             arguments.refuse_overlap("all_to_all", target, data)
             self._refuse_shared("all_to_all: out", target)
             chosen = self._chosen("all_to_all", algorithm, data, data.nbytes, even=even)
-            arguments.even_only("all_to_all", chosen, even=even)
+            if not even:
+                refuse_splits("all_to_all", chosen)
             splits = Splits(leaving, coming, uniform=even and data.size % self.size == 0)
             call = self._prepare(key, "all_to_all", chosen, target, data, splits)
         if timeout is None and not async_op:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from ..errors import ArgumentError
 from ..schedule import Schedule
 from . import (
     bruck,
@@ -81,6 +82,15 @@ NAMES = (
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 EVEN_ONLY = frozenset({("all_to_all", "bruck")})  # all ranks must make the same cuts: no splits
 PIPELINED: dict[str, Callable[[int], int]] = {"double_tree": double_tree.pieces}  # into how many pieces n bytes go
+
+
+def refuse_splits(operation: str, algorithm: str) -> None:
+    """Raises ArgumentError if the algorithm serves only the default splits, those that are the same on all ranks."""
+    if (operation, algorithm) in EVEN_ONLY:
+        raise ArgumentError(
+            f"{operation}: got splits for algorithm {algorithm!r}; needs none, as no rank could tell the sizes of what "
+            "it passes on for others, or another algorithm"
+        )
 
 
 def schedule(operation: str, algorithm: str, ranks: int, root: int = 0, nbytes: int = 0) -> Schedule:
