@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from .communicator import Communicator
+from .ordered_group import OrderedGroup
 from .positions import Position
 
 
-def deadlocked(here: Communicator, there: Communicator) -> dict[int, str]:
+def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:
     """The ranks that this one waits for in `here`, and that wait for it in `there`: their operations. Not collective.
 
     Positions are read one after the other, and a progress thread may be late: only what is found again and again is a
     deadlock.
 
-    here: in an operation of which this rank is now. there: a communicator that has the ranks of `here` among its own,
-    by whose numbers the result goes.
+    here: a Communicator in an operation of which this rank is now. there: a Communicator that has the ranks of `here`
+    among its own, by whose numbers the result goes.
     """
     group = here.mpi.Get_group()
     numbers = MPI.Group.Translate_ranks(group, list(range(here.size)), there.mpi.Get_group())
@@ -35,7 +35,7 @@ def deadlocked(here: Communicator, there: Communicator) -> dict[int, str]:
     return found
 
 
-def _positions(comm: Communicator) -> dict[int, Position]:
+def _positions(comm: OrderedGroup) -> dict[int, Position]:
     """Positions by rank, of this rank and of those that can be asked."""
     if comm._guard is not None:
         return comm._guard.positions_of_all()

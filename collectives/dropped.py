@@ -17,16 +17,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from .channels import Channels
 from .errors import OperationError
 from .topology import world_ranks
-from .watchdog import Guard
 
 Key = tuple[int, int]  # of a Communicator, the same on all its ranks: of its first rank and that rank's count
+
+
+class Closes(Protocol):
+    """An object that works over a group's MPI communicators, and ends that in `close`."""
+
+    def close(self) -> None:
+        """Ends its work; all ranks of the group call it."""
 
 
 @dataclass
@@ -39,8 +44,8 @@ class Left:
 
     members: Sequence[int]
     comms: list[MPI.Intracomm]
-    channels: Channels
-    guard: Callable[[], Guard | None]
+    channels: Closes
+    guard: Callable[[], Closes | None]
 
     def free(self) -> None:
         """Frees the communicators. Collective over the members."""

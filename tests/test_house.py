@@ -94,17 +94,16 @@ def test_uses_that_are_allowed_and_names_that_only_look_alike_are_not_found() ->
 LAYERS = {
     "collectives": {
         "base": "find_mpi errors about cores exit_status float_errors forked labels leftovers lifetime partition "
-        "program unheard idle_wait scratch topology buffers reduction",
+        "program unheard idle_wait scratch topology buffers reduction arguments coalesced",
         "schedules": "schedule algorithms layout simulate price",
         "memory": "memory positions inbox",
-        "runtime": "watchdog witness progress",
-        "arguments": "arguments details coalesced",
+        "runtime": "watchdog witness progress dropped",
         "backends": "backends partitioned",
-        "messages": "message_work channels messages dropped",
+        "messages": "message_work channels messages",
         "dispatch": "backends.registry backends.dispatch backends.checks",
-        "group": "ordered_group group_memory group_messages group_objects",
+        "group": "ordered_group details deadlock group_memory group_messages group_objects",
         "API": "prepared communicator",
-        "over it": "__init__ devices deadlock diagnostics timing command_line",
+        "over it": "__init__ devices diagnostics timing command_line",
         "programs": "tune bench",
     },
     "mpidl": {
