@@ -7,16 +7,25 @@ from functools import partial
 
 from ..algorithms import NAMES
 from .backend import Backend, Resources
-from .hierarchical.hierarchy import Hierarchy
 from .mpi import Library
 from .schedule_backend import ScheduleBackend
 from .symmetric.backend import Symmetric
+
+
+def _hierarchical(resources: Resources) -> Backend | None:
+    """The backend of several nodes, whose modules a job on one node does not import."""
+    if resources.topology.nodes == 1:
+        return None
+    from .hierarchical.hierarchy import Hierarchy
+
+    return Hierarchy.of_nodes(resources)
+
 
 # In the order in which `Communicator.algorithms` lists them; each gives None where the group cannot have it.
 MAKERS: tuple[Callable[[Resources], Backend | None], ...] = (
     Library.of_group,
     Symmetric.of_node,
-    Hierarchy.of_nodes,
+    _hierarchical,
     *(partial(ScheduleBackend, name) for name in NAMES),
 )
 
