@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpidl
 from collectives.memory.counters import Barrier
 from collectives.memory.shared_memory import Allocator
-from collectives.topology import discover
+from collectives.process.topology import discover
 from mpidl.cli import ArgumentParser, at_least
 
 _LATE = 2e-3  # seconds

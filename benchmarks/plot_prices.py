@@ -32,16 +32,17 @@ import numpy as np
 import torch
 
 import mpidl
-from collectives import ArgumentError, Communicator, buffers
-from collectives.algorithms import ALGORITHMS, schedule
+from collectives import ArgumentError, Communicator
 from collectives.backends.executor import SEGMENT_BYTES, Execution, whole
+from collectives.base import buffers
+from collectives.base.reduction import Reduction
+from collectives.base.scratch import Scratch
 from collectives.bench.buffers import Arena
 from collectives.bench.operations import OPERATIONS, Case
 from collectives.bench.sides import ours
 from collectives.price import Cluster, Pricing
-from collectives.reduction import Reduction
-from collectives.schedule import Role, Round, Schedule, chunk, recv, send
-from collectives.scratch import Scratch
+from collectives.schedules.algorithms import ALGORITHMS, schedule
+from collectives.schedules.schedule import Role, Round, Schedule, chunk, recv, send
 from collectives.timing import measure, repetitions
 from mpidl.cli import ArgumentParser, at_least, bytes_text, check_writable, names
 from mpidl.errors import UsageError

@@ -32,24 +32,25 @@ from typing import Any, overload
 
 from mpi4py import MPI
 
-from . import arguments, buffers, coalesced, details, reduction
-from .algorithms import ALGORITHMS, refuse_splits
-from .arguments import integer, root_rank
 from .backends.backend import PartitionedCall
 from .backends.cuda.arrays import gpu_index
-from .buffers import Buffer, DeviceBuffer, signature
-from .dropped import freed_if_mpi_fails
+from .base import arguments, buffers, coalesced, reduction
+from .base.arguments import integer, root_rank
+from .base.buffers import Buffer, DeviceBuffer, signature
+from .base.partition import Splits
+from .base.reduction import Reduction
 from .errors import ArgumentError, OperationError
-from .group_objects import GroupObjects
-from .idle_wait import background_on_all_ranks
+from .group import details
+from .group.objects import GroupObjects
+from .group.ordered_group import Plain, Prepared
 from .memory.shared_memory import is_one_for_all
-from .ordered_group import Plain, Prepared
-from .partition import Splits
 from .partitioned import PartitionedAllReduce
-from .positions import NO_WORDS, words
 from .prepared import NOT_YET, PREPARED, PreparedOperation
-from .progress import Work
-from .reduction import Reduction
+from .process.idle_wait import background_on_all_ranks
+from .runtime.dropped import freed_if_mpi_fails
+from .runtime.positions import NO_WORDS, words
+from .runtime.progress import Work
+from .schedules.algorithms import ALGORITHMS, refuse_splits
 
 _KEPT_CALLS = 4096  # of a few hundred bytes each
 
@@ -59,7 +60,7 @@ class Communicator(GroupObjects):
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
     messages of this class meet none of the user's. Over the world no shared memory of the MPI library is left behind if
-    the job is killed (`collectives.leftovers`).
+    the job is killed (`collectives.memory.leftovers`).
 
     timeout: seconds that an operation may wait for other ranks before the job is aborted with a report of where each
     rank is; by default the environment's MPIDL_TIMEOUT, or 600; 0: for ever.

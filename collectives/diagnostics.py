@@ -8,17 +8,17 @@ Witness, witnessed, tell            what a launcher sees of its ranks, and what 
 JOB, mapped, exit_status            what a job leaves behind, and the status that a rank is about to exit with
 """
 
-from . import exit_status as exit_status
-from .about import about_mpi
 from .backends.checks import is_debugging
-from .cores import usable
-from .deadlock import deadlocked
-from .labels import label
-from .leftovers import mapped
+from .group.deadlock import deadlocked
+from .memory.leftovers import mapped
 from .memory.shared_memory import JOB, directories
-from .positions import Position, listing
-from .program import describe_program
-from .witness import Witness, tell, witnessed
+from .process import exit_status as exit_status
+from .process.about import about_mpi
+from .process.cores import usable
+from .process.labels import label
+from .runtime.positions import Position, listing
+from .runtime.program import describe_program
+from .runtime.witness import Witness, tell, witnessed
 
 __all__ = [
     "JOB",

@@ -15,7 +15,7 @@ from typing import Any
 
 from .backends.backend import PartitionedCall
 from .errors import ArgumentError
-from .progress import Work
+from .runtime.progress import Work
 
 
 class PartitionedAllReduce:

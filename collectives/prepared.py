@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .algorithms import ALGORITHMS
-from .progress import Work
+from .runtime.progress import Work
+from .schedules.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
-    from .ordered_group import OrderedGroup, Prepared
+    from .group.ordered_group import OrderedGroup, Prepared
 
 NOT_YET = object()  # as the timeout of an operation that is to be prepared, not to run
 PREPARED = (*ALGORITHMS, "barrier")  # what `Communicator.prepare` takes

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from .errors import ArgumentError, ScheduleError
-from .layout import Cluster, Layout, Link, Receive, Send
-from .schedule import Schedule
+from .schedules.layout import Cluster, Layout, Link, Receive, Send
+from .schedules.schedule import Schedule
 
 __all__ = ["Cluster", "Pricing", "price"]
 

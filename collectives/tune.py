@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .algorithms import ALGORITHMS
 from .backends.selection import TUNING, tuning_path
 from .command_line import parse_together
 from .communicator import Communicator
+from .schedules.algorithms import ALGORITHMS
 from .timing import measure, repetitions
 
 _CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time

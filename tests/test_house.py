@@ -68,13 +68,13 @@ def test_a_module_is_used_only_where_it_may_be(module: str) -> None:
         ("mpi4py", "mpidl/ddp.py", "from mpi4py import MPI"),
         ("mpi4py", "examples/gpt2_zero3.py", "import mpi4py.util.dtlib as t"),
         ("mpi4py", "mpidl/ddp.py", "import importlib\nMPI = importlib.import_module('mpi4py.MPI')"),
-        ("cupy", "collectives/buffers.py", "def f():\n    import cupy"),
+        ("cupy", "collectives/base/buffers.py", "def f():\n    import cupy"),
         ("torch.distributed", "mpidl/zero/parameters/units.py", "from torch import distributed as dist"),
         ("torch.distributed", "tests/mpidl/ddp/test_ddp.py", "from torch.distributed.fsdp import fully_shard"),
         ("torch.distributed", "mpidl/ddp.py", "import torch\ntorch.distributed.is_initialized()"),
         ("torch.distributed", "collectives/bench/sides.py", "import torch.distributed"),
         ("collectives.bench", "mpidl/cli.py", "from collectives.bench import peers"),
-        ("mpidl", "collectives/watchdog.py", "if True:\n    from mpidl.errors import UsageError"),
+        ("mpidl", "collectives/runtime/watchdog.py", "if True:\n    from mpidl.errors import UsageError"),
         ("examples", "mpidl/data/corpora.py", "import examples.gpt2_zero3"),
     ],
 )
@@ -93,17 +93,17 @@ def test_uses_that_are_allowed_and_names_that_only_look_alike_are_not_found() ->
 # A module imports from its own layer and from lower ones.
 LAYERS = {
     "collectives": {
-        "base": "find_mpi errors about cores exit_status float_errors forked labels leftovers lifetime partition "
-        "program unheard idle_wait scratch topology buffers reduction arguments coalesced",
-        "schedules": "schedule algorithms layout simulate price",
-        "memory": "memory positions inbox",
-        "runtime": "watchdog witness progress dropped",
-        "backends": "backends partitioned",
-        "messages": "message_work channels messages",
-        "dispatch": "backends.registry backends.dispatch backends.checks",
-        "group": "ordered_group details deadlock group_memory group_messages group_objects",
+        "errors": "errors",
+        "arrays": "base",
+        "one process": "process",
+        "algorithms as data": "schedules price",
+        "memory of a node": "memory",
+        "operations in time": "runtime",
+        "ways to carry them out": "backends partitioned",
+        "messages": "messages",
+        "groups of ranks": "group",
         "API": "prepared communicator",
-        "over it": "__init__ devices diagnostics timing command_line",
+        "over it": "__init__ algorithms devices diagnostics timing command_line",
         "programs": "tune bench",
     },
     "mpidl": {
@@ -218,23 +218,31 @@ def test_every_name_in_a_layer_is_a_module_and_stands_once(package: str) -> None
 def test_circles_and_imports_of_higher_layers_are_found() -> None:
     sources = {
         "__init__.py": "from .communicator import Communicator",
-        "communicator.py": "from . import buffers",
-        "buffers.py": "def f():\n    from .backends.cuda import arrays",
+        "communicator.py": "from .base import buffers",
+        "base/__init__.py": "",
+        "base/buffers.py": "def f():\n    from ..backends.cuda import arrays",
         "backends/cuda/__init__.py": "",
-        "backends/cuda/arrays.py": "if TYPE_CHECKING:\n    from ...reduction import Reduction",
-        "reduction.py": "import collectives.buffers",
+        "backends/cuda/arrays.py": "if TYPE_CHECKING:\n    from ...base.reduction import Reduction",
+        "base/reduction.py": "import collectives.base.buffers",
     }
     imports = imports_within("collectives", sources)
     assert imports["__init__"] == {"communicator"}
-    assert {"buffers -> backends.cuda.arrays", "reduction -> buffers"} < set(circles(imports))
+    assert {"base.buffers -> backends.cuda.arrays", "base.reduction -> base.buffers"} < set(circles(imports))
     assert not any("communicator" in found for found in circles(imports))
-    assert "buffers imports backends.cuda.arrays" in upwards("collectives", imports)
-    assert all(found.startswith("buffers imports backends.cuda") for found in upwards("collectives", imports))
-    sources["buffers.py"] = "import numpy"
+    assert "base.buffers imports backends.cuda.arrays" in upwards("collectives", imports)
+    assert all(found.startswith("base.buffers imports backends.cuda") for found in upwards("collectives", imports))
+    sources["base/buffers.py"] = "import numpy"
     assert not circles(imports_within("collectives", sources))
 
 
-PUBLIC = ("collectives", "collectives.command_line", "collectives.devices", "collectives.diagnostics")
+PUBLIC = (
+    "collectives",
+    "collectives.algorithms",
+    "collectives.command_line",
+    "collectives.devices",
+    "collectives.diagnostics",
+    "collectives.price",
+)
 
 
 def exported(module: str) -> set[str]:
@@ -267,9 +275,9 @@ def test_what_mpidl_and_the_examples_import_of_collectives_is_public() -> None:
 
 
 def test_private_imports_are_found() -> None:
-    assert private_imports("from collectives.labels import label") == ["collectives.labels.label"]
-    assert private_imports("def f():\n    from collectives import exit_status") == ["collectives.exit_status"]
-    assert private_imports("import collectives.progress") == ["collectives.progress"]
+    assert private_imports("from collectives.process.labels import label") == ["collectives.process.labels.label"]
+    assert private_imports("def f():\n    from collectives import progress") == ["collectives.progress"]
+    assert private_imports("import collectives.runtime.progress") == ["collectives.runtime.progress"]
     assert private_imports("from collectives.devices import Place, torch") == ["collectives.devices.torch"]
     for module in PUBLIC:
         assert not private_imports(f"import {module}\nfrom {module} import {min(exported(module))}")

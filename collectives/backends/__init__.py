@@ -3,7 +3,7 @@
     backend     the interface: the operations, each as a call that can be made again and again; what a backend serves
     mpi         "mpi": the MPI library's own
     schedule_backend
-                "ring", "tree", ...: a schedule of messages (`collectives.algorithms`), run by `executor`
+                "ring", "tree", ...: a schedule of messages (`collectives.schedules.algorithms`), run by `executor`
     meeting     where the ranks of a node write what they are about to do, and wait for each other
     symmetric/  "symmetric": one copy, inside a node
     hierarchical/
@@ -15,7 +15,7 @@
     checks      the same with MPIDL_DEBUG=1: the ranks compare what they are about to do
 
 A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
-`collectives.algorithms` and its lines there. A new operation is declared in `Backend` and defined in every backend that
-has it. Besides, names of backends stand in two places, where one is preferred: the tables of `selection`, by which
-"auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the one that adds in the order of ranks.
+`collectives.schedules.algorithms` and its lines there. A new operation is declared in `Backend` and defined in every
+backend that has it. Besides, names of backends stand in two places, where one is preferred: the tables of `selection`,
+by which "auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the one that adds in the order of ranks.
 """

@@ -8,13 +8,13 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-from ..buffers import Buffer, DType
+from ..base.buffers import Buffer, DType
+from ..base.partition import Splits
+from ..base.reduction import Reduction
+from ..base.scratch import Scratch
 from ..memory.shared_memory import Allocator
-from ..partition import Splits
-from ..positions import Positions
-from ..reduction import Reduction
-from ..scratch import Scratch
-from ..topology import Topology
+from ..process.topology import Topology
+from ..runtime.positions import Positions
 from .meeting import Meetings
 
 Call = Callable[[], None]

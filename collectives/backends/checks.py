@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from ..buffers import Buffer, DeviceBuffer
+from ..base.buffers import Buffer, DeviceBuffer
+from ..base.partition import Splits
+from ..base.reduction import Reduction
 from ..errors import MismatchError
-from ..partition import Splits
-from ..reduction import Reduction
-from ..topology import Topology, names
+from ..process.topology import Topology, names
 from .backend import Call
 from .cuda.task import Task
 from .dispatch import Dispatch

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from ..buffers import Buffer, DeviceBuffer, DType
-from ..coalesced import PACKED_BYTES, Item, Packed, arguments_of
-from ..dropped import free_dropped
-from ..float_errors import silent
+from ..base.buffers import Buffer, DeviceBuffer, DType
+from ..base.coalesced import PACKED_BYTES, Item, Packed, arguments_of
+from ..base.float_errors import silent
+from ..base.reduction import OPERATIONS as REDUCTIONS
+from ..base.reduction import Reduction
+from ..base.scratch import Scratch
 from ..memory.counters import STRIDE, Barrier
 from ..memory.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
-from ..positions import Positions
-from ..reduction import OPERATIONS as REDUCTIONS
-from ..reduction import Reduction
-from ..scratch import Scratch
-from ..topology import Topology, discover, names
-from ..witness import show, witnessed
+from ..process.topology import Topology, discover, names
+from ..runtime.dropped import free_dropped
+from ..runtime.positions import Positions
+from ..runtime.witness import show, witnessed
 from .backend import Call, PartitionedCall, Resources, in_shared_memory
 from .cuda.task import Task
 from .meeting import Meetings, MeetsInMemory

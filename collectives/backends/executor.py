@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..buffers import Buffer, copy
-from ..idle_wait import wait_all
-from ..partition import even_counts
-from ..reduction import Reduction, unify_nans
-from ..schedule import Chunks, Kind, Role, Round, Schedule, Step
-from ..scratch import Scratch
+from ..base.buffers import Buffer, copy
+from ..base.partition import even_counts
+from ..base.reduction import Reduction, unify_nans
+from ..base.scratch import Scratch
+from ..process.idle_wait import wait_all
+from ..schedules.schedule import Chunks, Kind, Role, Round, Schedule, Step
 
 Array = np.ndarray[Any, Any]
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..buffers import DTYPES, Buffer
+from ..base.buffers import DTYPES, Buffer
+from ..base.reduction import KERNELS
 from ..errors import MismatchError
 from ..memory.shared_memory import SharedMemory
-from ..positions import CODES, OPERATIONS, listing
-from ..reduction import KERNELS
+from ..runtime.positions import CODES, OPERATIONS, listing
 
 Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
 _DTYPES = tuple(DTYPES)

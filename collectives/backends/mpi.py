@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..buffers import Buffer, DType
-from ..idle_wait import collective
-from ..partition import Splits
-from ..reduction import KERNELS, Reduction, mean, unify_nans
+from ..base.buffers import Buffer, DType
+from ..base.partition import Splits
+from ..base.reduction import KERNELS, Reduction, mean, unify_nans
+from ..process.idle_wait import collective
 from .backend import Backend, Call, Resources
 
 _COUNTS = 2**31 - 1  # elements; not every MPI counts further

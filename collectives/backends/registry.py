@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..algorithms import NAMES
+from ..schedules.algorithms import NAMES
 from .backend import Backend, Resources
 from .mpi import Library
 from .schedule_backend import ScheduleBackend

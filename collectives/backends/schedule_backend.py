@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from .. import algorithms
-from ..algorithms import ALGORITHMS, EVEN_ONLY
-from ..buffers import Buffer, DType
-from ..partition import Splits, even_counts, even_pieces
-from ..reduction import Reduction
-from ..schedule import Role, Schedule
+from ..base.buffers import Buffer, DType
+from ..base.partition import Splits, even_counts, even_pieces
+from ..base.reduction import Reduction
+from ..schedules import algorithms
+from ..schedules.algorithms import ALGORITHMS, EVEN_ONLY
+from ..schedules.schedule import Role, Schedule
 from .backend import Backend, Call, Resources
 from .executor import Execution, Region, single, whole
 

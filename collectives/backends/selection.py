@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ..buffers import DType
+from ..base.buffers import DType
+from ..base.reduction import Reduction
 from ..errors import ArgumentError, ArgumentTypeError
-from ..reduction import Reduction
 from .backend import Backend, in_shared_memory
 
 TUNING = "MPIDL_TUNING"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..about import about_mpi
 from ..communicator import Communicator
+from ..process.about import about_mpi
 from . import gpu_limits
 from .device import Device
 from .measurement import Row, measure

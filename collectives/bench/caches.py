@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .. import cores
+from ..process import cores
 
 _SYSTEM = Path("/sys/devices/system/cpu")
 _UNITS = {"K": 10, "M": 20, "G": 30}

@@ -14,16 +14,7 @@ from ..command_line import Parser, Refused, at_least, bytes_text, check_writable
 from ..communicator import Communicator
 from . import gpu_limits
 from .caches import cache_bytes
-from .operations import (
-    DATATYPES,
-    OPERATIONS,
-    OPERATORS,
-    PLACES,
-    TYPES,
-    USUAL_OPERATIONS,
-    Case,
-    has_average,
-)
+from .operations import DATATYPES, OPERATIONS, OPERATORS, PLACES, TYPES, USUAL_OPERATIONS, Case, has_average
 from .sides import BUFFERS, NAMES
 
 _SIZES = {"cpu": ("1K", "64M"), "cuda": ("64M", "256M")}

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from ..algorithms import ALGORITHMS
 from ..backends.cuda.transports import TRANSPORTS
 from ..backends.mpi import datatype
-from ..buffers import describe
+from ..base.buffers import describe
 from ..communicator import Communicator
+from ..schedules.algorithms import ALGORITHMS
 from . import gpu_limits
 from .buffers import Arrays
 from .device import Device

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
-from ..idle_wait import caller_is_waiting
+from ..process.idle_wait import caller_is_waiting
 
 if TYPE_CHECKING:
     from .shared_memory import SharedMemory

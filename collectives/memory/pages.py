@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import OperationError
-from ..forked import is_forked
+from ..process.forked import is_forked
 from .shared_memory import explained
 
 _HUGE = 2 << 20  # bytes

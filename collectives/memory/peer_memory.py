@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..buffers import address
+from ..base.buffers import address
+from ..base.reduction import Call
 from ..errors import OperationError
-from ..reduction import Call
 
 Array = np.ndarray[Any, Any]
 

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from ..buffers import address
+from ..base.buffers import address
 
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor an array
 DIRECTORY = "MPIDL_SHM_DIR"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives.algorithms import ALGORITHMS, schedule
 from collectives.price import Cluster, price
+from collectives.schedules.algorithms import ALGORITHMS, schedule
 
 PROGRAM = "benchmarks/plot_prices.py"
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from collectives import Communicator, even_counts
-from collectives.algorithms import ALGORITHMS, ROOTED
+from collectives.schedules.algorithms import ALGORITHMS, ROOTED
 
 LARGE = 1_000_003
 

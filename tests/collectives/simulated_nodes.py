@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, topology
+from collectives import Communicator
+from collectives.process import topology
 
 Nodes = tuple[tuple[int, ...], ...]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives import Communicator, Envelope, OperationError, P2POp
-from collectives.message_work import INLINE_BYTES, under_way
+from collectives.messages.message import INLINE_BYTES, under_way
 
 pytestmark = pytest.mark.mpi
 LONG = INLINE_BYTES  # float64 elements: a message of pieces

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import Communicator, OperationError, Work, WorkTimeout, idle_wait, unheard
-from collectives.positions import NO_WORDS
+from collectives import Communicator, OperationError, Work, WorkTimeout
+from collectives.process import idle_wait
+from collectives.runtime import unheard
+from collectives.runtime.positions import NO_WORDS
 from tests.collectives.reference import named
 
 
@@ -95,7 +97,7 @@ def test_the_thread_stays_on_the_core_that_issues_where_each_rank_has_one(comm: 
 
 
 def test_a_system_that_lets_no_thread_choose_its_core_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from collectives import cores
+    from collectives.process import cores
 
     def refuse(*_: object) -> None:
         raise PermissionError

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from collectives import ArgumentError, Communicator, MismatchError
-from collectives.algorithms import ALGORITHMS, NAMES
 from collectives.backends import registry
 from collectives.backends.backend import Backend, Call, Resources
-from collectives.buffers import Buffer
-from collectives.reduction import Reduction
+from collectives.base.buffers import Buffer
+from collectives.base.reduction import Reduction
+from collectives.schedules.algorithms import ALGORITHMS, NAMES
 
 
 class Own(Backend):

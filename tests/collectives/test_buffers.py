@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collectives import ArgumentError, ArgumentTypeError, even_counts
-from collectives.buffers import DTYPES, empty, inspect, signature
+from collectives.base.buffers import DTYPES, empty, inspect, signature
 
 
 @pytest.mark.parametrize("name", DTYPES)

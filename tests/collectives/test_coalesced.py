@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from collectives import ArgumentError, ArgumentTypeError, Communicator, PremulSum, even_counts
-from collectives.buffers import Buffer, describe
-from collectives.coalesced import PACKED_BYTES, Item, batches
+from collectives.base.buffers import Buffer, describe
+from collectives.base.coalesced import PACKED_BYTES, Item, batches
 from tests.collectives.reference import assert_equal, reduced, values
 
 # Several dtypes, empty and odd ones, one that is too large to be packed, and more than one batch.

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from collectives import Communicator, idle_wait
+from collectives import Communicator
 from collectives.memory import counters
 from collectives.memory.counters import STRIDE, Barrier, Counters
 from collectives.memory.shared_memory import SharedMemory
+from collectives.process import idle_wait
 
 pytestmark = pytest.mark.mpi
 _ROUNDS = 60

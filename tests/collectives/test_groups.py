@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import ArgumentError, Communicator, OperationError, dropped
+from collectives import ArgumentError, Communicator, OperationError
+from collectives.runtime import dropped
 
 pytestmark = pytest.mark.mpi
 

@@ -13,12 +13,12 @@ import torch
 from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator, MismatchError, PremulSum, even_counts
-from collectives.algorithms import ALGORITHMS, hierarchical
 from collectives.backends.hierarchical import movements, reduce
 from collectives.backends.hierarchical.hierarchy import Hierarchy
-from collectives.buffers import describe, inspect
-from collectives.partition import Splits
-from collectives.reduction import check
+from collectives.base.buffers import describe, inspect
+from collectives.base.partition import Splits
+from collectives.base.reduction import check
+from collectives.schedules.algorithms import ALGORITHMS, hierarchical
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, values
 from tests.collectives.simulated_nodes import LAYOUTS, Nodes, over_nodes
 from tests.conftest import FAILED

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from collectives import ScheduleError
-from collectives.algorithms import hierarchical, schedule
 from collectives.price import Cluster, Pricing, price
-from collectives.schedule import Kind, Schedule
-from collectives.simulate import verify
+from collectives.schedules.algorithms import hierarchical, schedule
+from collectives.schedules.proof import verify
+from collectives.schedules.schedule import Kind, Schedule
 
 Nodes = hierarchical.Nodes
 OPERATIONS = (*hierarchical.MOVEMENTS, "reduce")

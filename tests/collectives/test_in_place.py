@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives import Communicator
-from collectives.algorithms import ALGORITHMS
+from collectives.schedules.algorithms import ALGORITHMS
 from tests.collectives.reference import named
 
 pytestmark = pytest.mark.mpi

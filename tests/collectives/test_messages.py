@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import Communicator, OperationError, WorkTimeout, message_work
-from collectives.message_work import under_way
+from collectives import Communicator, OperationError, WorkTimeout
+from collectives.messages import message as message_work
+from collectives.messages.message import under_way
 
 pytestmark = pytest.mark.mpi
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator, even_counts
-from collectives.algorithms import ALGORITHMS
+from collectives.schedules.algorithms import ALGORITHMS
 from tests.collectives.reference import dtypes, named, sizes, values
 
 pytestmark = pytest.mark.mpi

@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import (
-    ArgumentError,
-    ArgumentTypeError,
-    Communicator,
-    OperationError,
-    buffers,
-    communicator,
-    ordered_group,
-)
+from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError, communicator
+from collectives.base import buffers
+from collectives.group import ordered_group
 from collectives.prepared import PREPARED
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from collectives import ArgumentError, ScheduleError
-from collectives.algorithms import ALGORITHMS, schedule
 from collectives.price import Cluster, Pricing, price
-from collectives.schedule import Chunks, Role, Round, Schedule, chunk, copy, recv, reduce, send
+from collectives.schedules.algorithms import ALGORITHMS, schedule
+from collectives.schedules.schedule import Chunks, Role, Round, Schedule, chunk, copy, recv, reduce, send
 
 ALL = [(operation, name) for operation, family in ALGORITHMS.items() for name in family]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collectives import Communicator, PremulSum, even_counts
-from collectives.algorithms import ALGORITHMS
+from collectives.schedules.algorithms import ALGORITHMS
 from tests.collectives.reference import BITWISE, OPERATORS, assert_equal, dtypes, named, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi

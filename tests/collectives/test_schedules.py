@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from collectives import ScheduleError
-from collectives.algorithms import ALGORITHMS, PIPELINED, ROOTED, double_tree, schedule
-from collectives.schedule import Chunks, Kind, Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
-from collectives.simulate import traffic, verify
+from collectives.schedules.algorithms import ALGORITHMS, PIPELINED, ROOTED, double_tree, schedule
+from collectives.schedules.proof import traffic, verify
+from collectives.schedules.schedule import Chunks, Kind, Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
 
 ALL = [(operation, name) for operation, family in ALGORITHMS.items() for name in family]
 

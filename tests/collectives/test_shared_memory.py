@@ -129,7 +129,7 @@ def test_a_warning_says_that_descriptors_have_run_out(mpirun: Callable, tmp_path
 def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(mpirun) -> None:
     code = (
         "from collectives import Communicator\n"
-        "from collectives.leftovers import mapped\n"
+        "from collectives.memory.leftovers import mapped\n"
         "Communicator().barrier()\n"
         "print(f'named: {any(mapped().values())}\\n', end='')"
     )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, MismatchError, OperationError, OperationTimeout, WorkTimeout
-from collectives.message_work import under_way
-from collectives.positions import group_name
+from collectives.messages.message import under_way
+from collectives.runtime.positions import group_name
 
 pytestmark = pytest.mark.mpi
 

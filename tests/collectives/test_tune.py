@@ -15,7 +15,7 @@ from collectives.backends.mpi import Library
 from collectives.backends.schedule_backend import ScheduleBackend
 from collectives.backends.selection import Selection, read_tables
 from collectives.backends.symmetric.backend import Symmetric
-from collectives.buffers import describe
+from collectives.base.buffers import describe
 from collectives.tune import table, write
 
 TUNE = ("-m", "collectives.tune")

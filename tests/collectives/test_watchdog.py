@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from collectives import ArgumentError, cores
-from collectives.positions import ANY, END, Position, Positions
-from collectives.watchdog import limit_of, report
+from collectives import ArgumentError
+from collectives.process import cores
+from collectives.runtime.positions import ANY, END, Position, Positions
+from collectives.runtime.watchdog import limit_of, report
 
 HEAD = """
 import os, signal, sys, time

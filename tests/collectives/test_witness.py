@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.positions import ANY
-from collectives.witness import Witness, tell
+from collectives.runtime.positions import ANY
+from collectives.runtime.witness import Witness, tell
 
 pytestmark = pytest.mark.mpi
 
@@ -69,7 +69,7 @@ def test_it_sees_peers_by_the_world_s_numbers(comm: Communicator, witness: Witne
 def test_it_hears_which_process_is_which_rank(
     comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.witness._AT_ONCE", 2)
+    monkeypatch.setattr("collectives.runtime.witness._AT_ONCE", 2)
     told = [(f"node{rank // 2}", 10 + rank) for rank in range(5)]
     if comm.local_rank == 0:
         tell(told)
@@ -81,7 +81,7 @@ def test_it_hears_which_process_is_which_rank(
 def test_what_it_keeps_is_bounded_and_goes_with_it(
     comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.witness._KEPT", 3)
+    monkeypatch.setattr("collectives.runtime.witness._KEPT", 3)
     for _ in range(5):
         made = Communicator()
         comm.barrier()
@@ -203,7 +203,7 @@ def test_one_look_ends_while_messages_keep_coming(
     if comm.local_rank == 0:
         inbox = witness._inbox
         assert inbox is not None
-        monkeypatch.setattr("collectives.inbox._MESSAGES", 2)
+        monkeypatch.setattr("collectives.runtime.inbox._MESSAGES", 2)
         for _ in range(3):
             deliver(b"not json")
         assert len(list(inbox.receive())) == 2
@@ -227,7 +227,7 @@ def test_messages_of_another_user_are_dropped(comm: Communicator, witness: Witne
             deliver(message)
         with pytest.MonkeyPatch.context() as patch:
             if os.geteuid():
-                patch.setattr("collectives.inbox.os.geteuid", lambda: 0)
+                patch.setattr("collectives.runtime.inbox.os.geteuid", lambda: 0)
             witness.look()
         assert witness.processes == {}
         deliver(message)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.leftovers import mapped
+from collectives.memory.leftovers import mapped
 from mpidl import STOPPED
 from mpidl.checkpoint import newest, verify
 from tests.harness import launch

@@ -19,7 +19,7 @@
 Nothing here imports cupy before an array on a GPU shows up.
 """
 
-from ...buffers import register
+from ...base.buffers import register
 from . import arrays
 
 register(arrays)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...buffers import DTYPES, DeviceBuffer, DType, check_tensor, unowned
+from ...base.buffers import DTYPES, DeviceBuffer, DType, check_tensor, unowned
 from ...errors import ArgumentError, ArgumentTypeError
 from . import driver
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...buffers import Buffer
-from ...partition import even_counts
-from ...reduction import Reduction
+from ...base.buffers import Buffer
+from ...base.partition import even_counts
+from ...base.reduction import Reduction
 from ..mpi import Library, datatype
 from .chunks import Range, nth
 from .device import Device, Event

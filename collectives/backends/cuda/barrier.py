@@ -19,7 +19,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ...buffers import address
+from ...base.buffers import address
 from .device import Device, Event, SharedEvent, Stream
 from .memory import DeviceAllocator
 from .probe import pinned_words

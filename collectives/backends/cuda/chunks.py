@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer
-from ...partition import Splits
+from ...base.buffers import Buffer
+from ...base.partition import Splits
 
 Range = tuple[int, int]
 IN_PLACE = ("all_reduce", "scan", "exscan", "reduce", "broadcast")  # on one array

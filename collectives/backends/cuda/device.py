@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...about import cuda_aware
-from ...buffers import DType
-from ...reduction import Reduction
+from ...base.buffers import DType
+from ...base.reduction import Reduction
+from ...process.about import cuda_aware
 
 
 class Event(ABC):

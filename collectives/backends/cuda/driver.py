@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from ...buffers import DType, describe
+from ...base.buffers import DType, describe
+from ...base.reduction import Reduction
 from ...errors import OperationError
-from ...reduction import Reduction
 from . import kernels
 from .device import Device, Event, SharedEvent, Stream
 

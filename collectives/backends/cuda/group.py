@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...buffers import Buffer, address
-from ...coalesced import PACKED_BYTES, Item, Packed, arguments_of
+from ...base.buffers import Buffer, address
+from ...base.coalesced import PACKED_BYTES, Item, Packed, arguments_of
+from ...base.reduction import Reduction
 from ...errors import ArgumentError
-from ...reduction import Reduction
 from . import driver
 from .aware import Aware
 from .device import Event

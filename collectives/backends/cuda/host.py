@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from ...buffers import DType
+from ...base.buffers import DType
+from ...base.reduction import Reduction
 from ...memory.shared_memory import Allocator
-from ...reduction import Reduction
-from ...topology import Topology
+from ...process.topology import Topology
 
 
 class Host(Protocol):

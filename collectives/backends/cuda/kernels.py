@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...buffers import DType
-from ...reduction import Reduction
+from ...base.buffers import DType
+from ...base.reduction import Reduction
 
 THREADS = 256
 _BLOCKS = 2048  # enough to fill any GPU; a thread takes the next vector from there

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...buffers import Buffer, DType, unowned
-from ...partition import even_counts
-from ...reduction import Reduction, partial_of, rest_of
+from ...base.buffers import Buffer, DType, unowned
+from ...base.partition import even_counts
+from ...base.reduction import Reduction, partial_of, rest_of
 from ..hierarchical.hierarchy import Hierarchy
 from .device import Device, Event
 from .memory import DeviceMemory, Retired, own_memory

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...buffers import unowned
+from ...base.buffers import unowned
 from ...memory.shared_memory import Allocator, SharedMemory
 from .device import Device
 

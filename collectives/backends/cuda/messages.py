@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer, DeviceBuffer, address
+from ...base.buffers import Buffer, DeviceBuffer, address
 from . import driver
 from .device import Device
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 from mpi4py import MPI
 
-from ...buffers import address
+from ...base.buffers import address
 from . import transports
 from .device import Device, Stream
 from .host import Host

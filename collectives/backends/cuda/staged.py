@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer, DType, address
-from ...reduction import Reduction
+from ...base.buffers import Buffer, DType, address
+from ...base.reduction import Reduction
 from . import chunks
 from .chunks import Chunk, CopyPiece
 from .device import Device, Event, Stream

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import DType, address
-from ...reduction import Call, Reduction
-from ...topology import names
+from ...base.buffers import DType, address
+from ...base.reduction import Call, Reduction
+from ...process.topology import names
 from ..meeting import Meetings
 from ..symmetric.backend import Symmetric
 from ..symmetric.processor import Processor

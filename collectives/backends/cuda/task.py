@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import ArgumentError
-from ...progress import Work
+from ...runtime.progress import Work
 from . import arrays as gpu_arrays
 from . import driver
 from .device import Device, Event, Stream

@@ -32,14 +32,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...buffers import Buffer, DType
+from ...base.buffers import Buffer, DType
+from ...base.partition import even_counts
+from ...base.reduction import Reduction, partial_of, unify_nans
+from ...base.scratch import Scratch
 from ...errors import OperationError
-from ...idle_wait import wait_all
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...partition import even_counts
-from ...reduction import Reduction, partial_of, unify_nans
-from ...scratch import Scratch
-from ...topology import Topology
+from ...process.idle_wait import wait_all
+from ...process.topology import Topology
 from ..meeting import Entry, Meetings
 from .contributions import add, others, readable, travels_as_it_is
 

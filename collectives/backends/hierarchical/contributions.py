@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer
-from ...reduction import Reduction
+from ...base.buffers import Buffer
+from ...base.reduction import Reduction
 from ..meeting import Meeting
 
 Array = np.ndarray[Any, Any]

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
-from ... import algorithms
-from ...buffers import Buffer, DType
-from ...partition import Splits, even_counts
-from ...reduction import Reduction
-from ...schedule import Role
+from ...base.buffers import Buffer, DType
+from ...base.partition import Splits, even_counts
+from ...base.reduction import Reduction
+from ...schedules import algorithms
+from ...schedules.schedule import Role
 from ..backend import Backend, Call, Resources
 from ..executor import Execution, Region, single, whole
 from ..symmetric.backend import Symmetric

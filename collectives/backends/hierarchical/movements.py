@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...algorithms.hierarchical import Channel, Nodes, channels, keeps_own, most_channels
-from ...buffers import Buffer, copy
+from ...base.buffers import Buffer, copy
+from ...base.partition import Splits
 from ...errors import MismatchError, OperationError
-from ...idle_wait import wait_all
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...partition import Splits
+from ...process.idle_wait import wait_all
+from ...schedules.algorithms.hierarchical import Channel, Nodes, channels, keeps_own, most_channels
 from ..backend import Call
 from ..meeting import Entry, Meeting, Meetings
 

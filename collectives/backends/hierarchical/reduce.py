@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...algorithms.hierarchical import Nodes, leaders
-from ...buffers import Buffer
+from ...base.buffers import Buffer
+from ...base.partition import even_counts
+from ...base.reduction import Reduction, partial_of
+from ...base.scratch import Scratch
 from ...errors import OperationError
-from ...idle_wait import wait_all
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...partition import even_counts
-from ...reduction import Reduction, partial_of
-from ...scratch import Scratch
+from ...process.idle_wait import wait_all
+from ...schedules.algorithms.hierarchical import Nodes, leaders
 from ..meeting import Entry, Meetings
 from .contributions import add, readable
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...buffers import Buffer, DeviceBuffer
+from ...base.buffers import Buffer, DeviceBuffer
+from ...base.reduction import Reduction
 from ...memory.counters import ORDERED
 from ...memory.peer_memory import connect
-from ...reduction import Reduction
 from ..backend import Backend, Resources
 from .group import Group
 from .movements import Movements

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer, address, unowned
+from ...base.buffers import Buffer, address, unowned
+from ...base.reduction import Call, Reduction
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...reduction import Call, Reduction
 from ..meeting import Entry, Meeting, Meetings, Ranges
 from .processor import Processor, Program
 from .staging import Staging

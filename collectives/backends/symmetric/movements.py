@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer
-from ...partition import Splits
-from ...reduction import Call
+from ...base.buffers import Buffer
+from ...base.partition import Splits
+from ...base.reduction import Call
 from ..meeting import Entry, Meeting, Ranges
 from .group import Group, entry_of, starts_of
 from .operation import Movement, Operation

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...buffers import Buffer
+from ...base.buffers import Buffer
 from ..meeting import Entry, Meeting, MeetsInMemory, Ranges
 from .group import Group
 from .processor import Program

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...buffers import Buffer, unowned
+from ...base.buffers import Buffer, unowned
+from ...base.reduction import Call, Reduction
 from ...errors import ArgumentError, MismatchError
 from ...memory.counters import STRIDE, Counters
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...positions import listing
-from ...reduction import Call, Reduction
+from ...runtime.positions import listing
 from ..meeting import Meeting, Meetings, MeetsInMemory
 from .group import Group, entry_of
 from .tickets import Tickets

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import DType
-from ...reduction import Call, Reduction
-from ...scratch import Scratch
+from ...base.buffers import DType
+from ...base.reduction import Call, Reduction
+from ...base.scratch import Scratch
 
 Array = np.ndarray[Any, Any]
 Program = list[Call]  # that carries out one rank's part of an operation

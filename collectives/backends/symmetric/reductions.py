@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import Buffer
-from ...partition import even_counts
-from ...reduction import Reduction
+from ...base.buffers import Buffer
+from ...base.partition import even_counts
+from ...base.reduction import Reduction
 from ..meeting import Entry, Meeting, Ranges
 from .group import Group, entry_of, starts_of
 from .operation import Operation

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...buffers import DType
+from ...base.buffers import DType
 from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ..meeting import Meetings

@@ -98,7 +98,7 @@ def test_wrong_options_are_one_line_and_status_2_on_all_ranks(mpirun) -> None:
 
 
 def test_caches_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.cores.usable", lambda: {0, 1})
+    monkeypatch.setattr("collectives.process.cores.usable", lambda: {0, 1})
     levels = [("Data", "32K"), ("Instruction", "64K"), ("Unified", "512K"), ("Unified", "4M")]
     for core in (0, 1):
         for number, (kind, size) in enumerate(levels[: 3 + core]):

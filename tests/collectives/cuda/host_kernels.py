@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from collectives.backends.cuda import kernels
-from collectives.buffers import address
+from collectives.base.buffers import address
 
 Array = np.ndarray
 

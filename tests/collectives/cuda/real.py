@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from collectives.about import cuda_aware
 from collectives.backends.cuda import driver
+from collectives.process.about import cuda_aware
 
 
 class RealGpu:

@@ -31,8 +31,8 @@ import torch
 from mpi4py import MPI
 
 from collectives.backends.cuda import device
-from collectives.buffers import Buffer, DType, describe, unowned
-from collectives.reduction import Reduction
+from collectives.base.buffers import Buffer, DType, describe, unowned
+from collectives.base.reduction import Reduction
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

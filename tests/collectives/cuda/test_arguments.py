@@ -11,7 +11,7 @@ import torch
 
 from collectives import ArgumentError, ArgumentTypeError, Communicator
 from collectives.backends.cuda import driver
-from collectives.buffers import DTYPES, DeviceBuffer, inspect, signature
+from collectives.base.buffers import DTYPES, DeviceBuffer, inspect, signature
 from tests.collectives.cuda.standin import Gpu
 from tests.harness import launch
 

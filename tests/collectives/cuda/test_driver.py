@@ -13,8 +13,8 @@ import torch
 
 from collectives.backends.cuda import driver
 from collectives.backends.cuda.driver import CudaDevice, CudaEvent, CudaStream
-from collectives.buffers import DTYPES, address
-from collectives.reduction import Reduction
+from collectives.base.buffers import DTYPES, address
+from collectives.base.reduction import Reduction
 from tests.collectives.cuda import fake_cupy
 from tests.collectives.cuda.fake_cupy import CUDARuntimeError, Runtime
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator
-from collectives.buffers import DTYPES, Buffer, DType
+from collectives.base.buffers import DTYPES, Buffer, DType
 from tests.collectives.cuda.real import RealGpu
 from tests.collectives.cuda.test_kernels import OPS, data, is_nan, served
 
@@ -120,7 +120,7 @@ def test_256_mib_come_out_right(comm: Communicator, cuda: RealGpu, dtype: torch.
 
 def test_bf16_is_seen_in_both_ways(cuda: RealGpu) -> None:
     x = torch.ones(5, dtype=torch.bfloat16, device="cuda")
-    from collectives.buffers import inspect
+    from collectives.base.buffers import inspect
 
     seen = inspect(x, "x", writable=True)
     assert isinstance(seen, Buffer)

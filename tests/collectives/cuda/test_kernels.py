@@ -12,9 +12,9 @@ import pytest
 
 from collectives import PremulSum
 from collectives.backends.cuda import kernels
-from collectives.buffers import DTYPES, Buffer, DType
+from collectives.base.buffers import DTYPES, Buffer, DType
+from collectives.base.reduction import Reduction, check, partial_of
 from collectives.errors import CollectivesError
-from collectives.reduction import Reduction, check, partial_of
 from tests.collectives.cuda import host_kernels
 
 LIKE_OTHERS = ("float64", "int8", "int16", "int64", "uint16", "uint32", "uint64", "complex128")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import mpidl
-from collectives.partition import even_counts
+from collectives.base.partition import even_counts
 from mpidl.activations import CheckpointStore, checkpoint, checkpoint_modules
 from mpidl.errors import ConfigurationError, ModelMismatch, TrainingError
 from mpidl.memory import measure_activations

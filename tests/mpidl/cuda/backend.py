@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from collectives.backends.cuda import device
-from collectives.buffers import DType, describe
-from collectives.reduction import Reduction
+from collectives.base.buffers import DType, describe
+from collectives.base.reduction import Reduction
 from tests.collectives.cuda import standin
 
 Range = tuple[int, int]  # addresses

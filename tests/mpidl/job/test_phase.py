@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from collectives.program import described
+from collectives.runtime.program import described
 from mpidl.job.phase import follow_steps
 
 

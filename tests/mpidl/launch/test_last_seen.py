@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.positions import Position
+from collectives.runtime.positions import Position
 from mpidl.launch.report import Report
 
 IN_REDUCE = Position(4, "all_reduce", inside=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.leftovers import mapped
+from collectives.memory.leftovers import mapped
 from mpidl import STOPPED
 from tests.harness import launch
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
+from ..runtime.positions import Position
 from .ordered_group import OrderedGroup
-from .positions import Position
 
 
 def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from .errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 
 
 @dataclass(frozen=True, eq=False)  # there is one of each, and to hash five fields for every call takes a microsecond

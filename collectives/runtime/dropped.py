@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from .errors import OperationError
-from .topology import world_ranks
+from ..errors import OperationError
+from ..process.topology import world_ranks
 
 Key = tuple[int, int]  # of a Communicator, the same on all its ranks: of its first rank and that rank's count
 

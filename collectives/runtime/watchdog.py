@@ -32,8 +32,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from mpi4py import MPI
 
-from . import exit_status
-from .errors import ArgumentError
+from ..errors import ArgumentError
+from ..process import exit_status
 from .positions import ANY, END, Position, Positions, group_name, listing
 from .program import described
 

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .buffers import DTYPES, Buffer, DType
-from .errors import OperationError
-from .forked import is_forked, refuse_if_forked
-from .lifetime import keep_for_ever
-from .progress import Work, after_all_operations
+from ..base.buffers import DTYPES, Buffer, DType
+from ..errors import OperationError
+from ..memory.lifetime import keep_for_ever
+from ..process.forked import is_forked, refuse_if_forked
+from ..runtime.progress import Work, after_all_operations
 
 INLINE_BYTES = 8 << 10
 PIECE_BYTES = 1 << 30  # not every MPI counts past 2^31

@@ -24,7 +24,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from .message_work import Channel, Header, Message, Receiving, under_way
+from .message import Channel, Header, Message, Receiving, under_way
 
 
 class Channels:

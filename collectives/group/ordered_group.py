@@ -26,23 +26,24 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from . import arguments, unheard
-from .backends.checks import CheckedDispatch, is_debugging
-from .backends.cuda.task import Task
-from .backends.dispatch import Dispatch
-from .backends.meeting import MeetsInMemory
-from .backends.selection import Selection, read_tables
-from .dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
-from .errors import ArgumentError, MismatchError, OperationError, OperationTimeout, WorkTimeout
-from .forked import is_forked, refuse_if_forked, why
-from .labels import is_profiled, label
-from .leftovers import remove_names
-from .lifetime import keep_for_ever
-from .messages import Messages
-from .positions import NO_WORDS, group_name
-from .progress import Progress, Work
-from .topology import discover, names, world_ranks
-from .watchdog import Guard, limit_of, watch
+from ..backends.checks import CheckedDispatch, is_debugging
+from ..backends.cuda.task import Task
+from ..backends.dispatch import Dispatch
+from ..backends.meeting import MeetsInMemory
+from ..backends.selection import Selection, read_tables
+from ..base import arguments
+from ..errors import ArgumentError, MismatchError, OperationError, OperationTimeout, WorkTimeout
+from ..memory.leftovers import remove_names
+from ..memory.lifetime import keep_for_ever
+from ..messages.messages import Messages
+from ..process.forked import is_forked, refuse_if_forked, why
+from ..process.labels import is_profiled, label
+from ..process.topology import discover, names, world_ranks
+from ..runtime import unheard
+from ..runtime.dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
+from ..runtime.positions import NO_WORDS, group_name
+from ..runtime.progress import Progress, Work
+from ..runtime.watchdog import Guard, limit_of, watch
 
 _CLOSE_AFTER_ERROR = 2.0  # seconds
 Plain = Callable[[], None]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .buffers import DTYPES, Buffer, DType, address, copy
-from .errors import ArgumentError, ArgumentTypeError
 from .scratch import Scratch
 
 Array = np.ndarray[Any, Any]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .buffers import Buffer
-from .partition import Splits
-from .positions import words
-from .reduction import Reduction
+from ..base.buffers import Buffer
+from ..base.partition import Splits
+from ..base.reduction import Reduction
+from ..runtime.positions import words
 
 
 def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:

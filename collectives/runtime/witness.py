@@ -25,10 +25,10 @@ from typing import Any, TypeGuard
 
 from mpi4py import MPI
 
+from ..memory.shared_memory import JOB, SharedMemory
+from ..process.topology import world_ranks
 from .inbox import LONGEST, Inbox, Received, has_inboxes, send
-from .memory.shared_memory import JOB, SharedMemory
 from .positions import Position, Positions
-from .topology import world_ranks
 
 _SEND_TIMEOUT = 1.0  # seconds for the other side to take what is queued
 _KEPT = 256  # pages; each is a descriptor and some kilobytes

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError, ArgumentTypeError
 from . import arguments, buffers
 from .buffers import Buffer, DeviceBuffer, home
-from .errors import ArgumentError, ArgumentTypeError
 from .partition import even_counts
 
 PACKED_BYTES = 4 << 20  # a batch

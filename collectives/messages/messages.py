@@ -11,17 +11,17 @@ from typing import Any
 
 from mpi4py import MPI
 
-from . import buffers
-from .arguments import integer, refuse_overlap, wrong_type
-from .backends.cuda.messages import HostSide
-from .buffers import Buffer, DeviceBuffer
+from ..backends.cuda.messages import HostSide
+from ..base import buffers
+from ..base.arguments import integer, refuse_overlap, wrong_type
+from ..base.buffers import Buffer, DeviceBuffer
+from ..errors import ArgumentError, OperationError, WorkTimeout
+from ..process.topology import names
+from ..runtime.positions import ANY, Positions
+from ..runtime.progress import Work
+from ..runtime.watchdog import TAGS
 from .channels import Channels
-from .errors import ArgumentError, OperationError, WorkTimeout
-from .message_work import INLINE_BYTES, Header, Message, Receiving, Sending, begin_in_turn, poll, under_way
-from .positions import ANY, Positions
-from .progress import Work
-from .topology import names
-from .watchdog import TAGS
+from .message import INLINE_BYTES, Header, Message, Receiving, Sending, begin_in_turn, poll, under_way
 
 _LARGEST_TAG = min(TAGS) - 1
 

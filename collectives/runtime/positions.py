@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .memory.counters import STRIDE, Counters
+from ..memory.counters import STRIDE, Counters
 
 if TYPE_CHECKING:
-    from .memory.shared_memory import SharedMemory
+    from ..memory.shared_memory import SharedMemory
 
 OPERATIONS = (
     "nothing",

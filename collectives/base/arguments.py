@@ -7,8 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .buffers import Buffer, home
-from .errors import ArgumentError, ArgumentTypeError
 from .partition import even_counts
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, Literal, overload
 
-from .arguments import seconds
-from .errors import WorkTimeout
-from .group_memory import GroupMemory
-from .labels import label
-from .message_work import Receiving
-from .messages import Envelope, P2POp
-from .progress import Work
+from ..base.arguments import seconds
+from ..errors import WorkTimeout
+from ..messages.message import Receiving
+from ..messages.messages import Envelope, P2POp
+from ..process.labels import label
+from ..runtime.progress import Work
+from .memory import GroupMemory
 
 
 class GroupMessages(GroupMemory):

@@ -22,8 +22,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ..errors import OperationError
 from . import exit_status
-from .errors import OperationError
 
 _of_parent = ""  # says of which process this one is a child
 _uncaught_before: Any = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add, sub, xor
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 from .schedule import Kind, Schedule
 
 # Programs of more rounds in all than this are compared on some ranks only.

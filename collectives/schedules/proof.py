@@ -21,8 +21,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NoReturn
 
-from .errors import ScheduleError
-from .reduction import OPERATIONS as REDUCTIONS
+from ..base.reduction import OPERATIONS as REDUCTIONS
+from ..errors import ScheduleError
 from .schedule import Chunks, Kind, Role, Round, Schedule, Step
 
 Cells = list[int | None]

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from . import arguments, buffers
-from .backends.cuda.arrays import gpu_index
-from .backends.cuda.pages import DevicePages
-from .errors import OperationError
-from .memory.pages import Pages
-from .memory.shared_memory import SharedMemory
+from ..backends.cuda.arrays import gpu_index
+from ..backends.cuda.pages import DevicePages
+from ..base import arguments, buffers
+from ..errors import OperationError
+from ..memory.pages import Pages
+from ..memory.shared_memory import SharedMemory
+from ..runtime.positions import words
 from .ordered_group import OrderedGroup
-from .positions import words
 
 
 class GroupMemory(OrderedGroup):

@@ -27,7 +27,7 @@ Within a round everything happens at once, so no step may write what another one
 
 Messages from one rank to another are received in the order in which they are sent, also within a round.
 
-The executor runs one rank's rounds over MPI; `simulate` runs all ranks symbolically and proves the result.
+The executor runs one rank's rounds over MPI; `proof` runs all ranks symbolically and proves the result.
 """
 
 from __future__ import annotations

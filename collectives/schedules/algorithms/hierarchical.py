@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from ..partition import even_counts
+from ...base.partition import even_counts
 from ..schedule import Chunks, Role, Round, Schedule, Step, chunk, copy, finish, recv, send
 from ..schedule import reduce as reduce_step
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from . import arguments
-from .errors import ArgumentError, ArgumentTypeError, OperationError
-from .group_messages import GroupMessages
+from ..base import arguments
+from ..errors import ArgumentError, ArgumentTypeError, OperationError
+from .messages import GroupMessages
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _NONE: Bytes = np.empty(0, np.uint8)

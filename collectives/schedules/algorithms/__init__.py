@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 from ..schedule import Schedule
 from . import (
     bruck,

@@ -25,11 +25,12 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from . import cores, exit_status, unheard
-from .errors import MismatchError, OperationError, WorkTimeout
-from .forked import refuse_if_forked
-from .idle_wait import enter_background
-from .labels import label
+from ..errors import MismatchError, OperationError, WorkTimeout
+from ..process import cores, exit_status
+from ..process.forked import refuse_if_forked
+from ..process.idle_wait import enter_background
+from ..process.labels import label
+from . import unheard
 from .watchdog import abort_job, mark_end, say
 
 _STRANDED = 2.0  # seconds
