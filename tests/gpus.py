@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 RANKS = (1, 2, 4)
 FOLDERS = ["tests/collectives", "tests/mpidl", "tests/examples"]
-KERNELS = "tests/collectives/cuda/test_gpu.py::test_a_kernel_gives_the_host_s_bits"
+KERNELS = "tests/collectives/backends/cuda/test_gpu.py::test_a_kernel_gives_the_host_s_bits"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # As pytest -v writes them: "tests/a.py::test_b[c] PASSED   [ 10%]"; the verdict of a test that ends the run is missing.
 _LINE = re.compile(r"^(tests/\S+?\.py::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?(?: +\[ *\d+%\])?)?\s*$")

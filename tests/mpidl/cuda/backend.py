@@ -31,7 +31,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from collectives.backends.cuda import device
 from collectives.base.buffers import DType, describe
 from collectives.base.reduction import Reduction
-from tests.collectives.cuda import standin
+from tests.collectives.backends.cuda import standin
 
 Range = tuple[int, int]  # addresses
 NAME = "standin"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collectives import Communicator, PremulSum, even_counts
-from tests.collectives.cuda.standin import Gpu
+from tests.collectives.backends.cuda.standin import Gpu
 from tests.collectives.reference import BITWISE, DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi

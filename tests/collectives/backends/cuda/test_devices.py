@@ -9,7 +9,7 @@ import torch
 from collectives import ArgumentError, Communicator
 from collectives.backends.cuda.copies import GpuCopies
 from collectives.devices import HOST, GpuPlace, place_at, why_not
-from tests.collectives.cuda.standin import Gpu
+from tests.collectives.backends.cuda.standin import Gpu
 
 
 def test_copies_come_after_the_current_stream_and_before_what_joins_them(standin: Gpu) -> None:

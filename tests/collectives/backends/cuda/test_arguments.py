@@ -12,7 +12,7 @@ import torch
 from collectives import ArgumentError, ArgumentTypeError, Communicator
 from collectives.backends.cuda import driver
 from collectives.base.buffers import DTYPES, DeviceBuffer, inspect, signature
-from tests.collectives.cuda.standin import Gpu
+from tests.collectives.backends.cuda.standin import Gpu
 from tests.harness import launch
 
 MISSING = driver.missing.__wrapped__

@@ -15,7 +15,7 @@ from collectives.backends.cuda import kernels
 from collectives.base.buffers import DTYPES, Buffer, DType
 from collectives.base.reduction import Reduction, check, partial_of
 from collectives.errors import CollectivesError
-from tests.collectives.cuda import host_kernels
+from tests.collectives.backends.cuda import host_kernels
 
 LIKE_OTHERS = ("float64", "int8", "int16", "int64", "uint16", "uint32", "uint64", "complex128")
 FACTORS = [1.5, -2.0, 0.25]

@@ -15,8 +15,8 @@ from collectives.backends.cuda import driver
 from collectives.backends.cuda.driver import CudaDevice, CudaEvent, CudaStream
 from collectives.base.buffers import DTYPES, address
 from collectives.base.reduction import Reduction
-from tests.collectives.cuda import fake_cupy
-from tests.collectives.cuda.fake_cupy import CUDARuntimeError, Runtime
+from tests.collectives.backends.cuda import fake_cupy
+from tests.collectives.backends.cuda.fake_cupy import CUDARuntimeError, Runtime
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from collectives.backends.cuda import barrier, driver
-from tests.collectives.cuda.real import RealGpu
-from tests.collectives.cuda.standin import Gpu
+from tests.collectives.backends.cuda.real import RealGpu
+from tests.collectives.backends.cuda.standin import Gpu
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from collectives import ArgumentError, Communicator
 from collectives.backends.cuda import barrier
 from collectives.backends.cuda.transports import decide, wanted
-from tests.collectives.cuda.standin import Gpu
+from tests.collectives.backends.cuda.standin import Gpu
 
 
 def works(ipc: list[bool], aware: list[bool]) -> dict[str, list[bool]]:

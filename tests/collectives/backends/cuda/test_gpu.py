@@ -10,8 +10,8 @@ import torch
 
 from collectives import ArgumentError, Communicator
 from collectives.base.buffers import DTYPES, Buffer, DType
-from tests.collectives.cuda.real import RealGpu
-from tests.collectives.cuda.test_kernels import OPS, data, is_nan, served
+from tests.collectives.backends.cuda.real import RealGpu
+from tests.collectives.backends.cuda.test_kernels import OPS, data, is_nan, served
 
 pytestmark = pytest.mark.gpu
 

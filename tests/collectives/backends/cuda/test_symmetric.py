@@ -11,7 +11,7 @@ import torch
 
 from collectives import ArgumentError, Communicator, OperationError, even_counts
 from collectives.backends.cuda.memory import retired
-from tests.collectives.cuda.standin import Gpu
+from tests.collectives.backends.cuda.standin import Gpu
 from tests.collectives.reference import DTYPES, assert_equal, reduced, sizes, values
 
 pytestmark = pytest.mark.mpi

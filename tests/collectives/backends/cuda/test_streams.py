@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator, Work, even_counts
-from tests.collectives.cuda.standin import Gpu, Stream
+from tests.collectives.backends.cuda.standin import Gpu, Stream
 
 pytestmark = pytest.mark.mpi
 

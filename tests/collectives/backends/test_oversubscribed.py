@@ -8,5 +8,5 @@ import pytest
 @pytest.mark.thorough("7", "8")
 @pytest.mark.parametrize("ranks", [5, 7, 8])
 def test_every_algorithm_is_right(mpirun, ranks: int) -> None:
-    done = mpirun(ranks, "-m", "tests.collectives.oversubscribed", timeout=120)
+    done = mpirun(ranks, "-m", "tests.collectives.backends.oversubscribed", timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "right"), done.stdout + done.stderr
