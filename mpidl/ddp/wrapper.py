@@ -154,7 +154,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
             names = self._named_parameters(frozen=True)
             self.compressed = CompressedReduction(self._compression, self.process_group, names)
-            if self.compressed.chosen != "none":
+            if not self.compressed.chooses_none:
                 self.register_comm_hook(None, self.compressed)
 
     def _divide_contributions(self) -> None:

@@ -139,6 +139,11 @@ class CompressedReduction:
         """The method in use; "none" where "auto" chose so, None before it has chosen."""
         return self.compressor.name if self._auto is None else self._auto.chosen
 
+    @property
+    def chooses_none(self) -> bool:
+        """Returns whether "auto" has chosen to send in full precision, which an engine does without this hook."""
+        return self._auto is not None and self._auto.chooses_none
+
     def forget(self) -> None:
         """Forgets all that was not sent, as after a trial. On every rank."""
         self.drain()

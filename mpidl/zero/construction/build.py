@@ -120,7 +120,7 @@ def build(
     parameters = _cut_parameters(model, plan, layouts, group, watch, options)
     trains = [shard for shard in parameters.shards if shard.trains]
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
-    if plan.compressed is not None and plan.compressed.chosen != "none":
+    if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook = None, plan.compressed
     tp = options.mesh["tp"] if options.mesh is not None and options.mesh.size("tp") > 1 else None
     grad_attributes = GradAttributes(shard_reducer, group.shards, watch, names, parameters.release, tp)
