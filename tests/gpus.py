@@ -106,8 +106,9 @@ def follow(run: Run, command: Sequence[str], cwd: Path = ROOT) -> Run:
 
 def tested(options: Sequence[str]) -> list[Run]:
     """The tests on every number of ranks and without MPI."""
-    own = Path(sys.executable).parent / "mpirun"
-    mpirun = str(own) if own.exists() else "mpirun"
+    from tests.harness.launch import launcher
+
+    mpirun = launcher()
     folders = [] if any(option.startswith("tests/") for option in options) else FOLDERS
     pytest = [sys.executable, "-m", "pytest", "-v", "--color=no", "--gpu", *folders, *options]
     runs = [
