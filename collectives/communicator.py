@@ -27,35 +27,27 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, overload
-
-from mpi4py import MPI
+from collections.abc import Sequence
+from typing import Any
 
 from .backends.backend import PartitionedCall
 from .backends.cuda.arrays import gpu_index
-from .base import arguments, buffers, coalesced, reduction
-from .base.arguments import integer, root_rank
-from .base.buffers import Buffer, DeviceBuffer, signature
+from .base import arguments, buffers, reduction
+from .base.arguments import root_rank
 from .base.partition import Splits
-from .base.reduction import Reduction
-from .errors import ArgumentError, OperationError
+from .errors import ArgumentError
 from .group import details
-from .group.objects import GroupObjects
-from .group.ordered_group import Plain, Prepared
-from .memory.shared_memory import is_one_for_all
+from .group.calls import GroupCalls
+from .group.ordered_group import Plain
 from .partitioned import PartitionedAllReduce
 from .prepared import NOT_YET, PREPARED, PreparedOperation
 from .process.idle_wait import background_on_all_ranks
-from .runtime.dropped import freed_if_mpi_fails
-from .runtime.positions import NO_WORDS, words
+from .runtime.positions import words
 from .runtime.progress import Work
 from .schedules.algorithms import ALGORITHMS, refuse_splits
 
-_KEPT_CALLS = 4096  # of a few hundred bytes each
 
-
-class Communicator(GroupObjects):
+class Communicator(GroupCalls):
     """A group of ranks and the operations among them.
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
@@ -475,185 +467,6 @@ class Communicator(GroupObjects):
         call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
         issue = self._issue if timeout is None else self._within(timeout)
         return issue("compound", call, words(name), async_op, name=name)
-
-    # ---- groups -----------------------------------------------------------------------------------------------
-
-    @overload
-    def translate_ranks(self, ranks: int, other: Communicator | None = None) -> int | None: ...
-    @overload
-    def translate_ranks(self, ranks: Iterable[int], other: Communicator | None = None) -> list[int | None]: ...
-
-    def translate_ranks(self, ranks: Any, other: Communicator | None = None) -> Any:
-        """Translates ranks of this group into the numbers that the same processes have in another group.
-
-        ranks: a rank, or several. other: another group; by default the world. Returns a number, or a list of numbers;
-        None for a process that is not in the other group. Not collective, and possible after `close`.
-        """
-        if other is not None and not isinstance(other, Communicator):
-            raise arguments.wrong_type("translate_ranks: other", other, "a Communicator")
-        several = isinstance(ranks, Iterable)
-        given = [integer("translate_ranks: ranks", rank, 0, self.size - 1) for rank in (ranks if several else [ranks])]
-        if other is self:
-            found: list[int | None] = list(given)
-        else:
-            numbers = [self.world_ranks[rank] for rank in given]
-            there = None if other is None else {number: rank for rank, number in enumerate(other.world_ranks)}
-            found = [None if n < 0 else n if there is None else there.get(n) for n in numbers]
-        return found if several else found[0]
-
-    def split(self, color: int | None, key: int = 0, *, name: str = "") -> Communicator | None:
-        """A Communicator of the ranks that give the same colour, ordered by key, then rank; None for colour None.
-
-        name: of the new group, for errors and reports. Collective over this communicator. Groups work independently,
-        also at the same time.
-        """
-        chosen = MPI.UNDEFINED if color is None else integer("split: color", color, 0, 2**31 - 1)
-        key = integer("split: key", key, -(2**31), 2**31 - 1)
-        groups: list[MPI.Comm] = []
-        failures: list[OperationError] = []  # on all ranks: this communicator goes on
-
-        def task() -> None:
-            try:
-                with freed_if_mpi_fails("split", []):
-                    groups.append(self._dispatch.split(chosen, key))
-            except OperationError as error:
-                failures.append(error)
-
-        self._issue("split", task, NO_WORDS, async_op=False)
-        if failures:
-            raise failures[0]
-        group = groups[0]
-        if group == MPI.COMM_NULL:
-            return None
-        assert isinstance(group, MPI.Intracomm)
-        try:
-            made = Communicator(group, timeout=self._timeout, name=name)
-        except OperationError:
-            group.Free()
-            raise
-        made._made.append(group)
-        return made
-
-    def split_by_node(self) -> tuple[Communicator, Communicator]:
-        """Two Communicators: of this rank's node, and of the ranks with its local rank on every node. Collective.
-
-        Raises ArgumentError on every rank unless each node has as many ranks, numbered node by node.
-        """
-        place = self._dispatch.topology
-        if not place.regular:
-            raise ArgumentError("split_by_node: needs as many ranks on every node, numbered node by node")
-        within, across = self.split(place.members[0]), self.split(self.local_rank)
-        assert within is not None
-        assert across is not None
-        return within, across
-
-    def split_self(self) -> Communicator:
-        """A Communicator of this rank only. Not collective."""
-        return Communicator(MPI.COMM_SELF, timeout=self._timeout)
-
-    def duplicate(self) -> Communicator:
-        """Makes a Communicator of the same ranks with a queue of its own; closed along with this one. Collective."""
-        made = self.split(0, self.rank, name=self.name)
-        assert made is not None
-        self._duplicates.append(made)
-        return made
-
-    # ---- lists of arrays --------------------------------------------------------------------------------------
-
-    def _coalesced(
-        self,
-        operation: str,
-        algorithm: str,
-        async_op: bool,
-        timeout: float | None,
-        *,
-        wholes: list[Any],
-        owns: Any = None,
-        root: int = 0,
-        op: Any = None,
-    ) -> Any:
-        """Checks every array, chooses for every batch, and issues all of it as one operation."""
-        written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (self.rank == root)
-        items = coalesced.inspect(operation, wholes, owns, self.rank, self.size, writable=written)
-        if operation in reduction.OPERATIONS:
-            for number, item in enumerate(items):
-                self._refuse_shared(coalesced.name(operation, number), item.whole)
-        steps: list[tuple[Any, ...]] = []
-        for batch in coalesced.batches(items):
-            data = batch[0].whole
-            reduced = None if op is None else reduction.check(op, data.dtype)
-            nbytes = sum(item.whole.nbytes for item in batch)
-            chosen = self._chosen(operation, algorithm, data, nbytes, reduced)
-            steps.append((operation, chosen, batch, root, reduced, written))
-        call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
-        sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
-        detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
-        if timeout is NOT_YET:
-            return PreparedOperation(self, self._prepared(operation, call, detail), (wholes, owns))
-        issue = self._issue if timeout is None else self._within(timeout)
-        return issue(operation, call, detail, async_op, (wholes, owns))
-
-    # ---- inside -----------------------------------------------------------------------------------------------
-
-    def _chosen(
-        self, operation: str, algorithm: str, data: Buffer, nbytes: int, op: Reduction | None = None, even: bool = True
-    ) -> str:
-        """The algorithm; on a GPU "auto" stays what it is, as the way decides first."""
-        if algorithm == "auto" and isinstance(data, DeviceBuffer):
-            return algorithm
-        return self._choose(operation, algorithm, data.dtype, nbytes, op, even)
-
-    def _signature(self, array: Any) -> tuple[Any, ...] | None:
-        """Returns the array's signature, another one for memory that all ranks of the node share."""
-        seen = signature(array)
-        return seen if seen is None or not is_one_for_all(seen[0]) else (*seen, "one for all")
-
-    def _recall(self, key: tuple[Any, ...]) -> Prepared | None:
-        """The call that was prepared for the same arrays and arguments, which need no second check."""
-        try:
-            return self._calls.get(key)
-        except TypeError:  # an argument that cannot be a key; the checks will say what is wrong with it
-            return None
-
-    def _prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Prepared:
-        """The call for checked arguments, kept for the next time if the arrays can be told by their signatures.
-
-        key: the operation, the signatures, and all that the checks and the choice depend on.
-
-        It refers to the arrays by their addresses, so as not to keep them alive.
-        """
-        self._refuse_if_unusable(operation)
-        detail = details.of_arrays(algorithm, checked)
-        if None in key[1:3]:
-            return self._prepared(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
-        free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
-        call = self._prepared(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
-        if len(self._calls) >= _KEPT_CALLS:
-            self._calls.popitem(last=False)
-        with contextlib.suppress(TypeError):  # an argument that is right and yet no key
-            self._calls[key] = call
-        return call
-
-    def _issue_otherwise(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
-        """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""
-        if timeout is NOT_YET:
-            return PreparedOperation(self, call, arrays)
-        return self._issue_prepared(call, async_op, timeout, arrays)
-
-    def _refuse_shared(self, name: str, data: Buffer) -> None:
-        if is_one_for_all(data.address):
-            raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
-
-    def _root_only(self, name: str, array: Any, root: int, size: int, *, writable: bool) -> Buffer | None:
-        """The root's large array; the others must give none."""
-        if self.rank != root:
-            if array is not None:
-                raise ArgumentError(f"{name}: got an array on rank {self.rank}; only the root, {root}, gives one")
-            return None
-        data = buffers.inspect(array, name, writable=writable)
-        if data.size != size:
-            raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
-        return data
 
 
 def _tuple(counts: Any) -> Any:

@@ -4,6 +4,8 @@ ordered_group   operations run in the order of issue: set-up, issue, failure and
 memory          arrays that ranks share
 messages        messages, as users call them
 objects         pickled objects
+division        groups made from a group, ranks of one in another
+calls           operations prepared once for their arrays, and kept
 
 details         words about an operation, for reports
 deadlock        finds ranks that wait for each other in two Communicators

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError, communicator
+from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError
 from collectives.base import buffers
-from collectives.group import ordered_group
+from collectives.group import calls, ordered_group
 from collectives.prepared import PREPARED
 
 
@@ -158,7 +158,7 @@ def test_within_a_compound_operation_it_is_a_part(comm: Communicator) -> None:
 
 @pytest.mark.mpi(max_size=2)
 def test_kept_calls_leave_one_by_one(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "_KEPT_CALLS", 8)
+    monkeypatch.setattr(calls, "_KEPT_CALLS", 8)
     seen: list[Any] = []
     inspect = buffers.inspect
     monkeypatch.setattr(buffers, "inspect", lambda x, *more, **given: (seen.append(x), inspect(x, *more, **given))[1])

@@ -1,0 +1,121 @@
+"""Calls of operations, prepared once for the arrays and arguments that they are made with, and kept.
+
+    arrays, arguments -- checks -- choice of the algorithm -- call of its backend -- kept by the arrays' signatures
+
+A call that is made again on the same arrays is looked up and needs no second check. It knows the arrays by their
+addresses and does not keep them alive. For a list of arrays the call is made anew each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ..base import buffers, coalesced, reduction
+from ..base.buffers import Buffer, DeviceBuffer, signature
+from ..base.reduction import Reduction
+from ..errors import ArgumentError
+from ..memory.shared_memory import is_one_for_all
+from ..prepared import NOT_YET, PreparedOperation
+from . import details
+from .division import GroupDivision
+from .ordered_group import Prepared
+
+_KEPT_CALLS = 4096  # of a few hundred bytes each
+
+
+class GroupCalls(GroupDivision):
+    """The calls of a group's operations: checks that need the group, choice, preparation and reuse."""
+
+    def _chosen(
+        self, operation: str, algorithm: str, data: Buffer, nbytes: int, op: Reduction | None = None, even: bool = True
+    ) -> str:
+        """The algorithm; on a GPU "auto" stays what it is, as the way decides first."""
+        if algorithm == "auto" and isinstance(data, DeviceBuffer):
+            return algorithm
+        return self._choose(operation, algorithm, data.dtype, nbytes, op, even)
+
+    def _signature(self, array: Any) -> tuple[Any, ...] | None:
+        """Returns the array's signature, another one for memory that all ranks of the node share."""
+        seen = signature(array)
+        return seen if seen is None or not is_one_for_all(seen[0]) else (*seen, "one for all")
+
+    def _recall(self, key: tuple[Any, ...]) -> Prepared | None:
+        """The call that was prepared for the same arrays and arguments, which need no second check."""
+        try:
+            return self._calls.get(key)
+        except TypeError:  # an argument that cannot be a key; the checks will say what is wrong with it
+            return None
+
+    def _prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Prepared:
+        """The call for checked arguments, kept for the next time if the arrays can be told by their signatures.
+
+        key: the operation, the signatures, and all that the checks and the choice depend on.
+
+        It refers to the arrays by their addresses, so as not to keep them alive.
+        """
+        self._refuse_if_unusable(operation)
+        detail = details.of_arrays(algorithm, checked)
+        if None in key[1:3]:
+            return self._prepared(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
+        free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
+        call = self._prepared(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
+        if len(self._calls) >= _KEPT_CALLS:
+            self._calls.popitem(last=False)
+        with contextlib.suppress(TypeError):  # an argument that is right and yet no key
+            self._calls[key] = call
+        return call
+
+    def _issue_otherwise(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
+        """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""
+        if timeout is NOT_YET:
+            return PreparedOperation(self, call, arrays)
+        return self._issue_prepared(call, async_op, timeout, arrays)
+
+    def _refuse_shared(self, name: str, data: Buffer) -> None:
+        if is_one_for_all(data.address):
+            raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
+
+    def _root_only(self, name: str, array: Any, root: int, size: int, *, writable: bool) -> Buffer | None:
+        """The root's large array; the others must give none."""
+        if self.rank != root:
+            if array is not None:
+                raise ArgumentError(f"{name}: got an array on rank {self.rank}; only the root, {root}, gives one")
+            return None
+        data = buffers.inspect(array, name, writable=writable)
+        if data.size != size:
+            raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
+        return data
+
+    def _coalesced(
+        self,
+        operation: str,
+        algorithm: str,
+        async_op: bool,
+        timeout: float | None,
+        *,
+        wholes: list[Any],
+        owns: Any = None,
+        root: int = 0,
+        op: Any = None,
+    ) -> Any:
+        """Checks every array, chooses for every batch, and issues all of it as one operation."""
+        written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (self.rank == root)
+        items = coalesced.inspect(operation, wholes, owns, self.rank, self.size, writable=written)
+        if operation in reduction.OPERATIONS:
+            for number, item in enumerate(items):
+                self._refuse_shared(coalesced.name(operation, number), item.whole)
+        steps: list[tuple[Any, ...]] = []
+        for batch in coalesced.batches(items):
+            data = batch[0].whole
+            reduced = None if op is None else reduction.check(op, data.dtype)
+            nbytes = sum(item.whole.nbytes for item in batch)
+            chosen = self._chosen(operation, algorithm, data, nbytes, reduced)
+            steps.append((operation, chosen, batch, root, reduced, written))
+        call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
+        sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
+        detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
+        if timeout is NOT_YET:
+            return PreparedOperation(self, self._prepared(operation, call, detail), (wholes, owns))
+        issue = self._issue if timeout is None else self._within(timeout)
+        return issue(operation, call, detail, async_op, (wholes, owns))
