@@ -39,8 +39,8 @@ from ..messages.messages import Messages
 from ..process.forked import is_forked, refuse_if_forked, why
 from ..process.labels import is_profiled, label
 from ..process.topology import discover, names, world_ranks
-from ..runtime import unheard
-from ..runtime.dropped import Left, free_dropped, freed_if_mpi_fails, when_dropped
+from ..runtime import background_errors
+from ..runtime.dropped import Remains, free_dropped, freed_if_mpi_fails, when_dropped
 from ..runtime.positions import NO_WORDS, group_name
 from ..runtime.progress import Progress, Work
 from ..runtime.watchdog import Guard, limit_of, watch
@@ -124,8 +124,8 @@ class OrderedGroup:
             self._guard = Guard(self._for_messages, self._positions, seen, named, limit, name=name)
             watch(self._guard)
         guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
-        left = Left(world, self._made, self._messages.channels, guard)
-        self._when_dropped = when_dropped(self, (world[0], number), left)
+        remains = Remains(world, self._made, self._messages.channels, guard)
+        self._when_dropped = when_dropped(self, (world[0], number), remains)
         _alive.add(self)
 
     def _duplicated(self, mpi: MPI.Intracomm) -> MPI.Intracomm:
@@ -274,7 +274,7 @@ class OrderedGroup:
     def _refuse_if_unusable(self, operation: str, queued: bool = False) -> None:
         if self._unusable:
             if not queued:
-                unheard.heard(self._progress)  # the refusal says why
+                background_errors.clear(self._progress)  # the refusal says why
             group = f"communicator {self.name!r}" if self.name else "this communicator"
             raise self._refusal(f"{operation}: {group} cannot be used any more: {self._unusable}")
 
@@ -376,7 +376,7 @@ class OrderedGroup:
             return
         self._close()
         if sys.exc_info()[0] is None:
-            for work in unheard.find(self._has_made):
+            for work in background_errors.find(self._has_made):
                 work.wait()
 
     def _has_made(self, work: Any) -> bool:

@@ -1,6 +1,6 @@
 """The operations of a group in time: in which thread they run, which ranks are late, and how a job is ended.
 
-progress        the thread of asynchronous operations; unheard: failures that no `wait` has raised
+progress        the thread of asynchronous operations; background_errors: failures that no `wait` has raised
 positions       a page on which each rank writes the operation that it is in
 watchdog        ends a job whose ranks wait in vain, and reports; program: what the program does, for the report
 witness         sends the page to the process that waits for the job's end; inbox: receives it

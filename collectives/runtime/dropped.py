@@ -35,8 +35,8 @@ class Closes(Protocol):
 
 
 @dataclass
-class Left:
-    """The remains of a Communicator that was dropped.
+class Remains:
+    """The parts of a dropped Communicator that are still to be freed.
 
     members: its ranks, by their numbers in the world, or MPI.UNDEFINED, with which it stays. comms: to be freed; more
     may be added as long as it lives.
@@ -57,12 +57,12 @@ class Left:
             comm.Free()
 
 
-_dropped: dict[Key, Left] = {}
+_dropped: dict[Key, Remains] = {}
 
 
-def when_dropped(owner: Any, key: Key, left: Left) -> weakref.finalize[..., Any]:
+def when_dropped(owner: Any, key: Key, remains: Remains) -> weakref.finalize[..., Any]:
     """Takes what `owner` leaves when it is garbage, unless the result is detached before."""
-    finalizer = weakref.finalize(owner, _dropped.__setitem__, key, left)
+    finalizer = weakref.finalize(owner, _dropped.__setitem__, key, remains)
     finalizer.atexit = False
     return finalizer
 
@@ -72,10 +72,10 @@ def free_dropped(comm: MPI.Intracomm) -> None:
     own = sorted(_dropped.copy())  # a copy at once, as the garbage collector may add to it
     offers = dict(zip(world_ranks(comm), map(frozenset, comm.allgather(own)), strict=True))
     for key in own:
-        left = _dropped.get(key)
-        if left is not None and all(member >= 0 and key in offers.get(member, ()) for member in left.members):
+        remains = _dropped.get(key)
+        if remains is not None and all(member >= 0 and key in offers.get(member, ()) for member in remains.members):
             del _dropped[key]
-            left.free()
+            remains.free()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from ..process import cores, exit_status
 from ..process.forked import refuse_if_forked
 from ..process.idle_wait import enter_background
 from ..process.labels import label
-from . import unheard
+from . import background_errors
 from .watchdog import abort_job, mark_end, say
 
 _STRANDED = 2.0  # seconds
@@ -40,7 +40,7 @@ _LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, befor
 class Work:
     """The handle of an operation under way. Its arrays must not be touched until it is complete.
 
-    source: as `unheard` has it; by default this object.
+    source: as `background_errors` has it; by default this object.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Work:
         return self._done.wait(seconds)
 
     def give_up(self) -> None:
-        """Gives up a wait for good, as the program has been told: no error that comes later is told to it again."""
+        """Gives up a wait for good, as the program has been told: a later error is not told again."""
         self._given_up = True
 
     def _raise(self, timeout: float | None) -> None:
@@ -88,7 +88,7 @@ class Work:
         if not self._done.is_set():
             raise WorkTimeout(f"{self.name} is not complete after {timeout} s")
         if self._error is not None:
-            unheard.heard(self.source)
+            background_errors.clear(self.source)
         if isinstance(self._error, (OperationError, MismatchError)):
             raise self._error
         if self._error is not None:
@@ -98,7 +98,7 @@ class Work:
         """Ends it. expected: the error is not told to a program that does not wait."""
         self._error = error
         if error is not None and not (expected or self._given_up):
-            unheard.note(self)
+            background_errors.note(self)
         self._done.set()
 
 
@@ -109,7 +109,7 @@ class Progress:
     progress thread takes it before it takes a task off the queue, so that an empty queue and a free turn mean that
     nothing is before a caller, who then takes the turn and runs its operation.
 
-    queue, turn: what is queued, and the lock that whoever runs an operation holds. may_sleep: the thread may sleep
+    queue, turn: what is queued, and the lock of the thread that runs an operation. may_sleep: the thread may sleep
     while it waits for messages (`idle_wait`). follows: it runs on the core of the thread that issues; both to be set
     before the first task. drain_hook: see `Communicator.register_drain_hook`. number: in the order in which they were
     made. stranded: an operation that its caller has given up, if there is one; it may never end.
@@ -242,14 +242,14 @@ def _finish_what_is_queued() -> None:
     late = sorted((progress for progress in _alive if progress.drain_hook is not None), key=lambda found: found.number)
     for progress in set(_alive).difference(late):
         progress.close()
-    _end_with_unheard_errors()
+    _end_with_background_errors()
     mark_end(late=False)
     for progress in late:
         if progress.drain_hook is not None and not MPI.Is_finalized():
             with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
                 progress.drain_hook()
         progress.close()
-    _end_with_unheard_errors()
+    _end_with_background_errors()
     mark_end(late=True)
     for task in _last:
         task()
@@ -257,7 +257,7 @@ def _finish_what_is_queued() -> None:
 
 
 def _end_if_stranded() -> None:
-    """Ends the job if an operation that was given up is still under way, as MPI cannot be finalized beside it."""
+    """Ends the job if an operation that was given up is still under way, as MPI cannot be finalized meanwhile."""
     stranded = [progress.stranded for progress in list(_alive) if progress.is_stranded()]
     if not stranded or MPI.Is_finalized():
         return
@@ -267,9 +267,9 @@ def _end_if_stranded() -> None:
     abort_job(exit_status.noted() or 1)
 
 
-def _end_with_unheard_errors() -> None:
+def _end_with_background_errors() -> None:
     """Ends the job with errors that no `wait` has raised. Python takes no other exit status any more."""
-    failed = unheard.find()
+    failed = background_errors.find()
     if not failed or MPI.Is_finalized():
         return
     world = MPI.COMM_WORLD

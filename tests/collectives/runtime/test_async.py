@@ -17,7 +17,7 @@ import pytest
 
 from collectives import Communicator, OperationError, Work, WorkTimeout
 from collectives.process import idle_wait
-from collectives.runtime import unheard
+from collectives.runtime import background_errors
 from collectives.runtime.positions import NO_WORDS
 from tests.collectives.reference import named
 
@@ -271,7 +271,7 @@ def test_what_is_queued_at_the_end_of_the_program_is_carried_out(mpirun: Callabl
     assert not done.stderr
 
 
-UNHEARD = """
+NOT_WAITED_FOR = """
 import numpy as np
 from collectives import Communicator, MismatchError, OperationError
 comm = Communicator()
@@ -302,7 +302,7 @@ FAILURES = {
 def test_a_failure_that_nothing_waits_for_fails_the_job(mpirun: Callable, tmp_path: Path, what: str, end: str) -> None:
     """At the end of the program, or by an exception of `close`."""
     path = tmp_path / "program.py"
-    path.write_text(f"{UNHEARD}\n{what}()\n{end}")
+    path.write_text(f"{NOT_WAITED_FOR}\n{what}()\n{end}")
     done = mpirun(2, path, timeout=60, MPIDL_DEBUG="1")
     assert done.returncode == 1, done.stderr
     assert FAILURES[what] in done.stderr
@@ -333,10 +333,10 @@ def test_a_failure_is_told_until_the_program_has_been_told(comm: Communicator, h
                 raise KeyError
             finally:
                 group.close()
-        assert unheard.find() == [work]
-        unheard.heard(work.source)
+        assert background_errors.find() == [work]
+        background_errors.clear(work.source)
     else:
         with pytest.raises(OperationError, match=r"step .* failed: deliberate"):
             group.close()
-    assert not unheard.find()
+    assert not background_errors.find()
     group.close()

@@ -1,4 +1,4 @@
-"""Operations and messages that have failed in the background, and whose error no `wait` has raised yet.
+"""Operations and messages that have failed in the background, and whose errors no `wait` has raised yet.
 
 `Communicator.close` raises it. At the end of the program it ends the job (`progress`), so that no failure goes unsaid.
 """
@@ -16,24 +16,24 @@ class Failed(Protocol):
     source: Any
 
     def wait(self) -> None:
-        """Raises the error, and calls `heard`."""
+        """Raises the error, and calls `clear`."""
 
 
 _failed: dict[Any, Failed] = {}  # of each source the first
 
 
 def note(work: Failed) -> None:
-    """Notes a failure, unless one of the same source is waiting to be heard."""
+    """Notes a failure, unless one of the same source is noted already."""
     _failed.setdefault(work.source, work)
 
 
-def heard(source: Any) -> None:
+def clear(source: Any) -> None:
     """Forgets the failure of a source: the program has been told of it, or of what follows from it."""
     _failed.pop(source, None)
 
 
 def find(belongs: Callable[[Failed], bool] = lambda work: True) -> list[Failed]:
-    """The failures that have not been heard, in their order, of those that belong somewhere."""
+    """The failures that are noted, in their order. belongs: selects some."""
     return [work for work in list(_failed.values()) if belongs(work)]
 
 
