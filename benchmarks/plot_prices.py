@@ -160,7 +160,7 @@ def compare(comm: Communicator, options: argparse.Namespace, machine: Cluster) -
         operation = OPERATIONS[options.op]
         op, root = "sum" if operation.reduces else "none", 0 if operation.rooted else -1
         case = Case(operation, "float32", op, root, nbytes)
-        arena = Arena(comm, case, "user", 1, "cpu", beside=True)
+        arena = Arena(comm, case, "user", 1, "cpu", has_second=True)
         arrays, size = arena.arrays(0, operation.usual), arena.nbytes
         served = [name for name in options.algorithms if name in comm.algorithms(options.op)]
         calls = {name: ours(comm, case, operation.usual, arrays, algorithm=name) for name in served}

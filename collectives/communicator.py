@@ -149,7 +149,7 @@ class Communicator(GroupCalls):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """out becomes this rank's part of the reduction of all ranks' x; x is unchanged. Lists: each with its like.
+        """out becomes this rank's part of the reduction of all ranks' x; x is unchanged. Lists: entry by entry.
 
         x: n elements. out: counts[rank] elements; it may be x's own part of that place, which is then overwritten.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).
@@ -247,7 +247,7 @@ class Communicator(GroupCalls):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """out becomes all ranks' x, one behind the other. Lists: each with its like.
+        """out becomes all ranks' x, one behind the other. Lists: entry by entry.
 
         out: n elements. x: counts[rank] elements; it may be out's own part of that place, and is then not copied.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).

@@ -76,7 +76,7 @@ class Place:
         return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)
 
     def copies(self) -> Copies:
-        """A line of copies between here and the host's memory."""
+        """Makes the queue of copies between this memory and the host's."""
         return Copies()
 
 

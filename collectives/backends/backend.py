@@ -92,7 +92,7 @@ class Backend:
         return None
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
-        """counts[r] elements of the reduction to rank r; out may be x's own part."""
+        """Gives rank r counts[r] elements of the reduction; out may be x's own part."""
         raise NotImplementedError
 
     def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
@@ -100,11 +100,11 @@ class Backend:
         raise NotImplementedError
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
-        """counts[r] elements from rank r; x may be out's own part."""
+        """Gathers counts[r] elements from rank r; x may be out's own part."""
         raise NotImplementedError
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
-        """leaving[q] elements to rank q, coming[q] from it."""
+        """Sends leaving[q] elements to rank q, and receives coming[q] from it."""
         raise NotImplementedError
 
     def broadcast(self, x: Buffer, root: int) -> Call:
@@ -112,11 +112,11 @@ class Backend:
         raise NotImplementedError
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
-        """counts[r] elements from rank r to the root, which alone has an out."""
+        """Gathers counts[r] elements from rank r on the root, which alone has an out."""
         raise NotImplementedError
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
-        """counts[r] elements from the root, which alone has an x, to rank r."""
+        """Sends counts[r] elements from the root, which alone has an x, to rank r."""
         raise NotImplementedError
 
     def scan(self, x: Buffer, op: Reduction) -> Call:

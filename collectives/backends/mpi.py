@@ -141,7 +141,7 @@ def datatype(dtype: DType) -> MPI.Datatype:
 
 
 def _is_float_extremum(dtype: DType, op: Reduction | None) -> bool:
-    """True for min and max of floating-point numbers, whose operators are this module's own.
+    """Returns whether it is min or max of floating-point numbers, whose operators are this module's own.
 
     Libraries compare, so that of a NaN and a number, or of two zeros, one or the other comes out, and not the same on
     every rank.

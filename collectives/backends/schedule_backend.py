@@ -39,7 +39,7 @@ class ScheduleBackend(Backend):
         return self._call(schedule, whole(x, counts), whole(x, counts), counts, op)
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
-        """Each rank's part is cut into the schedule's pieces."""
+        """Reduces every rank's part by the schedule, which cuts it into pieces."""
         schedule = self._schedule("reduce_scatter")
         chunks = even_pieces(counts, schedule.pieces)
         own = single(out, self._rank, self._size, schedule.pieces)
@@ -61,14 +61,14 @@ class ScheduleBackend(Backend):
         return self._prefix("exscan", x, op)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
-        """Each rank's part is cut into the schedule's pieces."""
+        """Gathers every rank's part by the schedule, which cuts it into pieces."""
         schedule = self._schedule("all_gather")
         chunks = even_pieces(counts, schedule.pieces)
         own = single(x, self._rank, self._size, schedule.pieces)
         return self._call(schedule, own, whole(out, chunks), chunks)
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
-        """A chunk goes from each rank to each."""
+        """Sends a chunk from each rank to each."""
         schedule = self._schedule("all_to_all")
         return self._call(schedule, whole(x, splits.leaving), whole(out, splits.coming), splits.leaving)
 
@@ -79,12 +79,12 @@ class ScheduleBackend(Backend):
         return self._call(schedule, None, whole(x, counts), counts)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
-        """A chunk goes from each rank to the root."""
+        """Sends a chunk from each rank to the root."""
         own = single(x, self._rank, self._size)
         return self._call(self._schedule("gather", root), own, None if out is None else whole(out, counts), counts)
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
-        """A chunk goes from the root to each rank."""
+        """Sends a chunk from the root to each rank."""
         own = single(out, self._rank, self._size)
         return self._call(self._schedule("scatter", root), None if x is None else whole(x, counts), own, counts)
 

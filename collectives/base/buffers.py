@@ -1,4 +1,4 @@
-"""An array of any kind -> a flat, typed, contiguous view of its memory, without a copy.
+"""Flat, typed, contiguous views of the memory of arrays of any kind, without a copy.
 
 numpy knows no bfloat16, so a bf16 tensor's flat view holds its bits as uint16; `DType` remembers what they mean. Arrays
 on a GPU are recognised by `backends.cuda.arrays`, which is registered here as an `ArrayKind`; here is only the Buffer

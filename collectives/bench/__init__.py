@@ -1,4 +1,4 @@
-"""Times the collectives beside the MPI library's own, gloo and NCCL, in the form of nccl-tests.
+"""Times the collectives, and the MPI library's own, gloo and NCCL in turn, in the form of nccl-tests.
 
     mpirun -n 4 python -m collectives.bench all_reduce -b 1K -e 64M --compare mpi,gloo
 

@@ -31,7 +31,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many sets there are, and how many bytes of other memory a rank reads before a call."""
+    """The number of sets, and the bytes of other memory that a rank reads before a call."""
 
     sets: int
     swept: int = 0
@@ -75,16 +75,16 @@ class Arena:
     """All sets of one kind of arrays for a case. Collective.
 
     kind: "user" is any memory; "symmetric" that of `Communicator.empty`, and for the output of an all_gather that of
-    `Communicator.shared`, one for the node. beside: the second array of each set is needed.
+    `Communicator.shared`, one for the node. has_second: whether each set needs its second array.
     """
 
-    def __init__(self, comm: Communicator, case: Case, kind: str, sets: int, device: str, *, beside: bool) -> None:
+    def __init__(self, comm: Communicator, case: Case, kind: str, sets: int, device: str, *, has_second: bool) -> None:
         self._operation, self._rank, self._root = case.operation, comm.rank, case.root
         dtype: torch.dtype = getattr(torch, case.dtype)
         self.part = max(1, case.size // dtype.itemsize // comm.size)
         self.whole = self.part * comm.size
         self.nbytes = self.whole * dtype.itemsize
-        second = (self.part if self._operation.parts else self.whole) if beside else 0
+        second = (self.part if self._operation.parts else self.whole) if has_second else 0
         line = max(1, _LINE // dtype.itemsize)
         self._strides = tuple(-(-size // line) * line for size in (self.whole, second))
 
@@ -123,6 +123,6 @@ def touched_bytes(case: Case, ranks: int) -> int:
     return int(part if case.operation.rooted and case.operation.parts else part * ranks)
 
 
-def needs_beside(case: Case, places: tuple[str, ...]) -> bool:
+def needs_second(case: Case, places: tuple[str, ...]) -> bool:
     """Returns whether a set needs its second array."""
     return "out" in places or (case.operation.rooted and case.operation.parts)

@@ -1,4 +1,4 @@
-"""Where a measurement's arrays are, and what goes with it: the clock, the groups of ranks, the memory's speed."""
+"""The place of a measurement's arrays, and what depends on it: clock, groups of ranks, the memory's speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import gpu_limits
 class Device:
     """The CPU, or with `of_gpu` this rank's GPU.
 
-    name: as torch has it. synchronize: waits for queued work. groups: on a GPU, by the way that they go. nccl: a group
+    name: as torch has it. synchronize: waits for queued work. groups: on a GPU, by their transport. nccl: a group
     of torch.distributed, or None. sharing: ranks on a GPU. bandwidth: of a copy there, bytes read and written a second.
     """
 

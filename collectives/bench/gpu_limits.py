@@ -1,4 +1,4 @@
-"""GPUs for the benchmarks: one for each rank, a clock of its events, the ways as groups of ranks, and the limit.
+"""GPUs for the benchmarks: one for each rank, a clock of its events, the transports as groups of ranks, and the limit.
 
     limit of an operation   the bytes that all ranks on a GPU read and write in it if none is copied twice,
                             by what a copy inside that GPU reads and writes a second while the other ranks are idle
@@ -27,7 +27,7 @@ from .operations import OPERATIONS
 _COPY_BYTES = 256 << 20
 _COPIES = 20
 _LARGE = 256_000_000  # bytes from which on the bounds hold
-# (way, buffer): at least so much of the limit, and so many times as fast as gloo.
+# (transport, buffer): at least so much of the limit, and so many times as fast as gloo.
 BOUNDS = {("ipc", "symmetric"): (0.6, 10.0), ("staged", "user"): (None, 2.0)}
 
 
@@ -106,10 +106,10 @@ class Gpu:
 
 
 @contextmanager
-def by_way(way: str) -> Iterator[None]:
-    """Groups whose first operation on GPU memory is inside take this way."""
+def by_transport(transport: str) -> Iterator[None]:
+    """Inside, groups take this transport at their first operation on GPU memory."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = way
+    os.environ[VARIABLE] = transport
     try:
         yield
     finally:
@@ -118,23 +118,23 @@ def by_way(way: str) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def groups(comm: Communicator, ways: Sequence[str], device: str) -> dict[str, Communicator]:
-    """Makes a group of all ranks for each of the ways that works between all of them. Collective."""
+def groups(comm: Communicator, transports: Sequence[str], device: str) -> dict[str, Communicator]:
+    """Makes a group of all ranks for each of the transports that works between all of them. Collective."""
     made = {}
-    for way in ways:
-        if way in TRANSPORTS:
+    for transport in transports:
+        if transport in TRANSPORTS:
             group = comm.duplicate()
             try:
-                with by_way(way):
+                with by_transport(transport):
                     group.all_reduce(torch.ones(1, device=device))
             except ArgumentError:  # on all ranks
                 continue
-            made[way] = group
+            made[transport] = group
     return made
 
 
 def told(rows: Sequence[Any]) -> list[str]:
-    """Formats a line for each way and kind of arrays: compared with the limit and gloo, and the bounds kept or missed.
+    """Formats a line for each transport and kind of arrays: against the limit and gloo, and the bounds kept or missed.
 
     rows: those of one operation and size; of an operation that comes in both forms the usual one counts.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from ..communicator import Communicator
 from ..timing import repetitions, sample
 from . import reference
-from .buffers import WARM, Arena, Rotation, Sweep, cold, needs_beside, touched_bytes
+from .buffers import WARM, Arena, Rotation, Sweep, cold, needs_second, touched_bytes
 from .device import Device
 from .operations import Case, bus_bandwidth
 from .options import Options
@@ -150,7 +150,7 @@ def _forms(comm: Communicator, device: Device, options: Options, case: Case, rot
     for cache in ("warm", "cold") if options.cold else ("cold" if device.is_gpu else "warm",):
         sets = rotation.sets if options.cold and cache == "cold" else 1
         for buffer in options.buffers:
-            arena = Arena(owner, case, buffer, sets, device.name, beside=needs_beside(case, places))
+            arena = Arena(owner, case, buffer, sets, device.name, has_second=needs_second(case, places))
             for place in places:
                 for name in options.sides:
                     first = side_of(comm, device, case, name, buffer, place, arena.arrays(0, place))
@@ -207,7 +207,7 @@ def _over_ranks(comm: Communicator, times: np.ndarray[Any, Any], average: int) -
 
 
 def _ratios(options: Options, forms: list[_Form], times: np.ndarray[Any, Any], number: int) -> dict[str, float]:
-    """How long a form takes, in times of each side that is compared with: in the same form, cache and repetition.
+    """The time of a form as a multiple of each compared side's: in the same form, cache and repetition.
 
     Sides of other libraries have user arrays alone, which are compared with symmetric ones too.
     """

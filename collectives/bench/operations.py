@@ -1,7 +1,7 @@
 """The operations as data: which arrays they have, in which forms they come, and what their links carry.
 
 Sizes as in nccl-tests: "whole" is the array of n elements that all ranks' parts make up, or that each rank reduces or
-sends; a part has n / ranks. An operation has a whole array, and beside it another whole one or a part.
+sends; a part has n / ranks. An operation has a whole array, and with it another whole one or a part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Operation:
     """One operation.
 
     bus: from the number of ranks, the bytes that a link carries for a byte of the whole array: busbw is algbw times it
-    (nccl-tests, doc/PERFORMANCE.md). parts: beside the whole array there is a part, else another whole one. reduces: it
+    (nccl-tests, doc/PERFORMANCE.md). parts: the second array is a part, else another whole one. reduces: it
     has an operator. rooted: it has a root. places: the forms that it comes in, "out" of place and "in" place. usual:
     the form in which `Communicator` copies nothing more than it has to.
     """
@@ -77,7 +77,7 @@ DATATYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int3
 
 @dataclass(frozen=True)
 class Case:
-    """What all sides do: an operation on elements of a type. op: the operator, or "none". root: a rank, or -1.
+    """A case that all sides run: an operation on elements of a type. op: the operator, or "none". root: a rank, or -1.
 
     size: bytes of the whole array, to be cut down to equal parts for all ranks.
     """

@@ -35,7 +35,7 @@ explains all. The exit status is 1 where a result is wrong, and 2 for wrong opti
 
 @dataclass(frozen=True)
 class Options:
-    """What a command line asks for. compare: sides; those in `algorithms` too run once. cache: bytes, if cold."""
+    """The options of a command line. compare: sides; those in `algorithms` too run once. cache: bytes, if cold."""
 
     operations: tuple[str, ...]
     min_bytes: int
@@ -167,7 +167,7 @@ def parser() -> Parser:
         help="a repetition's time: 0: rank 0's, 1: the mean of all ranks', 2: the least, 3: the largest; by default 3",
     )
     add("--percentiles", action="store_true", help="p50, p95, p99 and the largest time, in place of the median alone")
-    add("--cold", action="store_true", help="beside warm caches cold ones: calls rotate through more than they hold")
+    add("--cold", action="store_true", help="cold caches too: calls rotate through more than they hold")
     add("--cache", type=bytes_text, metavar="SIZE", help="what they hold; by default what the system says")
     add = made.add_argument_group("results").add_argument
     add("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -40,7 +40,7 @@ def fill(x: torch.Tensor, case: Case, rank: int, ranks: int, iteration: int) -> 
 
 
 def expected(case: Case, place: Array, part: int, rank: int, ranks: int, iteration: int) -> Array | None:
-    """What a rank's result holds at these places, float64; None where the operation leaves it open.
+    """The values of a rank's result at these places, float64; None where the operation leaves it open.
 
     part: elements of a rank's part.
     """

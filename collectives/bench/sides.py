@@ -1,7 +1,7 @@
 """The call that each side makes of an operation: this package's algorithms, the MPI library's own, a plain copy.
 
 name            call
-auto, ring ...  `Communicator`'s method with that `algorithm=`; on a GPU by a way: ipc, aware, staged
+auto, ring ...  `Communicator`'s method with that `algorithm=`; on a GPU by a transport: ipc, aware, staged
 mpi             mpi4py's upper-case function on the same arrays, without this package
 gloo, nccl      torch.distributed's (`peers`)
 copy            no collective but the memory's limit: each rank copies as many bytes as the one-copy algorithm reads

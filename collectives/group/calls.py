@@ -30,7 +30,7 @@ class GroupCalls(GroupDivision):
     def _chosen(
         self, operation: str, algorithm: str, data: Buffer, nbytes: int, op: Reduction | None = None, even: bool = True
     ) -> str:
-        """The algorithm; on a GPU "auto" stays what it is, as the way decides first."""
+        """Chooses the algorithm; on a GPU "auto" stays "auto", as the transport is chosen first."""
         if algorithm == "auto" and isinstance(data, DeviceBuffer):
             return algorithm
         return self._choose(operation, algorithm, data.dtype, nbytes, op, even)

@@ -2,7 +2,7 @@
 
 shared_memory   mappings that all ranks of a node have, with a part for each, and who lies where
 peer_memory     the kernel's copies from and to the private memory of the node's other ranks
-pages           memory whose pages are brought and taken
+pages           memory whose pages come and go, while its addresses stay
 counters        numbers and barriers in shared memory, by which ranks wait for each other
 lifetime        keeps memory that MPI may still write
 leftovers       names of shared memory that a killed job would leave

@@ -1,4 +1,4 @@
-"""Waiting inside a node: each rank has a number that only grows, and who waits for it sleeps until it has.
+"""Numbers in shared memory, one a rank, that only grow; a rank that waits for one sleeps until it has grown.
 
     numbers     rank 0     | rank 1     | ...        a cache line each, written by that rank alone
     sleepers    of rank 0's | of rank 1's | ...      a byte for each rank, written by the rank that sleeps
@@ -164,14 +164,14 @@ def _advancing(memory: Any, own: memoryview, address: int, sleepers: slice) -> C
     own: the number, which lies at that address. sleepers: bytes of the memory that say who sleeps. Every operation of a
     group calls it: names of a function take half the time of an object's.
     """
-    fence, nobody = threading.Lock(), bytes(sleepers.stop - sleepers.start)
+    fence, no_sleeper = threading.Lock(), bytes(sleepers.stop - sleepers.start)
     begin_fence, end_fence = fence.acquire, fence.release  # half the time of a `with`
 
     def advance(number: int) -> None:
         own[0] = number
         begin_fence()  # an atomic instruction: who goes to sleep after the look below sees the number before it
         end_fence()
-        if memory[sleepers] != nobody and _futex is not None:
+        if memory[sleepers] != no_sleeper and _futex is not None:
             _futex(address, _WAKE, _EVERYBODY)
 
     return advance

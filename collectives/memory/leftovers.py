@@ -1,4 +1,4 @@
-"""Takes away the names under which an MPI library would leave memory behind when a job is killed.
+"""Removes the names under which an MPI library would leave memory behind when a job is killed.
 
 MPICH keeps the file of its shared memory, /dev/shm/mpich_shm_..., until MPI_Finalize. A job that is aborted or killed
 never comes there, and each leaves some megabytes for good. Once every rank of the node has mapped the file, its name is

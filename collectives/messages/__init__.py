@@ -2,5 +2,5 @@
 
 messages        one rank's sends, receives and probes in one group
 channels        which message is which, from and to whom, in which order
-message         one message under way
+message         a message in flight
 """

@@ -120,7 +120,7 @@ class Channels:
             time.sleep(1e-4)
 
     def _end_queues(self, sent: list[dict[int, int]]) -> None:
-        """Begins the queued receives that messages are on their way for, and drops the others."""
+        """Begins the queued receives for which messages have been sent, and drops the others."""
         for tag, queue in self._queued.items():
             while queue and any(
                 counts.get(tag, 0) > self.incoming(source, tag).messages for source, counts in enumerate(sent)

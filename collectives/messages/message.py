@@ -1,4 +1,4 @@
-"""One message under way.
+"""A message in flight, from its first bytes to its last.
 
     up to INLINE_BYTES      header and elements             in one MPI message
     longer                  header | piece | piece ...      pieces straight from memory to memory

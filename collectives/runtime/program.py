@@ -1,4 +1,4 @@
-"""What the program of this process does, in words for the watchdog's reports, as far as somebody knows it.
+"""Descriptions of what the program of this process does, for the watchdog's reports.
 
     place   the coordinates of this rank, such as "dp=1, tp=0"
     phase   where the program is in its work, such as "in the backward pass of step 7"
@@ -20,6 +20,6 @@ def describe_program(*, place: Words | None = None, phase: Words | None = None) 
 
 
 def described() -> tuple[str, str]:
-    """The place and the phase; empty where nothing is known."""
+    """The place and the phase; empty where the program has given none."""
     place, phase = (_asked[name]() if name in _asked else "" for name in ("place", "phase"))
     return place, phase

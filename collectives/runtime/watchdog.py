@@ -266,13 +266,13 @@ def _comes_first(there: Position, mine: Position) -> bool:
 
 
 def _has_left(there: Position, mine: Position) -> bool:
-    """Tells if a rank has completed the operation in which this one waits, or one in its place."""
+    """Returns whether a rank has completed the operation in which this one waits, or one in its place."""
     completed = not (there.inside or there.failed or there.operation == END)
     return there.number > mine.number or (there.number == mine.number and completed)
 
 
 def _program(there: Position) -> str:
-    """What a rank's program does, in words that follow its operation; empty if it has ended, or nothing is known."""
+    """Describes what a rank's program does, to follow its operation; empty if it has ended, or nothing is known."""
     return f", {there.phase}" if there.phase and there.operation != END else ""
 
 

@@ -38,7 +38,7 @@ _AT_ONCE = 1000  # ranks in a message; the system takes some hundred kilobytes i
 
 
 def witnessed() -> bool:
-    """True where a process that has started this job wants to see it."""
+    """Returns whether a process that has started this job wants to see it."""
     return bool(os.environ.get(JOB)) and has_inboxes()
 
 
@@ -102,7 +102,7 @@ class Witness:
                 os.close(self._pages.pop(1).file)  # the first is of the world
 
     def _take(self, received: Received) -> bool:
-        """True if it keeps the file."""
+        """Takes one message; returns whether it keeps the file."""
         try:
             told = json.loads(received.content)
         except (ValueError, RecursionError):
@@ -168,7 +168,7 @@ def _page(told: Mapping[str, Any], file: int) -> _Page | None:
 
 
 def _is_number(value: Any, limit: int) -> TypeGuard[int]:
-    """True for an integer from 0 to below the limit."""
+    """Returns whether it is an integer from 0 to below the limit."""
     return type(value) is int and 0 <= value < limit
 
 

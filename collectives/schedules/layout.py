@@ -57,7 +57,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message leaves. channel: which pair of ranks. order: who goes first at a port among those that come at once."""
+    """A message leaves. channel: which pair of ranks. order: of those that come to a port at once."""
 
     channel: int
     chunks: int

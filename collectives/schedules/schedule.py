@@ -100,7 +100,7 @@ def reduce(start: int, stop: int, peer: int) -> Step:
 
 
 def backwards(rounds: list[Round]) -> list[Round]:
-    """The reduction that takes the way of a distribution over out, only from its end to its beginning.
+    """The reduction that runs a distribution over out from its end to its beginning.
 
     What was received is sent, as a partial result of work; what was sent is reduced. All-gather gives reduce-scatter.
     """

@@ -1,4 +1,4 @@
-"""An array on a GPU -> a DeviceBuffer, without a copy: a torch tensor, or what has `__cuda_array_interface__`."""
+"""DeviceBuffers of arrays on GPUs, without a copy: torch tensors, and objects with `__cuda_array_interface__`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that map each other's GPU memory meet: after it, what a rank's stream runs comes after what all had queued.
+"""A barrier of ranks that map each other's GPU memory: what a stream runs after it follows what all had queued.
 
     rank 0   stream  ... copies  E0 .   waits for E1  ... goes on       E: an event that other processes can open
     rank 1   stream  ... copies  E1 .   waits for E0  ... goes on

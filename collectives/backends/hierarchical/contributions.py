@@ -20,7 +20,7 @@ def others(node: int, nodes: int) -> list[int]:
 
 
 def travels_as_it_is(local_ranks: int, op: Reduction) -> bool:
-    """Tells if what a node contributes is an array of one rank, not multiplied by anything: in its own dtype exact."""
+    """Returns whether a node contributes the array of one rank as it is, which its own dtype holds exactly."""
     return local_ranks == 1 and not op.premultiplied
 
 

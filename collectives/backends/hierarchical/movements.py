@@ -95,16 +95,16 @@ class Movements:
         self._known: dict[tuple[str, int], list[_Held]] = {}
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
-        """A part goes from each rank to each."""
+        """Sends a part from each rank to each."""
         return _Movement(self, "all_to_all", x, out, 0, splits.leaving, splits.coming, known=splits.uniform)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
-        """A part goes from each rank to the root."""
+        """Sends a part from each rank to the root."""
         coming = counts if self.rank == root else [0] * self.size
         return _Movement(self, "gather", x, out, root, counts, coming, known=True)
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
-        """A part goes from the root to each rank."""
+        """Sends a part from the root to each rank."""
         return _Movement(self, "scatter", x, out, root, counts, counts, known=True)
 
     def held(self, operation: str, root: int) -> list[_Held]:

@@ -164,7 +164,7 @@ class PipelinedReduceScatter:
         return self._node * self._ranks + self._rank
 
     def _partial(self, run: _InFlight, segment: int) -> list[Array]:
-        """What this node contributes to the piece of each node: its sums, or pieces of x."""
+        """This node's contribution to the piece of each node: its sums, or pieces of x."""
         if run.direct:
             return [run.x.flat[slice(*run.piece(node, segment))] for node in range(self._nodes)]
         return self._memory_of(run, "partial", segment)

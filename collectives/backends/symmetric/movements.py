@@ -55,7 +55,7 @@ class Movements(Group):
         return self._move(entry_of("scatter", out, root=root), out, x, Movement(leaving, coming, self.ranks))
 
     def _move(self, entry: Entry, out: Buffer | None, x: Buffer | None, movement: Movement) -> Operation:
-        """They differ in who gives which part to whom."""
+        """Makes the call of a movement, which differs from others in who gives which part to whom."""
         some = x or out
         assert some is not None
         itemsize, me = some.dtype.itemsize, self.rank

@@ -43,7 +43,7 @@ def reduce_scatter(ranks: int) -> Schedule:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """p - 1 rounds; chunk r starts at rank r, which copies it while it is on its way."""
+    """p - 1 rounds; chunk r starts at rank r, which copies it while it is sent."""
 
     def rounds(rank: int) -> list[Round]:
         own = copy(chunk(Role.IN, rank), chunk(Role.OUT, rank))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collectives.bench.device import Device
-from collectives.bench.gpu_limits import by_way, moved_bytes, told
+from collectives.bench.gpu_limits import by_transport, moved_bytes, told
 from collectives.bench.measurement import Row
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def test_a_way_is_asked_for_and_what_was_asked_comes_back(monkeypatch: pytest.Mo
         monkeypatch.delenv("MPIDL_CUDA", raising=False)
         if before:
             monkeypatch.setenv("MPIDL_CUDA", before)
-        with by_way("staged"):
+        with by_transport("staged"):
             assert os.environ["MPIDL_CUDA"] == "staged"
         assert os.environ.get("MPIDL_CUDA") == before
 
