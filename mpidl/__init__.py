@@ -28,18 +28,18 @@ from .errors import (
 from .gradients.amp import GradScaler
 from .gradients.clip import clip_grad_norm_, clip_grad_value_
 from .gradients.compression import COMPRESSORS, Compression
-from .gradients.loss import global_mean
+from .gradients.global_mean import global_mean
 from .gradients.nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .gradients.nonfinite_guard import NonfiniteGuard
 from .job.agreement import agree_or_exit
-from .job.join import Join, Joinable, JoinHook
 from .job.objects import all_gather_object, broadcast_object
 from .job.runtime import init, pick_device
 from .job.signals import STOPPED, StopSignal
-from .lazy import lazily
+from .job.uneven_inputs import Join, Joinable, JoinHook
+from .lazy_names import lazily
 from .mesh import Mesh
 from .nn.sync_batch_norm import SyncBatchNorm
-from .replicas.check import check_replicas
+from .replicas.replica_check import check_replicas
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 

@@ -108,25 +108,26 @@ LAYERS = {
         "programs": "tune bench",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest engine_arguments lazy meta regular scratch_file "
-        "standalone trained_by partial_steps optimizer_trial weight_files",
+        "base": "version errors absent_state compiling digest engine_arguments lazy_names meta_tensors regular_files "
+        "scratch_file standalone trained_by partial_steps optimizer_trial weight_files",
         "the job": "job",
-        "groups of ranks": "mesh job.join",
+        "groups of ranks": "mesh job.uneven_inputs",
         "parts of training": "data models nn tensor",
         "parts of engines": "gradients replicas comm_hooks",
         "DDP": "ddp",
         "over DDP": "gradients.nonfinite optim",
-        "base of ZeRO": "zero.traffic zero.hooks zero.forward_label zero.shard_group zero.placeholder "
+        "base of ZeRO": "zero.traffic zero.copy_guard zero.forward_label zero.shard_group zero.placeholder "
         "zero.parameter_shard zero.slices",
         "between steps": "zero.gradients zero.parameters",
         "ZeRO's step": "zero.stepping",
         "its offload": "zero.offload",
         "its states": "zero.states",
-        "its parts": "zero.parts",
-        "over its parts": "zero.gradients.reduced_gradients zero.stepping.step zero.states.optimizer_states",
+        "its parts": "zero.optimizer_parts",
+        "over its parts": "zero.gradients.clip_and_unscale zero.stepping.step zero.states.state_methods",
         "what builds it": "zero.construction",
         "ZeRO": "zero",
-        "over every engine": "gradients.amp gradients.nonfinite_guard replicas.check activations memory checkpoint",
+        "over every engine": "gradients.amp gradients.nonfinite_guard replicas.replica_check activations memory "
+        "checkpoint",
         "programs": "cli doctor launch resuming",
         "API": "__init__",
     },

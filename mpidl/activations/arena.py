@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from .space import Space, aligned
+from .first_fit import Space, aligned
 
 
 class Arena:

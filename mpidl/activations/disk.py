@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigurationError, TrainingError
 from ..scratch_file import ScratchFile
-from .space import Space
+from .first_fit import Space
 
 _BUFFERS = 2
 

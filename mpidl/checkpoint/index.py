@@ -25,12 +25,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..mesh.placement import Cut
-from ..regular import open_regular, read_regular
+from ..regular_files import open_regular, read_regular
 from . import cuts
-from .checks import CODES, DTYPES
+from .json_checks import CODES, DTYPES
+from .json_encoding import Malformed, shown
 from .schema import BLOCK, LONGEST_INDEX, check_index
 from .tensorfile import checksum
-from .tree import Malformed, shown
 
 NAME = "index.json"
 FORMAT = "mpidl-checkpoint"

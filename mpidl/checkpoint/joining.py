@@ -22,7 +22,7 @@ import torch
 from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from . import cuts
-from .held import Share
+from .held_tensor import Share
 
 SMALL = 1 << 16  # elements below which one part or rank writes all of a tensor, each in turn
 _LINE = 1 << 10  # elements to which shares of larger ones are rounded

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from .library import library
+from .optional_packages import library
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 

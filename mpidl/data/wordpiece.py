@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError
-from ..regular import read_regular
-from .library import library
+from ..regular_files import read_regular
+from .optional_packages import library
 from .tokenizers import MarkedTokenizer, Tokens, make_tokenizer
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown

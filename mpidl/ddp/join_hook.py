@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..job.join import JoinHook, JoinTurns
+from ..job.uneven_inputs import JoinHook, JoinTurns
 from .reducer import Reducer
 
 

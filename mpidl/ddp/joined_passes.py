@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ..job.join import JoinTurns, Turn
+from ..job.uneven_inputs import JoinTurns, Turn
 
 
 class Joining(Protocol):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazily
+from ..lazy_names import lazily
 
 if TYPE_CHECKING:
     from .adam8bit import Adam8bit, AdamW8bit

@@ -37,7 +37,7 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .loading import load_safetensors
 from .parallelize import model_state_dict, parallelize, unparallelize
 from .plans import Plan
-from .ready import PLANS, plan_for
+from .ready_plans import PLANS, plan_for
 from .regions import AttentionParallel, FeedForwardParallel
 from .styles import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
 from .vocabulary import VocabLogits, VocabParallelEmbedding, cross_entropy

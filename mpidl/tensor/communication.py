@@ -24,7 +24,7 @@ import torch
 
 from collectives import Communicator, PartitionedAllReduce, Work, even_counts
 
-from .inputs import refuse_different
+from .input_check import refuse_different
 from .sum_memory import SumMemory
 
 _KEPT = 64  # prepared reductions, one for each number of elements

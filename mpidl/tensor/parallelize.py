@@ -19,11 +19,11 @@ from ..mesh.placement import Cut, cuts_over, join_parts, place, placement
 from .automatic import automatic_plan
 from .deferred import recorded_views
 from .dropout import drop_by_index
-from .inputs import refuse_different_models
+from .input_check import refuse_different_models
 from .linear import kind_of
 from .lora import base_of
 from .plans import Found, Plan, matches
-from .ready import PLANS, plan_for
+from .ready_plans import PLANS, plan_for
 from .saving import refuse_to_save_parts, without_marks
 from .styles import SequenceBegins, SequenceEnds
 from .tensor_parallel import ATTRIBUTE, TensorParallel

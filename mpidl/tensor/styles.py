@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from .forwards import run_around
+from .forward_wrapper import run_around
 from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
 from .linear import begin_regions, make_column, make_row, sizes_of
-from .parts import FeaturesHere, Part
+from .local_elements import FeaturesHere, Part
 from .sizes import run_of, segments
 from .tensor_parallel import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary

@@ -8,7 +8,7 @@
 
 A unit is a part of the model, by default each repeated block, whose parameters are gathered and released together.
 
-    optimizer       ZeroOptimizer, what a user calls: a facade over the `parts` that `construction.build` makes
+    optimizer       ZeroOptimizer, what a user calls: a facade over `optimizer_parts`, made by `construction.build`
     construction/   checks arguments, cuts the model, gives values to models larger than a rank, unwraps them
     parameters/     where they live: `replicated` (1, 2), `node_shared` (3 on a node), `sharded` (3 over nodes)
     gradients/      reduces each bucket to this rank's shard, and shows it as `.grad`
@@ -20,8 +20,8 @@ A unit is a part of the model, by default each repeated block, whose parameters 
                     a rank's shard of a group of parameters, and its slice of one of them
 """
 
+from .construction.file_values import Safetensors
 from .construction.recording import deferred_init
-from .construction.weights import Safetensors
 from .gradients.sharded_gradient import ShardedGradient
 from .offload import Offload
 from .optimizer import ZeroOptimizer

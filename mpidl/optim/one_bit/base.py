@@ -25,8 +25,8 @@ from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import Reduction
 from ...mesh.groups import data_group
-from ...replicas.consistency import check_settings_agree
-from ..trust import require
+from ...replicas.start_check import check_settings_agree
+from ..trust_ratio import require
 from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
 

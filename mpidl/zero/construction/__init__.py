@@ -14,8 +14,8 @@ The rest is for models larger than a rank's memory, built without values, which 
 
     values from                                  to
     a tape             `recording`, `tape`  --.
-    reset_parameters   `modules`            ---+--> targets: a rank's slices in the working dtype, and their masters
-    a safetensors file `weights`            --'
+    reset_parameters   `module_values`      ---+--> targets: a rank's slices in the working dtype, and their masters
+    a safetensors file `file_values`        --'
 
 `initial_values` chooses the source of each tensor's values; `value_targets` are the destinations. No source holds more
 than the tensor that it works at. `loading` fills the weights of a model that trains already from files.

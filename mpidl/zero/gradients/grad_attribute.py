@@ -28,8 +28,8 @@ from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch
 from ...gradients.clip import local_norms
 from ...mesh import placement
+from .shard_reducer import ShardReducer
 from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
-from .shards import GradientShards
 
 _EXACT_BITS = 20  # of numbers whose squares, and sums of these over the ranks, are exact in double precision
 
@@ -43,7 +43,7 @@ class GradAttributes:
 
     def __init__(
         self,
-        gradients: GradientShards,
+        gradients: ShardReducer,
         comm: Communicator,
         watch: BackwardWatch,
         names: Mapping[torch.nn.Parameter, str],

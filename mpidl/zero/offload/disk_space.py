@@ -18,7 +18,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
-from ...optim.elementwise import EIGHT_BIT_LEAST, note_whole_size
+from ...optim.elementwise_state import EIGHT_BIT_LEAST, note_whole_size
 from ...optimizer_trial import without_parameters
 from .offloaded_slice import HALVES
 from .settings import Offload

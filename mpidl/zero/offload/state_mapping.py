@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...optim.elementwise import saved_state
+from ...optim.elementwise_state import saved_state
 from .offloaded_slice import OffloadedSlice
 from .sub_groups import Chunk, SubGroup
 from .swap_file import SwapFile

@@ -11,7 +11,7 @@ on them, and states and checkpoints are made of them.
 A unit is laid out in whole blocks of the compressor: each parameter begins with one, and no shard's edge cuts one. So a
 value is rounded by others of its parameter alone, and to the same on any number of ranks, of tp too.
 
-Who runs what: the thread of the Communicator in which the rounds run (`gathering`), as a part of a round. Where the
+Who runs what: the thread of the Communicator in which the rounds run (`gather_rounds`), as a part of a round. Where the
 ranks of a node share the whole unit, they share the place for messages too: the node receives each message once, each
 rank decompresses some of them, and the ranks meet, so that none computes with what another has yet to write, nor writes
 its next message over one that another still reads.

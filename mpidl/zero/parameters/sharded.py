@@ -9,8 +9,8 @@ the last ones of a forward pass are there for its backward pass. From n = 2 on t
 when the step before it is done.
 
 A node gathers a unit once, into memory that its ranks share. The units to prefetch are those that came next the last
-time. Each rank may run units of its own choice, as the ranks agree on every gather (`gathering`). An operator that
-reads a parameter while its unit is resharded has the unit gathered first (`released`).
+time. Each rank may run units of its own choice, as the ranks agree on every gather (`gather_rounds`). An operator that
+reads a parameter while its unit is resharded has the unit gathered first (`released_parameter`).
 
 Who runs what: hooks of modules and of autograd, and the verbs of the strategy, in the thread of the program; the
 gathers, one after the other, in the thread of a Communicator that serves nothing else. A rank that needs a unit starts
@@ -49,8 +49,8 @@ from ...gradients.compression import OwnedCompressor
 from ...job import communicator_pool
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
+from .gather_rounds import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .gathered_unit import Call, GatheredUnit, UnitState
-from .gathering import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import UnitLayout, backward_order
 

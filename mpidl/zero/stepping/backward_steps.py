@@ -24,13 +24,13 @@ import torch
 from ...errors import TrainingError
 from ...partial_steps import STEP_NOT_CALLED, PartialSteps
 from ..parameter_shard import ParameterShard
-from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
+from ..parameters.weight_guard import WeightGuard
 from ..slices import Slice
 
 
 class BackwardSteps:
-    """A `Stepper` of `GradientShards`.
+    """A `Stepper` of `ShardReducer`.
 
     partial: steps on some slices at a time. shards: by the buckets' numbers; more may come. agree: called at the begin
     of a pass, raises TrainingError on every rank where one of them cannot step.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError
-from ...optim.trust import TrustRatioOptimizer
+from ...optim.trust_ratio import TrustRatioOptimizer
 from ...optimizer_trial import (
     NOT_SEQUENTIAL,
     StepNeeds,

@@ -6,7 +6,7 @@
     all-to-all back                   rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
 
 Where parameters are cut over tp as well, all ranks of dp x tp take part, and the owner joins the parts of tp too
-(`holdings`): so the work on whole parameters is dealt over these ranks, and none is done twice.
+(`parameter_distribution`): so the work on whole parameters is dealt over these ranks, and none is done twice.
 
 A few parameters of every owner at a time, so that no rank holds much whole; with classes that are not torch's all at
 once, as they may count their steps, and may change parameters that have no gradient.
@@ -29,13 +29,13 @@ from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...mesh import Mesh, placement
-from ...optim.elementwise import is_slice, mark_replicated
+from ...optim.elementwise_state import is_slice, mark_replicated
 from ..placeholder import placeholder
 from ..shard_group import ShardGroup
 from ..slices import ShardedStateSpec, Slice
-from .holdings import Holdings, holdings, ranks_of_wholes
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
+from .parameter_distribution import Holdings, holdings, ranks_of_wholes
 
 _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 

@@ -34,7 +34,7 @@ def check(
 
     names: of the parameters whose gradients the module's passes average. ignored: its other ones.
     """
-    from ..tensor.steps import refuse_steps_on_parts  # with all of tensor parallelism, which few programs use
+    from ..tensor.step_checks import refuse_steps_on_parts  # with all of tensor parallelism, which few programs use
 
     seen: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
     for optimizer in optimizers:

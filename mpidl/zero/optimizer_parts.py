@@ -15,12 +15,12 @@ from ..gradients.backward import BackwardWatch
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
-from .gradients.shards import GradientShards
+from .gradients.shard_reducer import ShardReducer
 from .offload import OffloadedOptimizer
 from .parameter_shard import ParameterShard
-from .parameters.guard import WeightGuard
+from .parameters.gathered_block import WholeParameters
 from .parameters.strategy import ParameterStrategy
-from .parameters.whole import WholeParameters
+from .parameters.weight_guard import WeightGuard
 from .shard_group import ShardGroup
 from .slices import Slice
 from .states.whole_states import StateNames
@@ -68,7 +68,7 @@ class Parts:
     parameters: ParameterStrategy
     shards: list[ParameterShard]
     slices: dict[torch.nn.Parameter, Slice]
-    shard_reducer: GradientShards
+    shard_reducer: ShardReducer
     grad_attributes: GradAttributes
     inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None

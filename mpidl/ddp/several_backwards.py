@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass
-class IncompletePass:
+class SeveralBackwards:
     """Backward passes that have left parameters out so far.
 
     forwards: the number of forward passes before the first of them, whose outputs may still be differentiated.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..optim.elementwise import saved_state
-from . import tree
+from ..optim.elementwise_state import saved_state
+from . import json_encoding
 from .engine import Engine
-from .held import HeldTensor
+from .held_tensor import HeldTensor
 from .index import Index
 from .schema import SLICES
 
@@ -56,7 +56,7 @@ class KeptStates:
         problem = next((f"lacks {key}" for key in wanted if key not in saved), None)
         for key, value in (wanted or self._there(held)).items():
             if key in saved and not self._fits(held, saved[key], value):
-                problem = f"{key} is {tree.shown(saved[key])}, which {self._class.__name__} does not keep"
+                problem = f"{key} is {json_encoding.shown(saved[key])}, which {self._class.__name__} does not keep"
         if problem:
             raise CheckpointError(f"{self._index.file}: optimizer.state of {held.name}: {problem}")
 
@@ -76,7 +76,7 @@ class KeptStates:
         return dict(saved_state(kept).get(held.key, {}))
 
     def _fits(self, held: HeldTensor, saved: Any, value: Any) -> bool:
-        tag = tree.tag_of(saved)
+        tag = json_encoding.tag_of(saved)
         if isinstance(value, torch.Tensor):
             if tag == "$tensor" and value.dim() and tuple(value.shape) == _small(len(held.shape)):
                 return self._index.tensors[saved[tag]].shape == held.shape
@@ -102,7 +102,9 @@ def _small(dims: int) -> tuple[int, ...]:
 
 def _plain(settings: Any) -> dict[str, Any]:
     """Decodes a group's settings, except those that are tensors in files."""
-    return {key: tree.decode(value, _none) for key, value in settings.items() if not tree.names_in(value)}
+    return {
+        key: json_encoding.decode(value, _none) for key, value in settings.items() if not json_encoding.names_in(value)
+    }
 
 
 def _none(name: str) -> torch.Tensor:

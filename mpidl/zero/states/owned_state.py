@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from ..gradients.grad_attribute import GradAttributes
-from ..gradients.shards import GradientShards
+from ..gradients.shard_reducer import ShardReducer
 from ..offload import OffloadedOptimizer, OffloadedSlice
 from ..parameter_shard import ParameterShard
-from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
+from ..parameters.weight_guard import WeightGuard
 from ..shard_group import ShardGroup
 from ..slices import Slice
 
@@ -47,7 +47,7 @@ class OwnedState:
         over: ShardGroup,
         parameters: ParameterStrategy,
         slices: Mapping[torch.nn.Parameter, Slice],
-        gradients: GradientShards,
+        gradients: ShardReducer,
         grads: GradAttributes,
         shards: Sequence[ParameterShard],
         offloaded: OffloadedOptimizer | None = None,

@@ -22,7 +22,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError, listed
 from ...job.agreement import check_everywhere
 from ...mesh.placement import Cut, Run, placement
-from ...replicas.consistency import check_settings_agree
+from ...replicas.start_check import check_settings_agree
 from ...weight_files import files_of, library
 from .value_targets import Targets, wanted
 

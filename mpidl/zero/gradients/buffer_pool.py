@@ -19,7 +19,7 @@ from collectives import Communicator
 from ...gradients.buckets import GradientBucket, aligned
 
 
-class GradientBuffers:
+class BufferPool:
     """Buffers for the gradients of buckets. Construction is collective.
 
     shared: int; buffers of each dtype that buckets share.

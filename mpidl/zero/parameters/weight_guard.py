@@ -22,7 +22,7 @@ import torch
 
 from ...errors import TrainingError
 from ...trained_by import Trainer, claim, release
-from ..hooks import Hook
+from ..copy_guard import Hook
 from ..slices import Slice
 from .strategy import ParameterStrategy
 

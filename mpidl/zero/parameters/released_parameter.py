@@ -1,4 +1,4 @@
-"""Parameters without memory, which are gathered before an operator reads them (`touch`).
+"""Parameters without memory, which are gathered before an operator reads them (`read_hook`).
 
 So a weight that is used outside its module's forward pass is gathered then. What would read or change it where the
 other ranks may not come to gather it is refused by name. It stays watched while it is held for such a use, as the
@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from .touch import ABOUT, BeforeRead, Watched, unwatch, watch
+from .read_hook import ABOUT, BeforeRead, Watched, unwatch, watch
 
 
 class _Released(Watched):

@@ -16,7 +16,7 @@ from ...errors import TrainingError
 from ...gradients.clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
 from ...gradients.nonfinite import NonfiniteWatch, are_finite
 from ...mesh.norm import norm_over_mesh
-from ..parts import Parts
+from ..optimizer_parts import Parts
 
 
 def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from ..compiling import uncompiled
 
 
-class ShownForward:
+class ForwardSignature:
     """A descriptor of a method `function(self, *args, **kwargs)` that calls `self.module`. To decorate it with."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

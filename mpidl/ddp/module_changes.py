@@ -20,7 +20,7 @@ import torch
 from ..errors import listed
 
 
-class Contents:
+class ModuleChanges:
     """The parameters of a module as they were when it was wrapped.
 
     names: of those that are reduced if they train. ignored: names of others that may be there.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mpidl
-from mpidl.zero.parameters.gathering import Forecast
+from mpidl.zero.parameters.gather_rounds import Forecast
 
 pytestmark = pytest.mark.mpi
 

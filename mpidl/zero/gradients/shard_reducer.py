@@ -3,7 +3,7 @@
 Kinds of tensor, and which share storage:
 
     bucket.flat     a bucket's gradients, whole, in the dtype in which they are reduced; stage 1 keeps it, stages 2 and
-                    3 take a buffer for it from `GradientBuffers` until it is reduced
+                    3 take a buffer for it from `BufferPool` until it is reduced
     gradient shard  this rank's part of the mean over the ranks; in stage 1 a view of bucket.flat; fp32 of its own
                     once 16-bit ones are summed, clipped or unscaled
     values          this rank's part of the parameters; in stages 1 and 2 a view of the whole flat parameters
@@ -45,13 +45,13 @@ from ...partial_steps import NOT_REDUCED
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
-from .gradient_buffers import GradientBuffers
+from .buffer_pool import BufferPool
 from .hooked_reduction import shown_bucket, take_result
 from .sharded_gradient import ShardedGradient
 from .stepper import Stepper
 
 
-class GradientShards:
+class ShardReducer:
     """Reduces every bucket's gradients, as backward fills it, so that each rank holds the mean of its shard.
 
     shards: of the parameters of each bucket, in the order in which they are reduced.
@@ -128,8 +128,8 @@ class GradientShards:
         if not self._keep_whole:  # they may need larger buffers
             self._buffers = self._make_buffers(self.queue.buckets)
 
-    def _make_buffers(self, buckets: Sequence[GradientBucket]) -> GradientBuffers:
-        return GradientBuffers(buckets, self._comm, self._num_shared_buffers, self._dedicated, self._place.device)
+    def _make_buffers(self, buckets: Sequence[GradientBucket]) -> BufferPool:
+        return BufferPool(buckets, self._comm, self._num_shared_buffers, self._dedicated, self._place.device)
 
     def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:
         buckets = [GradientBucket(shard.parameters, shard.layout) for shard in shards]

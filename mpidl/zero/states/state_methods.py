@@ -15,10 +15,10 @@ from collectives import Communicator
 
 from ...errors import TrainingError
 from ...job.agreement import refuse_everywhere
-from ..gradients.reduced_gradients import refuse_used
-from ..parts import Parts
+from ..gradients.clip_and_unscale import refuse_used
+from ..optimizer_parts import Parts
 from . import whole_states as state
-from .owned import OwnedState
+from .owned_state import OwnedState
 from .owned_weights import OwnedWeights
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from . import cuts, tree
+from . import cuts, json_encoding
 from .engine import Engine
-from .held import HeldTensor
+from .held_tensor import HeldTensor
 from .index import Index
 
 Add = Callable[[str, HeldTensor, torch.Tensor, bool], None]
@@ -42,7 +42,8 @@ def describe(engine: Engine, state: Mapping[str, Any], add: Add, spoken: dict[st
         if held.name in state["states"] and _keeps_states(engine, held):
             kept = state["states"][held.name]
             states[held.name] = {
-                key: tree.encode(value, f"{part}compression.{key}.{held.name}", spoken) for key, value in kept.items()
+                key: json_encoding.encode(value, f"{part}compression.{key}.{held.name}", spoken)
+                for key, value in kept.items()
             }
     names = [held.name for held in engine.parameters if held.name in state["remainders"]]
     return {"method": state["method"], "steps": state["steps"], "remainders": names, "states": states}
@@ -82,7 +83,8 @@ class KeptCompression:
         if engine.compressed is None:
             return
         states = {
-            name: {key: tree.decode(value, tensor) for key, value in kept.items()} for name, kept in self.states.items()
+            name: {key: json_encoding.decode(value, tensor) for key, value in kept.items()}
+            for name, kept in self.states.items()
         }
         engine.compressed.load_state_dict(
             {"method": self.method, "steps": self.steps, "remainders": self.targets, "states": states}

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 import mpidl
-from mpidl.checkpoint import claim, folder, holding, load, newest, save
+from mpidl.checkpoint import claim, directory_lock, folder, load, newest, save
 from tests.harness import launch
 
 HOLDER = """
 import os, sys
 from pathlib import Path
-from mpidl.checkpoint import folder, holding
+from mpidl.checkpoint import directory_lock, folder
 
 where = Path(sys.argv[1])
-holding.hold(where)
+directory_lock.hold(where)
 (where / "step-00000009.tmp").mkdir()
 print("holds", flush=True)
 sys.stdin.readline()
@@ -55,7 +55,7 @@ def other(comm, shared: Path) -> Iterator[subprocess.Popen | None]:
 def test_another_job_is_named_on_every_rank_and_what_it_writes_left_alone(
     comm, shared: Path, other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(directory_lock, "LOCK_TIMEOUT", 0.1)
     model = torch.nn.Linear(3, 2)
     for attempt in (lambda: save(shared, model, step=1, process_group=comm), lambda: claim(shared, comm)):
         with pytest.raises(mpidl.CheckpointError) as raised:
@@ -66,7 +66,7 @@ def test_another_job_is_named_on_every_rank_and_what_it_writes_left_alone(
         assert "\n" not in str(raised.value)
     if comm.rank == 0:
         folder.clean(shared)
-        assert sorted(path.name for path in shared.iterdir()) == [holding.NAME, "step-00000009.tmp"]
+        assert sorted(path.name for path in shared.iterdir()) == [directory_lock.NAME, "step-00000009.tmp"]
     comm.barrier()
     if other:
         other.kill()
@@ -74,7 +74,7 @@ def test_another_job_is_named_on_every_rank_and_what_it_writes_left_alone(
     comm.barrier()
     save(shared, model, step=1, process_group=comm)  # the kernel has released the lock
     assert load(shared, model, process_group=comm).step == 1
-    assert comm.rank or str(os.getpid()) in (shared / holding.NAME).read_text()
+    assert comm.rank or str(os.getpid()) in (shared / directory_lock.NAME).read_text()
     assert not (shared / "step-00000009.tmp").exists()
 
 
@@ -85,11 +85,11 @@ def test_one_that_is_ending_is_waited_for_and_leaves_no_file(
     seen = []
 
     def pause(_: float) -> None:
-        seen.append((shared / holding.NAME).exists())
+        seen.append((shared / directory_lock.NAME).exists())
         other.communicate("\n")
-        seen.append((shared / holding.NAME).exists())
+        seen.append((shared / directory_lock.NAME).exists())
 
-    monkeypatch.setattr(holding, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    monkeypatch.setattr(directory_lock, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
     save(shared, torch.nn.Linear(3, 2), step=1, process_group=comm)
     assert seen == ([True, False] if comm.rank == 0 else [])
 
@@ -99,7 +99,7 @@ def test_a_directory_that_was_removed_is_taken_anew(comm, shared: Path) -> None:
     model = torch.nn.Linear(3, 2)
     for _ in range(2):
         save(shared / "kept", model, step=1, process_group=comm)
-        assert (shared / "kept" / holding.NAME).exists()
+        assert (shared / "kept" / directory_lock.NAME).exists()
         comm.barrier()
         if comm.rank == 0:
             (shared / "kept").rename(shared / f"moved-{os.urandom(4).hex()}")
@@ -107,21 +107,21 @@ def test_a_directory_that_was_removed_is_taken_anew(comm, shared: Path) -> None:
 
 
 def test_what_a_killed_job_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / holding.NAME).write_text("process 1 on node7\n")
+    (tmp_path / directory_lock.NAME).write_text("process 1 on node7\n")
     folder.clean(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """Such as a worker that outlives the rank."""
-    holding.hold(tmp_path)
+    directory_lock.hold(tmp_path)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.read(reading, 1)
         os._exit(0)
-    holding.release(tmp_path)
-    holding.hold(tmp_path)
+    directory_lock.release(tmp_path)
+    directory_lock.hold(tmp_path)
     os.write(writing, b"x")
     os.waitpid(child, 0)
 

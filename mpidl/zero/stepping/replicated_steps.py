@@ -16,7 +16,7 @@ import torch
 
 from ...errors import ConfigurationError
 from ...optim.one_bit import OneBitOptimizer, one_bit_hook
-from ..gradients.shards import GradientShards
+from ..gradients.shard_reducer import ShardReducer
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from ..slices import Slice
@@ -25,7 +25,7 @@ from .inner import InnerOptimizer
 _ERROR = "error"
 
 
-class WholeUpdates(InnerOptimizer):
+class ReplicatedSteps(InnerOptimizer):
     """An optimizer that exchanges bits on the whole parameters of stage 1.
 
     optimizer_class, settings: make the OneBitOptimizer. groups: of the model's parameters. shards: of every bucket, and
@@ -44,7 +44,7 @@ class WholeUpdates(InnerOptimizer):
         shards: Sequence[ParameterShard],
         wholes: Sequence[torch.Tensor],
         slices: Mapping[torch.nn.Parameter, Slice],
-        reducer: GradientShards,
+        reducer: ShardReducer,
     ) -> None:
         self._group, self._shards, self._slices, self._reducer = group, shards, slices, reducer
         self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}

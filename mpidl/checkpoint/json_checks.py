@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .tree import Malformed, check_at, shown
+from .json_encoding import Malformed, check_at, shown
 
 _LARGEST = (1 << 63) - 1
 _LONGEST_NAME = 10_000
