@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when a name is first used, so that a program starts sooner."""
+"""Lazy names of a package: their modules are imported when a name is first used, so that a program starts sooner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on the meta device that get memory, in place."""
+"""Gives memory to tensors on the meta device, in place, where ZeRO and `tensor` fill models built without values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening of regular files alone: in a directory that others can write to, a pipe would wait for its writer."""
+"""Opens and reads regular files only: in a directory that others can write to, a pipe would block its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages that mpidl does not depend on, imported when something needs them."""
+"""Imports packages that mpidl does not depend on, when something needs them, and says how to install a missing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or GPT-2's byte-pair encoding; either with the marks that BERT needs."""
+"""Tokenizers: bytes, or GPT-2's byte-pair encoding; either with the special tokens that BERT needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The memory of a model: in the host's memory, or on one GPU; see `collectives.devices`."""
+"""Finds the device of a model: all parameters and buffers in the host's memory, or all on one GPU.
+
+A `Place` (`collectives.devices`) is the object by which engines allocate, copy and synchronise there.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Uneven inputs: a rank whose batches have run out stands in for its part of the others' collectives.
+"""Uneven inputs: a rank whose batches have run out takes part in the collectives of the others' batches.
 
     rank 0:  batch  batch  batch  batch |
-    rank 1:  batch  batch | stands in   |  all take over the states of one that ended last
-    rank 2:  batch  batch  batch | st.in|
+    rank 1:  batch  batch | hooks       |  all take over the states of one that ended last
+    rank 2:  batch  batch  batch | hooks|
 
 Before what it does together with the other ranks, a rank tells all, in one small all-gather, which object has its turn;
 a rank that has ended takes part in the turns alone, and calls that object's hook. Turns have a Communicator of their

@@ -1,4 +1,8 @@
-"""Elementwise states of an optimizer: those with an element for each of the parameter's, which are cut as it is."""
+"""Finds an optimizer's elementwise states: those with an element for each of the parameter's, which are cut as it is.
+
+ZeRO cuts them over the ranks, checkpoints save them by ranges of elements, and estimates of memory count them so; every
+other state is whole on every rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam at first; then the mean squares of the gradients stay, and the momentum is sent in one bit.
+"""1-bit Adam: Adam at first; then frozen mean squares of the gradients, and a momentum that is sent in one bit.
 
     steps       1 ... freeze              freeze + 1 ...
     gradients   averaged                  each rank's own, g_r

@@ -1,4 +1,4 @@
-"""Base of the optimizers that send one bit an element: hook, buckets, states.
+"""Base class of the 1-bit optimizers: their communication hook, their buckets, and the order of a step.
 
     backward     `one_bit_hook`: the mean over the ranks while the optimizer asks for it; later each rank's own
                  gradients (or the mean of a node's, where only nodes exchange)

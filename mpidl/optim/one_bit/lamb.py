@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB at first; then the momentum is sent in one bit, and trust ratios follow from what is received.
+"""1-bit LAMB: LAMB at first; then a momentum that is sent in one bit, and trust ratios derived from what is received.
 
     steps          1 ... freeze                                freeze + 1 ...
     m, v           of the averaged gradients                   m: 1-bit mean, each layer scaled; v: stays

@@ -1,4 +1,4 @@
-"""0/1 Adam: the mean squares v are renewed more and more seldom; then even the momentum is exchanged only now and then.
+"""0/1 Adam: mean squares v renewed more and more seldom; then local steps, with momenta exchanged now and then.
 
     steps       1 ... local_after                              local_after + 1 ...
     v           renewed at every k-th step by the averaged     stays
