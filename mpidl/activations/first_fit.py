@@ -1,4 +1,4 @@
-"""Places in a run of bytes: the first that is large enough is taken, and given back in any order.
+"""First-fit allocator of a run of bytes: takes the first free place that is large enough; places return in any order.
 
     [ ## taken ## | free | # taken # | free ............ ]
 

@@ -1,5 +1,7 @@
 """Content of a checkpoint: the tensors that this rank writes, and the rest as JSON.
 
+Names of tensors, all that there are:
+
 model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
 optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
 remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks

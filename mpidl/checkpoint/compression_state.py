@@ -1,4 +1,4 @@
-"""What `compress=` has not sent, and its compressor's states, in a checkpoint: as means over the ranks, by parameter.
+"""State of `compress=` in a checkpoint: mean remainders over the ranks, by parameter, and the compressor's own states.
 
     remainder/NAME      the mean remainder of a parameter, of its shape, fp32; cut over a mesh as the parameter
     compression         JSON: method, steps, names of the remainders; states: small tensors of the compressor

@@ -1,4 +1,4 @@
-"""Export of a model's or a checkpoint's weights to safetensors files.
+"""Exports a model's or a checkpoint's weights to safetensors files.
 
     files      model-00001-of-00002.safetensors [ header | wte ......... | wpe .. ]     laid out beforehand by rank 0
     rank 0     writes                                      ####              ##         at their places, so that no

@@ -1,4 +1,4 @@
-"""Checks of single values of JSON, and how they are put together for lists, objects and records.
+"""Checks of single JSON values, and their combination for lists, objects and records; `schema` is made of them.
 
 A check is a function of a value that raises Malformed. The checks of a record are a dictionary.
 """

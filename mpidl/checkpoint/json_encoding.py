@@ -1,4 +1,4 @@
-"""Nested Python values as JSON and tensors, and back, with no pickle.
+"""Encodes nested Python values as JSON and tensors, and decodes them, with no pickle.
 
     {"lr": 0.1, "at": (1, tensor)}   ->   {"lr": 0.1, "at": {"$tuple": [1, {"$tensor": "extra/0"}]}}   and that tensor
 

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: all ranks check everything, then each reads what it holds.
+"""Loads a checkpoint: all ranks check everything, then each reads what it holds.
 
 index -> names, shapes, files -> checksums, each rank a share -> do all agree? -> read into memory -> small states
          nothing in memory has changed up to here ---------------'

@@ -1,4 +1,4 @@
-"""Matching of a checkpoint with a model and an optimizer: a plan of what to read into which memory.
+"""Matches a checkpoint with a model and an optimizer: makes a plan of what to read into which memory.
 
 Making the plan changes nothing.
 """

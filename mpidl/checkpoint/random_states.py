@@ -1,4 +1,4 @@
-"""States of the random generators of python, numpy and torch: their capture, check and restoration."""
+"""Captures, checks and restores the states of the random generators of python, numpy and torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that saved optimizer states fit the optimizer, by comparison with its states of a small parameter.
+"""Checks that saved optimizer states fit the optimizer, by comparison with its states of a small parameter.
 
 torch's optimizers make their states in the first step, so that a new one has none to compare with. They use any value
 that they find: a text in place of a moment would be loaded without an error and fail in a later step.

@@ -1,4 +1,4 @@
-"""Saving of a checkpoint: all ranks agree on what is written before any of them writes."""
+"""Saves a checkpoint: all ranks agree on what is written before any of them writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing of each rank's part of a checkpoint, and the commit of all parts on rank 0.
+"""Writes each rank's part of a checkpoint, and commits all parts on rank 0.
 
 In the foreground, `save` writes and the ranks agree by collectives. In the background, a thread on each rank writes
 during the next steps. These threads use no MPI: each leaves a description of its files next to them, and rank 0's

@@ -1,13 +1,13 @@
 """Data of a rank: texts and images, tokens, its part of a dataset or a batch, and loading.
 
-    corpora            texts to train on
-    tokenizers         bytes, and GPT-2's byte-pair encoding; wordpiece: BERT's
-    masking            masked tokens for BERT
-    batches            the sequences of a text that a rank trains on
-    images             small digits, and folders of images
-    sampler            the samples of any dataset that a rank trains on, and where an epoch goes on
-    loader             batches loaded during the training step; workers: the processes that do it
-    optional_packages  imports a package that mpidl does not depend on, or says how to install it
+corpora            texts to train on
+tokenizers         bytes, and GPT-2's byte-pair encoding; wordpiece: BERT's
+masking            masked tokens for BERT
+batches            the sequences of a text that a rank trains on
+images             small digits, and folders of images
+sampler            the samples of any dataset that a rank trains on, and where an epoch goes on
+loader             batches loaded during the training step; workers: the processes that do it
+optional_packages  imports a package that mpidl does not depend on, or says how to install it
 """
 
 from .batches import TokenBatches, shares

@@ -1,4 +1,4 @@
-"""The `forward` of a wrapper, which shows the signature of the module inside.
+"""The wrapper's `forward`, with the signature of the module inside.
 
 Programs read it to learn what a model takes: Hugging Face's Trainer leaves out the columns of a dataset that
 `inspect.signature(model.forward)` does not name, which for (*args, **kwargs) are all of them.

@@ -1,4 +1,4 @@
-"""Notices what came into a module after it was wrapped, or has another shape since.
+"""Detects parameters that came into a module after it was wrapped, or have another shape since.
 
     model.resize_token_embeddings(60)         a new parameter, or other memory in the old one
     model.load_state_dict(..., assign=True)   new parameters in the place of the old ones

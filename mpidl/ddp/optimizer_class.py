@@ -1,10 +1,11 @@
-"""Optimizers that can step on the parameters of one bucket after another, as steps within the backward pass do.
+"""Decides whether an optimizer can step on one bucket after another, as steps within the backward pass do.
 
-    AdamW, SGD, Muon, LAMB, ...     a step on a parameter is one of its own
+    AdamW, SGD, Muon, LAMB, ...     a step on a parameter depends on that parameter alone
     LBFGS                           it works on all gradients at once: refused
 
-Optimizers of mpidl declare what their steps need. Of classes that are neither torch's nor declare anything nothing is
-known: they are tried out on a few elements.
+Optimizers of mpidl declare what their steps need (`optimizer_trial`). Of classes that are neither torch's nor declare
+anything nothing is known: they are tried out on a few elements. `zero.stepping.optimizer_class` decides for ZeRO,
+`tensor.step_checks` for steps on parts of layers.
 """
 
 from __future__ import annotations

@@ -4,12 +4,15 @@
     first pass           buckets by the reverse of `parameters()`
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 
-A forward pass sends nothing, so that a rank may run it alone. At the begin of a backward pass the ranks agree, in a
-small all-reduce, on what trains. Then, strictly in the order of the buckets, each is handed in as soon as it is filled.
-The Communicator's progress thread all-reduces it while backward goes on; where the ranks fill the cores of one node, no
-rank reduces before the end of the pass, where it waits and takes part in the thread that runs the pass
-(`collectives.partitioned`). After the last bucket the ranks agree in another all-reduce on what the pass reached, so
-that what is wrong on one rank is an error on all, and rank 0's buffers are broadcast.
+Who runs what: all of it runs in the thread of the backward pass, but the reductions. Collectives, in this order on
+every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
+
+    the pass begins     a small all-reduce: what trains
+    bucket by bucket    its all-reduce, launched strictly in order, in the Communicator's progress thread while backward
+                        goes on; where the ranks fill the cores of one node, only at the end of the pass, in the
+                        thread that waits there (`collectives.partitioned`)
+    the pass ends       waits for all; an all-reduce: what the pass has reached, so that what is wrong on one rank is
+                        an error on all; the broadcast of rank 0's buffers
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """

@@ -1,4 +1,4 @@
-"""Exact means over the samples of all ranks, where every rank has another number of them."""
+"""The mean of a loss over the samples of all ranks, exact where ranks have different numbers of samples."""
 
 from __future__ import annotations
 

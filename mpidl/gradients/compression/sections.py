@@ -1,4 +1,6 @@
-"""The sections of an engine's buckets, and what was not sent of parameters whose section is not laid out yet.
+"""The sections of an engine's buckets with their remainders, and remainders that wait for a section.
+
+A section is the part of a bucket that this rank reduces with its peers (`layout`): all of it without nodes.
 
     a bucket is new               its section takes over what others with its parameters have kept (collective)
     a state is loaded             what was not sent waits for the sections of the next pass
