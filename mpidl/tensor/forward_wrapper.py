@@ -1,4 +1,4 @@
-"""Forward passes that run around a module's own, by a class derived from the module's.
+"""Wraps a module's forward pass in another function, by a class derived from the module's.
 
     module.forward  ──  around(module, forward, args, kwargs)  ──  forward: the class's own
 

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' models and inputs: all ranks of tp need the same model, and run it on the same inputs."""
+"""Checks that all ranks of tp have the same model (`parallelize`), and the same inputs (with MPIDL_DEBUG=1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Cuts a model over the ranks of tp, in place, by a plan, and makes it whole again."""
+"""Cuts a model over the ranks of tp, in place, by a plan, and makes it whole again.
+
+model, mesh -> plan (given, ready or automatic) -> checks, the same on every rank -> each style cuts its module
+"""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
     Muon, Adafactor     refused; ZeroOptimizer brings the parts together for them
     LBFGS               refused: it depends on several parameters at once
 
-Torch tells of every optimizer's step before it begins, and each optimizer is looked at in its first one. Of classes
-that are not torch's nothing is known: they are tried out on a few elements. Then its gradients are compared over tp
-(`same_gradients`).
+Torch tells of every optimizer's step before it begins, and each optimizer is checked in its first one. Of classes
+that are not torch's nothing is known: they are tried out on a few elements (`optimizer_trial`). Then its gradients are
+compared over tp (`same_gradients`).
 """
 
 from __future__ import annotations

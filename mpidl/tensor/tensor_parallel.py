@@ -1,4 +1,4 @@
-"""What the cut layers of a model share: the ranks of tp, whether sequences are in pieces, and the random numbers.
+"""State that the cut layers of a model share: the ranks of tp, whether sequences are in pieces, and the random numbers.
 
     replicated   every rank of tp computes the same: embeddings, residuals, norms           the same random numbers
     in a region  between a column-parallel and a row-parallel layer: other heads, features  a stream for each rank

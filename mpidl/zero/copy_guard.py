@@ -1,4 +1,4 @@
-"""Hooks on modules that refuse to be pickled or copied, as a model that is cut over the ranks cannot be."""
+"""Refuses to pickle or copy a model that is cut over the ranks, by hooks that cannot be pickled."""
 
 from __future__ import annotations
 

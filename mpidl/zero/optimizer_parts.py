@@ -1,4 +1,4 @@
-"""The parts of a ZeroOptimizer, which `construction.build` makes and the optimizer's methods work on."""
+"""Parts of a ZeroOptimizer, one field each: what `construction.build` makes, and the optimizer's methods work on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values from safetensors files, of which a rank reads the rows that hold its slices.
+"""Initial values from safetensors files, of which a rank reads the rows that hold its slices.
 
 Of a parameter that is cut over tp, a slice is one of this rank's part of it, which is in several places of the file:
 

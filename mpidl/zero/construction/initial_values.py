@@ -1,4 +1,4 @@
-"""Gives values to what has none: parameters and buffers on the meta device, and parameters that precision converts.
+"""Gives initial values to parameters and buffers on the meta device, and to parameters that precision converts.
 
 of      decides where each tensor's values come from; refuses what cannot work, and changes nothing
 begin   puts placeholders in their place: ordinary parameters that hold one element, whatever their shape

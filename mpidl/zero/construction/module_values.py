@@ -1,4 +1,4 @@
-"""Values from the modules themselves: `reset_parameters()`, or a function that is given each module.
+"""Initial values by the modules themselves: `reset_parameters()`, or a function that is given each module.
 
 Modules are called as `torch.nn.Module.apply` goes, those inside a module before it, as an ordinary construction does.
 A parameter is whole from the first call that concerns it to the last.

@@ -1,4 +1,4 @@
-"""Checks of what optimizers that send one bit an element are combined with."""
+"""Refuses combinations of 1-bit optimizers with what they do not support."""
 
 from __future__ import annotations
 

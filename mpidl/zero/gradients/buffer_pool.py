@@ -1,4 +1,4 @@
-"""A few flat buffers of symmetric memory, in which gradients are collected and reduced.
+"""Pool of flat buffers in symmetric memory, in which gradients are collected and reduced.
 
     dedicated   [ the model's own ]       one for each of some buckets, which fill all through a pass
     shared      [ a block ] [ a block ]   a number for each dtype, as large as the largest of the other buckets, the

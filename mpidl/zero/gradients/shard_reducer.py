@@ -1,4 +1,4 @@
-"""Reduces gradients to shards: each bucket's is reduce-scattered as backward fills it, and a rank keeps its part.
+"""Reduces gradients to shards: reduce-scatters each bucket as backward fills it, and keeps this rank's part.
 
 Kinds of tensor, and which share storage:
 
@@ -10,17 +10,16 @@ Kinds of tensor, and which share storage:
     slice           what the shard holds of one parameter: a view of `values`, or its fp32 master copy for 16-bit
                     parameters; the inner optimizer steps on slices
 
-Everything here runs in the thread of the backward pass (`backward`); reductions run in the Communicator's progress
-thread. Collectives, in this order on every rank:
+Who runs what: the thread of the backward pass; reductions run in the Communicator's progress thread, in this order on
+every rank:
 
     for each bucket, in order   reduce-scatter; with a `Stepper` also an all-reduce of what was reached
     at the end of the pass      waits for all of these
                                 an all-reduce of flags: steps of hooks, gradients after launch, what was reached
                                 reduce-scatters of the buckets that got gradients after their launch, and their wait
 
-A rank whose buffers are all in use waits for its own oldest reduction (`wait`), which needs nothing of this rank but
-what it has launched already, and, in stage 3, its part in gathers, in which `wait` takes part: so no rank waits for one
-that waits for it.
+A rank without a free buffer waits for its own oldest reduction (`wait`). That needs what this rank has launched already
+and, in stage 3, its part in gathers, which `wait` takes; so no two ranks wait for each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`model.zero_grad()` of a model whose gradients are with its optimizer, in shards."""
+"""Makes `model.zero_grad()` clear the gradient shards of the model's optimizer too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of every slice as a mapping, as `torch.optim.Optimizer.state` is one: what lies in the file is mapped."""
+"""State of every slice as a mapping, as `torch.optim.Optimizer.state` is; of slices on disk it maps the file."""
 
 from __future__ import annotations
 

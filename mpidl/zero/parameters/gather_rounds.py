@@ -3,13 +3,10 @@
     rank 0   wants 4, holds 3     all ranks see all of it:  2 is whole, but no rank holds or wants it: freed
     rank 1   wants 5, holds 3                               4 and 5 are wanted, and not whole: gathered
 
-So the ranks need not run the same units, nor in the same order: a rank that wants nothing of a round takes part in it
-with the unit that it will want next. A round is one operation of the Communicator, in its own thread: an all-gather of
-messages, then an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same
-messages and so run the same operations. In the usual case all want the same unit, some ahead of the one that computes.
-
-With `compress_parameters=` a unit is gathered compressed, or in full precision if any rank's message says that a
-`gathered` block pins it; one that is whole in the other way is gathered anew.
+A round is one operation in the progress thread of a Communicator that has no other use: an all-gather of messages, then
+an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same messages, so they run
+the same operations, and need not compute the same units, nor in the same order: a rank that needs nothing takes part
+with the unit that it will need next. In the usual case all want the same unit, some ahead of the one that computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
 one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.

@@ -1,4 +1,4 @@
-"""Whole parameters inside `with optimizer.gathered(...):`, and what every rank must have made of them when it ends.
+"""Whole parameters inside `with optimizer.gathered(...):`, and the check that all ranks have changed them equally.
 
     rank 0   p.mul_(2)     rank 1   p.mul_(2)      the same: each keeps its shard
     rank 0   p.mul_(2)     rank 1                  refused by name: the shards would be of two parameters

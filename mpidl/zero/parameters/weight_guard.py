@@ -1,4 +1,4 @@
-"""Refuses by name what changes weights behind the optimizer's back.
+"""Refuses changes of weights of which the optimizer does not know, by the parameter's name.
 
     step, gathered, load_model_state_dict   the ways to change weights; the guard is told
     p.mul_(2), nn.init.zeros_(p)            torch counts the writes to a tensor: more of them, at the next step

@@ -1,4 +1,4 @@
-"""A rank's slices of a sharded model and of its gradients, which a checkpoint writes and fills.
+"""This rank's slices of a sharded model and of its gradients, which a checkpoint writes and fills.
 
     parameter, flattened   [ 0 .. start | start .. stop | stop .. ]      the middle is this rank's `values`
 

@@ -1,4 +1,4 @@
-"""`model.state_dict()` of parameters that lie side by side in flat memory: each tensor is a storage of its own.
+"""Gives each tensor of `model.state_dict()` a storage of its own where parameters are views of one flat memory.
 
     flat memory      [ p0 | p1 | p2 | ... ]      one storage, of which the parameters are views
     state_dict       { p0 }{ p1 }{ p2 }          the same memory, nothing is copied

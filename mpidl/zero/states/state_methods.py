@@ -1,6 +1,7 @@
-"""The states of a ZeroOptimizer: of the model and of the optimizer, whole on rank 0, and what this rank owns of them.
+"""The methods of ZeroOptimizer about states, as functions of its parts: whole ones, and what this rank owns of them.
 
-Whole states have the plain model's and the plain optimizer's formats; `whole_states` puts them together from shards.
+Each waits first for what is under way (a delayed update, gathers), and then calls `whole_states`, `owned_state` or
+`owned_weights`.
 """
 
 from __future__ import annotations

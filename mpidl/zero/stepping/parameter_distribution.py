@@ -1,4 +1,4 @@
-"""Holdings: which elements of a whole parameter each rank has, where it is cut over dp, and perhaps over tp too.
+"""Distribution of a parameter over ranks: which of its elements each has, where it is cut over dp, and perhaps tp too.
 
     dp x tp = 2 x 2, a weight [3, 4] cut by columns over tp, and each part, flat, over dp
 
@@ -29,10 +29,11 @@ from ..shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A rank's holding. tp: its number there. count: of elements of its part of the parameter, the next ones in order.
+class RankElements:
+    """A rank's elements of one parameter. tp: its number there.
 
-    cut: the part's place in the whole parameter; None: it is the whole. gives: whether the whole is made of it.
+    count: of elements of its part of the parameter, the next ones in order. cut: the part's place in the whole
+    parameter; None: it is the whole. gives: whether the whole is made of it.
     """
 
     tp: int
@@ -42,11 +43,11 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """The holdings of one parameter. shape: of the whole. of: by rank."""
+class Distribution:
+    """The elements of one parameter, by rank. shape: of the whole. of: each rank's."""
 
     shape: torch.Size
-    of: tuple[Holding, ...]
+    of: tuple[RankElements, ...]
 
     @property
     def counts(self) -> list[int]:
@@ -110,28 +111,29 @@ def ranks_of_wholes(over: ShardGroup, mesh: Mesh | None) -> Communicator:
     return made
 
 
-def holdings(
+def distributions(
     comm: Communicator, tp: int | None, parts: Sequence[tuple[torch.Size, list[int], int, Placement]]
-) -> list[Holdings]:
-    """Returns the holdings of parameters. Collective over `comm` with tp, else local.
+) -> list[Distribution]:
+    """Returns the distribution of each parameter. Collective over `comm` with tp, else local.
 
     comm: of `ranks_of_wholes`. tp: this rank's number on tp; None where that has one rank. parts: of each parameter the
     shape here, the elements of every rank that has slices of it, this rank's number among these, and the placement.
     """
     if tp is None:
         return [
-            Holdings(shape, tuple(Holding(0, count, None, True) for count in counts)) for shape, counts, _, _ in parts
+            Distribution(shape, tuple(RankElements(0, count, None, True) for count in counts))
+            for shape, counts, _, _ in parts
         ]
     mine: list[Any] = []
     for _, counts, rank, placed in parts:
         is_cut = "tp" in placed.axes
         gives = placed.counted if is_cut else tp == 0
-        mine.append(Holding(tp, counts[rank], placed.cut if is_cut else None, gives))
+        mine.append(RankElements(tp, counts[rank], placed.cut if is_cut else None, gives))
     everyone = all_gather_object(comm, mine)
     found = []
     for number, (shape, _, _, placed) in enumerate(parts):
         whole = shape if mine[number].cut is None else torch.Size(placed.cut.shape)  # type: ignore[union-attr]
-        found.append(Holdings(whole, tuple(held[number] for held in everyone)))
+        found.append(Distribution(whole, tuple(held[number] for held in everyone)))
         given = sum(found[-1].given)
         if given != whole.numel():
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Steps on whole parameters by whole states on every rank: those of optimizers that exchange what they need themselves.
+"""Steps on whole parameters, with whole states, on every rank: for optimizers that exchange themselves (OneBitAdam).
 
     bucket of gradients    [ shard | shard | shard ]    whole: means, or later this rank's own
     states                 [ shard | shard | shard ]    whole on every rank; the shard's owner is that of the exchange

@@ -1,4 +1,4 @@
-"""The settings of a step that all ranks must have: compared by a fingerprint, a few bytes in the step's all-reduce."""
+"""Settings of a step that must be equal on all ranks, compared by a fingerprint in the step's all-reduce."""
 
 from __future__ import annotations
 

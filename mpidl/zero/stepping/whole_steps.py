@@ -35,7 +35,7 @@ from ..shard_group import ShardGroup
 from ..slices import ShardedStateSpec, Slice
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
-from .parameter_distribution import Holdings, holdings, ranks_of_wholes
+from .parameter_distribution import Distribution, distributions, ranks_of_wholes
 
 _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
@@ -48,7 +48,7 @@ class _Owned:
     """
 
     part: Slice
-    held: Holdings
+    held: Distribution
     owner: int
     whole: torch.nn.Parameter
 
@@ -99,7 +99,7 @@ class WholeSteps(InnerOptimizer):
         parts = {part.values: (p, part) for p, part in self._slices.items()}
         added = [parts[values] for values in dict.fromkeys(values for group in groups for values in group["params"])]
         size, rank = self._over.size, self._over.rank
-        found = holdings(
+        found = distributions(
             self._comm, self._tp, [(p.shape, part.counts(p, size), rank, placement(p)) for p, part in added]
         )
         for (_, part), held in sorted(zip(added, found, strict=True), key=lambda pair: -pair[1].shape.numel()):
