@@ -1,13 +1,15 @@
 """Content of a checkpoint: the tensors that this rank writes, and the rest as JSON.
 
-Names of tensors, all that there are:
+Names of tensors:
 
 model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
 optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
 remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks
 seen/transformer.wte.weight           while a delayed update waits for the next step: what passes compute with
 gradient/transformer.wte.weight       of micro-steps that no step has used yet
-extra/0, scheduler/0, ...             tensors inside other states; those of a module's extra state under model/NAME/
+WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHOSE is extra, scheduler, scaler, sampler,
+                                      averager, model/NAME (a module's extra state), optimizer.group0, optimizer.STATE
+                                      (of another shape than the parameter) or compression.STATE.PARAMETER
 rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
                                       differ between the ranks for a while (post-local SGD, no_sync)
 
