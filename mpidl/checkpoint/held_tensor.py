@@ -1,4 +1,4 @@
-"""Tensors as a rank holds them: elements of a cut of the whole tensor, and shares of these that it writes or checks.
+"""A tensor as a rank holds it: elements of a cut of the whole tensor, and the shares that it writes or checks.
 
 whole tensor        [ .................................. ]
 cut of the part     [ ...........      ..........        ]      over tp and ep; all, if the model is not cut

@@ -1,4 +1,4 @@
-"""BERT's word pieces from the vocabulary that its published weights bring, by the package tokenizers.
+"""Tokenizer of BERT: word pieces of the vocabulary that its published weights bring, by the package tokenizers.
 
     text -> words and punctuation signs -> of each the longest piece that the vocabulary has, then of the rest ...
     "Unreadable!" -> unreadable ! -> un ##read ##able !

@@ -1,4 +1,4 @@
-"""Several backward passes of one forward pass, which reach all parameters together.
+"""Several backward passes of one forward pass: when a parameter without a gradient counts as missed.
 
     a, b = wrapped(x)
     a.sum().backward()      averages what it reaches; b lives, so that its parameters are not missed yet

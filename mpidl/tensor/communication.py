@@ -1,4 +1,4 @@
-"""Collectives of activations over the ranks of tp.
+"""Collectives of activations over the ranks of tp, through symmetric memory.
 
     partial         memory of this rank in which the others can read; a product is written straight into it
     summand         the same, which becomes the result of all_reduce, where there is a place for it (`sum_memory`)

@@ -1,4 +1,4 @@
-"""Values of a model from `mpidl.deferred_init`: those that the same call would have given it in one process.
+"""Gives a cut model from `mpidl.deferred_init` the values that the same call would have given it in one process.
 
 model = mpidl.deferred_init(GPT2, config)      shapes, and a tape of how the values come about
 mpidl.parallelize(model, mesh)                 cuts the shapes

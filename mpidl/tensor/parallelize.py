@@ -54,7 +54,7 @@ def parallelize(
     so where tp goes over several nodes, or the ranks of each node leave a core for it. Sums of products then round
     otherwise. Collective over tp.
 
-    Before training, seed torch's default generator alike on all ranks of tp and differently over dp.
+    Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 
     Parameters keep their identity, so layers stay tied and an optimizer that has them already has the parts. Raises
     ConfigurationError on every rank of tp for a plan that does not fit; the model is not to be used then.

@@ -1,4 +1,4 @@
-"""The disk space that a rank will need, computed before the model is changed, and the file of that size.
+"""Computes the disk space that a rank will need, before the model is changed, and makes the file of that size.
 
 A trial step on a parameter of a few elements shows the state that an optimizer keeps.
 """

@@ -1,4 +1,4 @@
-"""The optimizer of offloaded slices inside ZeroOptimizer, and the time at which its new values are seen.
+"""Optimizer of offloaded slices inside ZeroOptimizer: steps at once, or in a thread while the next pass runs.
 
     step t      at once     | step t |  forward, backward  | step t + 1 |
     step t      delayed              |  step t in a thread |  its values are seen; step t + 1 is begun

@@ -1,4 +1,4 @@
-"""Where the parameters live between steps: one strategy for each way, and the guards over them.
+"""Strategies for where the parameters live between steps, and the guards over them.
 
 strategy            the interface of the three, and the order of its calls; read it first
 replicated          stages 1 and 2: whole on every rank

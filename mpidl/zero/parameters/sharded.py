@@ -474,7 +474,7 @@ class ShardedParameters(ParameterStrategy):
             self._for_next_pass.append(started)
 
     def wait_for_gathers(self) -> None:
-        """Returns when the gathers are complete that `publish` has started, on all ranks alike. Local."""
+        """Returns when the gathers are complete that `publish` has started. Local."""
         for started in self._for_next_pass:
             started.wait()
         self._for_next_pass.clear()

@@ -1,4 +1,4 @@
-"""Whole states from shards and back, in the plain model's and the plain optimizer's formats.
+"""Gathers whole states from shards and scatters them, in the plain model's and the plain optimizer's formats.
 
 Rank 0 holds the whole, one tensor at a time travels, and no other rank ever holds more than one unit or tensor whole.
 """

@@ -1,4 +1,4 @@
-"""Optimizers that need a whole parameter for a step, as Muon and Adafactor do: each parameter has one rank that steps.
+"""Steps on whole parameters, each on one rank that owns it, for optimizers such as Muon and Adafactor.
 
     slices of gradients and values    rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
     all-to-all                        rank 0 [ w0   w1 ]    rank 1 [ v0   v1 ]      its owner has a parameter whole
