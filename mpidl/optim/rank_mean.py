@@ -27,7 +27,7 @@ import torch
 from collectives import Communicator, Work
 
 from ..gradients.compression.compressor import Exchange, OwnedCompressor, Section
-from ..gradients.compression.layout import pieces_of
+from ..gradients.compression.section_layout import pieces_of
 from ..gradients.compression.settings import COMPRESSORS
 from ..job.communicator_pool import take
 

@@ -9,7 +9,7 @@ refusals            models, meshes and optimizers that a compressor does not fit
 
 hook                the communication hook: runs the rest for an engine's buckets
 bucket_reduction    the phases of one bucket; pipeline: several buckets at once, phase by phase
-layout, ranks       which elements of a bucket this rank reduces, and with which ranks
+section_layout      which elements of a bucket this rank reduces; ranks: with which other ranks
 pool                arrays that are used again from step to step
 auto                measures the reductions, and chooses a method or none
 

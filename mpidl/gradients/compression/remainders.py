@@ -22,7 +22,7 @@ import torch
 
 from collectives import Communicator
 
-from .layout import SectionLayout
+from .section_layout import SectionLayout
 
 
 @dataclass(eq=False)

@@ -30,8 +30,8 @@ from collectives import ArgumentError, Communicator, Work
 from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout
 from ...gradients.compression.compressor import Steps, started
-from ...gradients.compression.layout import SectionLayout, by_pieces
 from ...gradients.compression.pipeline import Pipeline, Reduction
+from ...gradients.compression.section_layout import SectionLayout, by_pieces
 from ...gradients.compression.sign import CHUNK, Sign, sum_of_squares
 from ...job import communicator_pool
 
