@@ -1,10 +1,51 @@
 """mpidl: data parallelism, ZeRO and tensor parallelism for PyTorch over MPI.
 
-import mpidl
-comm = mpidl.init()
-mesh = mpidl.Mesh(tp=2)                # optional: pairs of ranks hold parts of the same layers, the others are dp
-mpidl.parallelize(model, mesh)
-optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, mesh=mesh, lr=3e-4)
+    import mpidl
+    comm = mpidl.init()
+    mesh = mpidl.Mesh(tp=2)                # optional: pairs of ranks hold parts of the same layers, the others are dp
+    mpidl.parallelize(model, mesh)
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=3, mesh=mesh, lr=3e-4)
+
+Engines, which train a model:
+
+    ddp/               DistributedDataParallel: the whole model on every rank
+    zero/              ZeroOptimizer: optimizer state, gradients and parameters sharded over the ranks (stages 1 to 3)
+    tensor/            tensor and sequence parallelism: layers cut over ranks, under either engine or none
+
+What they share:
+
+    gradients/         phases of a backward pass, buckets, clipping, loss scaling, search for NaN; compression/
+    comm_hooks         communication hooks: functions that reduce a bucket in place of the engine
+    replicas/          rank 0's values to all ranks, and the comparison of what must be equal
+    engine_arguments   checks of arguments that DDP and ZeRO both take
+    optimizer_trial    what an optimizer's step needs: slices, or whole parameters
+    partial_steps      steps of an optimizer on some of its parameters
+    trained_by         the ZeroOptimizer that trains a parameter
+    absent_state       the mark in place of a whole state on ranks that do not hold it
+    compiling          torch.compile: functions that it leaves out, the model inside what it returns
+
+The ranks, and the job that they are:
+
+    job/               start and end of the job, agreements of all ranks, objects, uneven inputs, signals
+    mesh/              named axes over the ranks. pp, cp and ep have groups there, and no layers or schedules yet
+    launch/            python -m mpidl.launch: starts a failed job again
+    doctor/            python -m mpidl.doctor: looks at the machine and the job's place on it
+
+Parts of a training program:
+
+    models/, data/     GPT-2, BERT, ResNet; texts, images, tokenizers, samplers, loaders
+    nn/, optim/        SyncBatchNorm; LARS, LAMB, 8-bit and 1-bit Adam, DiLoCo, Dion, EMA, schedules
+    activations/       activation checkpointing, with checkpoints sharded, in one arena, or on disk
+    checkpoint/        saves and loads a training, on any number of ranks
+    memory/            bytes a rank needs, by formula, and bytes it holds
+    resuming, cli      what example programs share: options, when to save and stop; messages of one rank
+
+Helpers of the above: errors; weight_files (safetensors files of a path); meta_tensors (gives memory to tensors on the
+meta device); scratch_file (a file without a name, for offload); regular_files (opens no pipe or device in place of a
+file); digest (8 bytes of a text); lazy_names (imports a module at its first use); standalone (commands that must not
+initialise MPI); version.
+
+docs/architecture.md follows a gradient through each engine, and lists threads and collectives.
 """
 
 from . import standalone as standalone  # before anything imports mpi4py
@@ -28,18 +69,18 @@ from .errors import (
 from .gradients.amp import GradScaler
 from .gradients.clip import clip_grad_norm_, clip_grad_value_
 from .gradients.compression import COMPRESSORS, Compression
-from .gradients.loss import global_mean
+from .gradients.global_mean import global_mean
 from .gradients.nonfinite import NonfiniteWatch, find_nonfinite_gradients
 from .gradients.nonfinite_guard import NonfiniteGuard
 from .job.agreement import agree_or_exit
-from .job.join import Join, Joinable, JoinHook
 from .job.objects import all_gather_object, broadcast_object
 from .job.runtime import init, pick_device
 from .job.signals import STOPPED, StopSignal
-from .lazy import lazily
+from .job.uneven_inputs import Join, Joinable, JoinHook
+from .lazy_names import lazily
 from .mesh import Mesh
 from .nn.sync_batch_norm import SyncBatchNorm
-from .replicas.check import check_replicas
+from .replicas.replica_check import check_replicas
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 

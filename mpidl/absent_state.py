@@ -1,7 +1,7 @@
-"""The mark that stands for a whole state on the ranks that do not hold it.
+"""Mark in place of a whole state on ranks that do not hold it, as `model_state_dict` returns on all but rank 0.
 
-An empty dictionary in its place would be saved as a checkpoint without a word, and read as one of nothing. The mark is
-a dictionary of plain types, so that `torch.save`, `torch.load(weights_only=True)` and frameworks carry it.
+An empty dictionary in its place would be saved as a checkpoint without an error, and read as one of nothing. The mark
+is a dictionary of plain types, so that `torch.save`, `torch.load(weights_only=True)` and frameworks carry it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Command lines of programs that run on many ranks: messages come once, wrong options end every rank."""
+"""Options, errors and progress lines of example programs on many ranks: printed once, and an error ends every rank.
+
+`collectives.command_line` has what needs no model; this adds devices, compression and lines of progress.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Engines and torch.compile: functions that it is not to compile, which run as plain Python, and models that it made.
+"""Support of torch.compile: functions that it must not compile, and the plain model inside a compiled one.
 
 `torch.compiler.disable` imports the compiler where it decorates, which doubles the time of `import mpidl`; `uncompiled`
 does so when what it has decorated is first called, as in torch's own optimizers. It keeps what it decorates in a cycle,
-so functions made for each engine take torch.compiler.disable, and are gone with the engine.
+so functions made for each engine take torch.compiler.disable, and are freed with the engine.
 """
 
 from typing import Any

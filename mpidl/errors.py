@@ -1,4 +1,4 @@
-"""The exceptions of mpidl; each derives from the built-in that fits. And how they list names."""
+"""Exceptions of mpidl, each derived from the built-in that fits, and the text of a list of names in their messages."""
 
 from __future__ import annotations
 

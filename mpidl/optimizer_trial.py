@@ -1,6 +1,7 @@
-"""The needs of an optimizer's step: declared by its class, or found by trial steps on a few elements.
+"""Needs of an optimizer's step: declared by its class, or found by trial steps on a few elements.
 
-one parameter alone | the same in parts | together with another one | one after the other        equal?
+    trial step on    one parameter alone    the same, cut in two    with a second one    one after the other
+    equal results    ->  the step may be made on slices, on some parameters at a time; else it needs whole ones, or all
 
 Optimizers of mpidl declare them (`declared_needs`), engines know torch's by name, and any other class is tried.
 """

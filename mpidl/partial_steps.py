@@ -1,4 +1,7 @@
-"""Steps of a torch optimizer on some of its parameters at a time, as its step on all of them would change these."""
+"""Steps of a torch optimizer on some of its parameters at a time, for steps within the backward pass.
+
+They change these parameters as one step on all of them would.
+"""
 
 from __future__ import annotations
 

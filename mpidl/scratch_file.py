@@ -1,6 +1,6 @@
 """A file without a name, to which tensors go from memory: optimizer state, and checkpoints of activations.
 
-It is gone with the process, however that ends. Any thread may read and write; who uses it sees to the order.
+It is freed with the process, however that ends. Any thread may read and write; the caller keeps these in order.
 """
 
 from __future__ import annotations

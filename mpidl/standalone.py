@@ -1,4 +1,4 @@
-"""Commands of this package that are one process and no job: they must run where MPI cannot be initialised.
+"""Notice of the commands of this package that are one process and no job: they run where MPI cannot be initialised.
 
 `python -m mpidl.memory` makes Python import the whole package first, mpi4py with it, and that would initialise MPI: on
 a login node, say, where the MPI library refuses to be used.

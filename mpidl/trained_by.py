@@ -1,4 +1,4 @@
-"""The ZeroOptimizer that trains a parameter: a note on each that it has cut over the ranks.
+"""Note on each parameter that a ZeroOptimizer trains, by which other code finds that optimizer.
 
 The optimizer alone holds the values and gradients of such a parameter, under whatever module it lies. Code that wraps,
 compares or saves it, or clips or reads its gradient, looks it up here first.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigurationError
-from .regular import read_regular
+from .regular_files import read_regular
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

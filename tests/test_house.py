@@ -1,6 +1,7 @@
 """Rules of the source: which modules may import which, and that every module has a docstring."""
 
 import ast
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -107,25 +108,26 @@ LAYERS = {
         "programs": "tune bench",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest engine_arguments lazy meta regular scratch_file "
-        "standalone trained_by partial_steps optimizer_trial weight_files",
+        "base": "version errors absent_state compiling digest engine_arguments lazy_names meta_tensors regular_files "
+        "scratch_file standalone trained_by partial_steps optimizer_trial weight_files",
         "the job": "job",
-        "groups of ranks": "mesh job.join",
+        "groups of ranks": "mesh job.uneven_inputs",
         "parts of training": "data models nn tensor",
         "parts of engines": "gradients replicas comm_hooks",
         "DDP": "ddp",
         "over DDP": "gradients.nonfinite optim",
-        "base of ZeRO": "zero.traffic zero.hooks zero.forward_label zero.shard_group zero.placeholder "
+        "base of ZeRO": "zero.traffic zero.copy_guard zero.forward_label zero.shard_group zero.placeholder "
         "zero.parameter_shard zero.slices",
         "between steps": "zero.gradients zero.parameters",
         "ZeRO's step": "zero.stepping",
         "its offload": "zero.offload",
         "its states": "zero.states",
-        "its parts": "zero.parts",
-        "over its parts": "zero.gradients.reduced_gradients zero.stepping.step zero.states.optimizer_states",
+        "its parts": "zero.optimizer_parts",
+        "over its parts": "zero.gradients.clip_and_unscale zero.stepping.step zero.states.state_methods",
         "what builds it": "zero.construction",
         "ZeRO": "zero",
-        "over every engine": "gradients.amp gradients.nonfinite_guard replicas.check activations memory checkpoint",
+        "over every engine": "gradients.amp gradients.nonfinite_guard replicas.replica_check activations memory "
+        "checkpoint",
         "programs": "cli doctor launch resuming",
         "API": "__init__",
     },
@@ -287,3 +289,26 @@ def test_private_imports_are_found() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert path.read_text().strip() == "" or ast.get_docstring(ast.parse(path.read_text()))
+
+
+def unnamed(folder: Path) -> list[str]:
+    """The modules and folders in a folder that the docstring of its `__init__` does not name."""
+    entries = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    names = {path.stem for path in entries} - {"__init__", "__main__"}
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    return sorted(names - set(re.findall(r"\w+", said))) if len(names) > 3 else []
+
+
+def test_a_folder_s_docstring_is_a_map_of_it() -> None:
+    folders = [path.parent for path in sorted((ROOT / "mpidl").rglob("__init__.py"))]
+    assert len(folders) > 20
+    assert not {folder.name: missing for folder in folders if (missing := unnamed(folder))}
+
+
+def test_what_a_map_leaves_out_is_found(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "c.py", "__main__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "__init__.py").touch()
+    (tmp_path / "__init__.py").write_text('"""A map.\n\na   one\nb   two\n"""\n')
+    assert unnamed(tmp_path) == ["c", "d"]

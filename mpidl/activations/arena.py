@@ -1,4 +1,4 @@
-"""Checkpoints side by side in one piece of memory, that they may not lie between what comes and goes.
+"""Arena: one piece of memory for all checkpoints, against fragmentation by the tensors that live shorter.
 
 The first step tells how much there is at a time: its checkpoints lie wherever there is memory, and once all have been
 given back a piece is allocated for as many. A later step that needs more gets the rest elsewhere, and the next one
@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from .space import Space, aligned
+from .first_fit import Space, aligned
 
 
 class Arena:

@@ -3,7 +3,8 @@
     forward     checkpoint -> one of two buffers -> a thread writes it          waits only if both are being written
     backward    a thread reads the one before  <-  this one is used
 
-One thread does all in the order of the calls, so that a place may be written anew as soon as it was given back.
+One thread (`mpidl-activations`) does all in the order of the calls, so that a place may be written anew as soon as it
+was given back. It runs no collective, and ends with the file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ..errors import ConfigurationError, TrainingError
 from ..scratch_file import ScratchFile
-from .space import Space
+from .first_fit import Space
 
 _BUFFERS = 2
 

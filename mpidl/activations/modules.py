@@ -1,4 +1,4 @@
-"""Checkpoints in a model that knows nothing of them: its blocks' `forward` is called through `checkpoint`.
+"""Adds checkpoints to a model that is not written for them: the `forward` of its blocks is called through `checkpoint`.
 
 The modules stay what they are and where they are, so that names in state_dict, hooks and the units of ZeRO do not
 change. What hooks a block has run outside its checkpoint, once: ZeRO-3 gathers a block, which then runs again.

@@ -32,7 +32,7 @@ from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
 from ..replicas.checksums import checksum
-from ..replicas.consistency import check_settings_agree
+from ..replicas.start_check import check_settings_agree
 from .arena import Arena, ArenaSlot
 from .disk import ActivationFile, DiskSlot
 

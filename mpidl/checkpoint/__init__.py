@@ -1,13 +1,20 @@
 """Checkpoints: saved by any engine on any number of ranks, loaded by any other.
 
-    state in memory   each rank's slices of logical tensors, named as in the plain model      engine, collect
-    on the disk       safetensors files and an index that says where every element lies       tensorfile, index, folder
-    back              matched by name, checked, and read: each rank what it holds              matching, reading
-    over a mesh       cuts of whole tensors, so that any other mesh can load them               joining, cuts
-                      or, if it is not known how parts join, a checkpoint of each of them       parts
+    what a user calls    saving, loading; importing, exporting: plain weights in and out;
+                         __main__: python -m mpidl.checkpoint, which inspects, verifies and exports
+    state in memory      engine: what this rank holds and writes; held_tensor: a tensor of it;
+                         collect: all that is saved, with the names of the tensors; random_states; compression_state:
+                         remainders of `compress=`
+    on the disk          folder: directories and the commit of a new one; directory_lock; writing: files, in the
+                         foreground or behind the training; tensorfile: safetensors; index: where every element lies;
+                         json_encoding: nested values as JSON
+    what is valid        schema: an index; json_checks: single values
+    back into memory     matching: makes a plan by names and shapes; reading: ranges of tensors;
+                         saved_state_check: whether the optimizer understands its states
+    over a mesh          cuts: elements that two cuts have in common; joining: parts that make whole tensors;
+                         parts: where they do not, a checkpoint of each part
 
-`saving` and `loading` are what a user calls; `exporting` makes plain weights of a model or of a checkpoint, `importing`
-takes them in. docs/checkpoint.md describes the format.
+docs/checkpoint.md describes the format.
 """
 
 from .exporting import export_checkpoint, export_safetensors

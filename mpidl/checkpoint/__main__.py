@@ -1,4 +1,4 @@
-"""Looks at checkpoints, checks them, and turns one into plain weights.
+"""Inspects checkpoints, verifies them, and exports one as plain weights.
 
     python -m mpidl.checkpoint inspect DIR             what is there; with --tensors every tensor
     python -m mpidl.checkpoint verify DIR              reads all of it and compares the checksums

@@ -1,11 +1,15 @@
 """Content of a checkpoint: the tensors that this rank writes, and the rest as JSON.
 
+Names of tensors:
+
 model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
 optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
 remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks
 seen/transformer.wte.weight           while a delayed update waits for the next step: what passes compute with
 gradient/transformer.wte.weight       of micro-steps that no step has used yet
-extra/0, scheduler/0, ...             tensors inside other states; those of a module's extra state under model/NAME/
+WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHOSE is extra, scheduler, scaler, sampler,
+                                      averager, model/NAME (a module's extra state), optimizer.group0, optimizer.STATE
+                                      (of another shape than the parameter) or compression.STATE.PARAMETER
 rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
                                       differ between the ranks for a while (post-local SGD, no_sync)
 
@@ -26,10 +30,10 @@ import torch
 from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from ..models.published import published_files
-from ..optim.elementwise import elementwise, is_slice, saved_state
-from . import compression, cuts, random_states, tree
+from ..optim.elementwise_state import elementwise, is_slice, saved_state
+from . import compression_state, cuts, json_encoding, random_states
 from .engine import Engine
-from .held import HeldTensor, Share
+from .held_tensor import HeldTensor, Share
 from .joining import Join
 from .schema import SLICES
 from .tensorfile import checksum, code_of
@@ -164,7 +168,7 @@ def collect(
     spoken: dict[str, torch.Tensor] = {}  # equal on every rank of the part, and written by its rank 0
     first: dict[str, torch.Tensor] = {}  # equal on every rank, and written by the first
     about["model"]["extra_state"] = {
-        name: tree.encode(module.get_extra_state(), f"model/{name}", spoken)
+        name: json_encoding.encode(module.get_extra_state(), f"model/{name}", spoken)
         for name, module in engine.extra_states.items()
         if engine.join.speakers[name] == engine.join.number
     }
@@ -181,25 +185,25 @@ def collect(
         if held.name in gradients:
             add(f"gradient/{held.name}", held, gradients[held.name], engine.gradients_per_rank)
     if compressed is not None:
-        about["compression"] = compression.describe(engine, compressed, add, spoken)
+        about["compression"] = compression_state.describe(engine, compressed, add, spoken)
     for name in _PARTS:
         if parts.get(name) is not None:
-            about[name] = tree.encode(state_of(name, parts[name]), name, first)
+            about[name] = json_encoding.encode(state_of(name, parts[name]), name, first)
             if name in ONE_CLASS:
                 about[f"{name}_class"] = type(parts[name]).__name__
     if engine.averager is not None:
-        about["averager"] = tree.encode(engine.averager.state_dict(), "averager", first)
-    about["extra"] = tree.encode(extra, "extra", first)
+        about["averager"] = json_encoding.encode(engine.averager.state_dict(), "averager", first)
+    about["extra"] = json_encoding.encode(extra, "extra", first)
     if engine.comm.rank == 0:
         kept = {**spoken, **(first if engine.join.number == 0 else {})}
         pieces += [_whole(name, values) for name, values in kept.items()]
     mine: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {}
     if random:
-        own["random"] = tree.encode(random_states.capture(), f"{own_prefix}/random", mine)
+        own["random"] = json_encoding.encode(random_states.capture(), f"{own_prefix}/random", mine)
     hook = engine.hook_state()
     if hook is not None:
-        own["hook"] = tree.encode(hook.state_dict(), f"{own_prefix}/hook", mine)
+        own["hook"] = json_encoding.encode(hook.state_dict(), f"{own_prefix}/hook", mine)
     pieces += [_whole(name, values) for name, values in mine.items()]
     for piece in pieces:
         code_of(piece.dtype, piece.name)  # before anything is written
@@ -212,7 +216,7 @@ def _whole(name: str, values: torch.Tensor) -> Piece:
 
 def common_states(about: Mapping[str, Any]) -> dict[str, str]:
     """Returns checksums of what only one of joined parts writes, and which so has to be the same in all of them."""
-    found = {name: about.get(name) for name in (*_PARTS, "averager")} | {"compression": compression.common(about)}
+    found = {name: about.get(name) for name in (*_PARTS, "averager")} | {"compression": compression_state.common(about)}
     optimizer = about.get("optimizer", {"class": None, "groups": ()})
     found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
     return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
@@ -225,7 +229,7 @@ def joined(of: Join, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = {"parameters": of.parameters, "buffers": of.buffers, "tied": of.tied}
     about["model"] = {**about["model"], **names, "extra_state": extra}
     if "compression" in about:
-        about["compression"] = compression.joined(abouts)
+        about["compression"] = compression_state.joined(abouts)
     if "optimizer" in about:
         groups = zip(about["optimizer"]["groups"], of.groups, strict=True)
         about["optimizer"] = {
@@ -258,7 +262,7 @@ def _optimizer(
     for number, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names", *IMPLEMENTATION)}
         names = [engine.names[p] for p in group["params"]]
-        groups.append({"params": names, "settings": tree.encode(settings, f"optimizer.group{number}", first)})
+        groups.append({"params": names, "settings": json_encoding.encode(settings, f"optimizer.group{number}", first)})
     state: dict[str, Any] = {}
     uncut = None
     states = saved_state(optimizer)
@@ -279,7 +283,7 @@ def _optimizer(
                 continue
             if torch.is_tensor(value) and value.dim() and engine.lacks_wholes(held):
                 uncut = uncut or f"{key} of {held.name} is not cut as its parameter is"
-            entries[key] = tree.encode(value, f"{part}optimizer.{key}", spoken if speaks else {})
+            entries[key] = json_encoding.encode(value, f"{part}optimizer.{key}", spoken if speaks else {})
         if speaks:
             state[held.name] = entries
     return {"class": engine.optimizer_class, "groups": groups, "state": state}, uncut

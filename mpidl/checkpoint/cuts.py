@@ -6,7 +6,7 @@
     in common        2       6          at 2 and 3 of the one, at 0 and 4 of the other
 
 A cut is the product of the runs of its dimensions, so what two have in common is the product of what their runs have
-in common, dimension by dimension. Trailing dimensions that both hold alike are contiguous in both: what is left are
+in common, dimension by dimension. Trailing dimensions that both hold equally are contiguous in both: what is left are
 runs of elements, computed for many rows at once.
 """
 

@@ -34,7 +34,7 @@ from ..replicas.checksums import checksum, difference
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
 from . import cuts
-from .held import HeldTensor, inside
+from .held_tensor import HeldTensor, inside
 from .joining import Declared, Join, PartContent, join
 from .parts import ModelPart, group_of, part_of
 

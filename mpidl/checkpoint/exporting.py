@@ -1,4 +1,4 @@
-"""Export of a model's or a checkpoint's weights to safetensors files.
+"""Exports a model's or a checkpoint's weights to safetensors files.
 
     files      model-00001-of-00002.safetensors [ header | wte ......... | wpe .. ]     laid out beforehand by rank 0
     rank 0     writes                                      ####              ##         at their places, so that no
@@ -29,13 +29,13 @@ from ..job.agreement import on_rank_0, together
 from ..job.ending import TEMP_PATHS
 from ..mesh import Mesh
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
-from ..regular import read_regular
+from ..regular_files import read_regular
 from ..weight_files import INDEX, SINGLE
 from . import cuts, folder, index
-from .checks import mapping
 from .engine import engine_of
-from .held import Share
+from .held_tensor import Share
 from .index import Entry
+from .json_checks import mapping
 from .parts import refuse_parts
 from .reading import Reader
 from .saving import wait

@@ -28,8 +28,8 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigurationError
 from ..job.ending import TEMP_PATHS
-from ..regular import read_regular, size_of
-from . import holding, index, parts
+from ..regular_files import read_regular, size_of
+from . import directory_lock, index, parts
 from .index import Index
 from .tensorfile import naming
 
@@ -87,11 +87,11 @@ def make(folder: Path) -> None:
 def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
     """Makes the directory to write into, with empty ones in it, and removes what interrupted saves have left.
 
-    The lock of `folder` is this process's from now on: see `holding`. inside: names of the empty directories.
+    The lock of `folder` is this process's from now on: see `directory_lock`. inside: names of the empty directories.
     """
     make(folder)
     with _ONE_AT_A_TIME:
-        holding.hold(folder)
+        directory_lock.hold(folder)
         clean(folder)
     temporary = folder / f"{name_of(step)}.tmp"
     try:
@@ -108,7 +108,7 @@ def clean(folder: Path) -> None:
 
     A replaced checkpoint whose successor was not finished gets its name back.
     """
-    if holding.is_another_s(folder):
+    if directory_lock.is_another_s(folder):
         return
     under_way = {path.absolute() for path in TEMP_PATHS}
     for path in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Import of weights from safetensors files into a model of any engine.
+"""Imports weights from safetensors files into a model of any engine.
 
 files      [ header | wte ......... | wpe .. ]      whole tensors, as Hugging Face's transformers has them
 rank 0     reads      ####            ##            what it holds, also runs of a cut weight

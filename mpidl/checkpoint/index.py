@@ -7,8 +7,8 @@
     the rest   step, ranks, the optimizer's groups, states of scheduler, sampler, ...: JSON
     checksum   CRC-32 of all of that
 
-Names of tensors: model/NAME, optimizer/STATE/NAME, gradient/NAME, remainder/NAME, and what belongs to one rank alone
-under rank00003/.
+`collect` lists the names of tensors. A new field needs a check in `schema`, is written by `collect`, and read by
+`loading` or, if it is about tensors, by `matching`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..mesh.placement import Cut
-from ..regular import open_regular, read_regular
+from ..regular_files import open_regular, read_regular
 from . import cuts
-from .checks import CODES, DTYPES
+from .json_checks import CODES, DTYPES
+from .json_encoding import Malformed, shown
 from .schema import BLOCK, LONGEST_INDEX, check_index
 from .tensorfile import checksum
-from .tree import Malformed, shown
 
 NAME = "index.json"
 FORMAT = "mpidl-checkpoint"

@@ -1,10 +1,10 @@
-"""How the parts of a model that lie over pp, tp and ep of a mesh join to the whole one, and which part writes what.
+"""Joins the parts of a model that lie over pp, tp and ep of a mesh to the whole one, and says which part writes what.
 
     tp=0    wte [rows 0..5]   ln   kv [heads 0, 1]   q [heads 0, 1, 2, 3]      declared by mpidl.mesh.place(cut=)
     tp=1    wte [rows 5..9]   ln   kv [heads 1, 2]   q [heads 4, 5, 6]
     whole   wte [rows 0..9]   ln   kv [heads 0..3]   q [heads 0..7]            shapes and names of one process
 
-Every element is written once: a part leaves out what parts before it hold, and parts that hold the same share it out.
+Every element is written once: a part leaves out what parts before it hold, and parts that hold the same divide it.
 A model joins if a name stands in one stage of pp (other copies are placed with counted=False), if every parameter that
 is placed on tp or ep has a cut or stands in one part alone, and if shapes and dtypes agree. Every rank computes this of
 the same declarations, so that all come to the same answer. What does not join is a checkpoint for each part: `parts`.
@@ -22,7 +22,7 @@ import torch
 from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from . import cuts
-from .held import Share
+from .held_tensor import Share
 
 SMALL = 1 << 16  # elements below which one part or rank writes all of a tensor, each in turn
 _LINE = 1 << 10  # elements to which shares of larger ones are rounded

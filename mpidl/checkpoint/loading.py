@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: all ranks check everything, then each reads what it holds.
+"""Loads a checkpoint: all ranks check everything, then each reads what it holds.
 
 index -> names, shapes, files -> checksums, each rank a share -> do all agree? -> read into memory -> small states
          nothing in memory has changed up to here ---------------'
@@ -21,12 +21,12 @@ from collectives import Communicator
 from ..errors import CheckpointError, CheckpointMismatch
 from ..job.agreement import on_rank_0, together
 from ..mesh import Mesh
-from ..replicas.consistency import check_settings_agree
-from . import cuts, folder, index, parts, tree
+from ..replicas.start_check import check_settings_agree
+from . import cuts, folder, index, json_encoding, parts
 from . import random_states as randoms
 from .collect import state_of
 from .engine import Engine, engine_of
-from .held import Share
+from .held_tensor import Share
 from .index import Index
 from .matching import ReadPlan, checked, plan
 from .reading import Reader
@@ -168,9 +168,9 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
             )
         _check_kinds(content, name, part)
     kept = [content.about[name] for name in (*parts, "extra")]
-    small = [*made.small, *tree.names_in([*kept, content.about["model"].get("extra_state")])]
+    small = [*made.small, *json_encoding.names_in([*kept, content.about["model"].get("extra_state")])]
     own = own_states(engine, content)
-    small += tree.names_in({name: value for name, value in own.items() if random or name != "random"})
+    small += json_encoding.names_in({name: value for name, value in own.items() if random or name != "random"})
     wanted = [(name, Share(r.cut, r.low, r.high), r.checks) for r in made.requests for name in r.names]
     for held in engine.parameters:
         names = made.gradients.get(held.name, ())
@@ -199,18 +199,18 @@ def _check_kinds(content: Index, name: str, part: Any) -> None:
         takes_all = isinstance(saved, dict) and isinstance(part, torch.optim.lr_scheduler.LRScheduler)
         for key in saved if takes_all else ():
             if key not in here and hasattr(part, key):
-                raise tree.Malformed(f"has {tree.shown(key)}, which is no part of it")
-        tree.check_kinds(saved, tree.encode(here, name, {}), lists_grow=False)
-    except tree.Malformed as error:
-        raise CheckpointError(f"{content.file}: {tree.within(name, error)}") from None
+                raise json_encoding.Malformed(f"has {json_encoding.shown(key)}, which is no part of it")
+        json_encoding.check_kinds(saved, json_encoding.encode(here, name, {}), lists_grow=False)
+    except json_encoding.Malformed as error:
+        raise CheckpointError(f"{content.file}: {json_encoding.within(name, error)}") from None
 
 
 def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]:
     """Reads `extra` and this rank's random states, which are checked; changes nothing."""
     about = reader.index.about
     own = own_states(engine, reader.index)
-    extra = tree.decode(about["extra"], reader.tensor)
-    states = tree.decode(own["random"], reader.tensor) if random and "random" in own else None
+    extra = json_encoding.decode(about["extra"], reader.tensor)
+    states = json_encoding.decode(own["random"], reader.tensor) if random and "random" in own else None
     if states is not None:
         randoms.check(states, reader.index.file)
     return extra, states
@@ -238,7 +238,7 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
 
     def take() -> None:
         for name, (saved, _, load_into) in states.items():
-            state = tree.decode(saved, reader.tensor)
+            state = json_encoding.decode(saved, reader.tensor)
             try:
                 if state or name != "scaler":  # a scaler that was not enabled has nothing to say
                     load_into(state)
@@ -264,7 +264,7 @@ def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any) -> None
         reader.fill(made.gradient_requests(engine))
     hook, own = engine.hook_state(), own_states(engine, content)
     if hook is not None and "hook" in own and same_parts(engine, content):
-        hook.load_state_dict(tree.decode(own["hook"], reader.tensor))
+        hook.load_state_dict(json_encoding.decode(own["hook"], reader.tensor))
     if random is not None:
         if rank < content.replicas:
             randoms.restore(random)

@@ -1,4 +1,4 @@
-"""Matching of a checkpoint with a model and an optimizer: a plan of what to read into which memory.
+"""Matches a checkpoint with a model and an optimizer: makes a plan of what to read into which memory.
 
 Making the plan changes nothing.
 """
@@ -15,13 +15,13 @@ import torch
 
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..mesh.placement import Cut
-from ..optim.elementwise import mark_replicated, saved_state
-from . import compression, cuts, tree
+from ..optim.elementwise_state import mark_replicated, saved_state
+from . import compression_state, cuts, json_encoding
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine
-from .held import HeldTensor, Share
+from .held_tensor import HeldTensor, Share
 from .index import Index
-from .kept_states import KeptStates
+from .saved_state_check import KeptStates
 from .schema import SLICES
 
 _LISTED = 3  # names in a message
@@ -56,7 +56,7 @@ class ReadPlan:
     settings: list[Any] = field(default_factory=list)
     gradients: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
-    compression: compression.KeptCompression = field(default_factory=compression.KeptCompression)
+    compression: compression_state.KeptCompression = field(default_factory=compression_state.KeptCompression)
 
     def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
         """Gives the optimizer its groups' settings and its state. tensor: reads a tensor by its name."""
@@ -64,7 +64,7 @@ class ReadPlan:
         if optimizer is None:
             return
         for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
-            group.update(tree.decode(settings, tensor))
+            group.update(json_encoding.decode(settings, tensor))
         states = saved_state(optimizer)
         flags = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
         for held in engine.parameters:
@@ -74,7 +74,7 @@ class ReadPlan:
             entry = {}
             for key, value in self.states.get(held.key, {}).items():
                 if not torch.is_tensor(value):  # JSON
-                    value = tree.decode(value, tensor)
+                    value = json_encoding.decode(value, tensor)
                     on_device = torch.is_tensor(value) and (value.dim() > 0 or flags[held.parameter])
                     value = mark_replicated(value.to(held.key.device) if on_device else value)
                 entry[key] = value
@@ -183,7 +183,7 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
     for number, group in enumerate(about["groups"]):
         settings = {key: value for key, value in group["settings"].items() if key not in IMPLEMENTATION}
         made.settings.append(settings)
-        made.small += tree.names_in(settings)
+        made.small += json_encoding.names_in(settings)
         _check_settings(index, number, settings, engine.optimizer.param_groups[number])
     kept = KeptStates(engine, index, made.settings)
     trained = {name for names in own for name in names}
@@ -197,13 +197,13 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
             kept.check(held, saved_states)
         for key, value in saved_states.items():
             if value != SLICES:
-                if tree.names_in(value) and engine.lacks_wholes(held):
+                if json_encoding.names_in(value) and engine.lacks_wholes(held):
                     raise CheckpointMismatch(
                         f"{index.file}: {key} of {held.name} is of the whole parameter; needs a ZeroOptimizer where "
                         "that is cut"
                     )
                 entry[key] = value
-                made.small += tree.names_in(value)
+                made.small += json_encoding.names_in(value)
                 continue
             names = names_of(f"optimizer/{key}/{held.name}", may_differ(engine, held))
             if not names or index.tensors[names[0]].shape != held.shape:
@@ -218,11 +218,11 @@ def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: 
     for key, value in saved.items():
         here = None
         with contextlib.suppress(ConfigurationError):  # what cannot be encoded was not saved either
-            here = tree.encode(group.get(key), key, {})
+            here = json_encoding.encode(group.get(key), key, {})
         try:
-            tree.check_kinds(value, here)
-        except tree.Malformed as error:
-            where = f"optimizer.groups.{number}.{tree.within(key, error)}"
+            json_encoding.check_kinds(value, here)
+        except json_encoding.Malformed as error:
+            where = f"optimizer.groups.{number}.{json_encoding.within(key, error)}"
             raise CheckpointError(f"{index.file}: {where}") from None
 
 
@@ -273,12 +273,12 @@ def _gradients(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
 
 def _compression(engine: Engine, index: Index, made: ReadPlan) -> None:
     """Plans the mean remainders, which every rank reads whole, and the compressor's states."""
-    found = made.compression = compression.plan(engine, index)
+    found = made.compression = compression_state.plan(engine, index)
     for name, target in found.targets.items():
         held = found.held[name]
         names = (f"remainder/{name}",)
         made.requests.append(Request(names, held.cut, 0, cuts.count(held.cut), checked(held, names), target))
-    made.small += tree.names_in(found.states)
+    made.small += json_encoding.names_in(found.states)
 
 
 def checked(held: HeldTensor, names: tuple[str, ...]) -> Sequence[Share]:

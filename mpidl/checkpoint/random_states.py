@@ -1,4 +1,4 @@
-"""States of the random generators of python, numpy and torch: their capture, check and restoration."""
+"""Captures, checks and restores the states of the random generators of python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MT19937_WORDS = 624
 
 
 def capture() -> dict[str, Any]:
-    """Returns this process's states, as values that `tree` can encode."""
+    """Returns this process's states, as values that `json_encoding` can encode."""
     kind, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": {"version": kind, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},

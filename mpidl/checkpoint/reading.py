@@ -1,4 +1,4 @@
-"""Reader of ranges of logical tensors from a checkpoint's files; reads only the bytes that are asked for.
+"""Reads ranges of logical tensors from a checkpoint's files, and no other bytes.
 
     wanted    [      low .................. high      ]      of the flattened tensor, or of a cut of it
     slices    [ rank00000 | rank00001   | rank00002   ]      each read from where low..high overlaps it

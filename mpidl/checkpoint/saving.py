@@ -1,4 +1,4 @@
-"""Saving of a checkpoint: all ranks agree on what is written before any of them writes."""
+"""Saves a checkpoint: all ranks agree on what is written before any of them writes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..job.ending import JOB_FILES
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
-from ..replicas.consistency import check_settings_agree
-from . import folder, holding
+from ..replicas.start_check import check_settings_agree
+from . import directory_lock, folder
 from .collect import Collected, collect, common_states
 from .engine import Engine, engine_of, unwrap
 from .parts import ModelPart
@@ -140,10 +140,10 @@ def claim(path: str | Path, process_group: Communicator | None = None) -> None:
     def take() -> None:
         where = folder.path_of(path)
         folder.make(where)
-        holding.hold(where)
+        directory_lock.hold(where)
 
     on_rank_0(default_communicator(process_group), take)
-    JOB_FILES.add(Path(path).resolve() / holding.NAME)
+    JOB_FILES.add(Path(path).resolve() / directory_lock.NAME)
 
 
 def wait(model: torch.nn.Module) -> Path | None:
@@ -193,7 +193,7 @@ def _begin(part: ModelPart, path: Path, step: int, found: Collected) -> Path:
     own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
     needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES * (1 + len(part.names))
     temporary = on_rank_0(comm, lambda: folder.begin(path, step, part.names))
-    JOB_FILES.add(path.resolve() / holding.NAME)
+    JOB_FILES.add(path.resolve() / directory_lock.NAME)
 
     def check() -> None:
         if not (temporary / part.name).is_dir():

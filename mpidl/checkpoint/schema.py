@@ -17,8 +17,8 @@ from ..mesh.layout import MODEL_AXES
 from ..mesh.placement import Cut
 from ..models.published import FILES
 from ..weight_files import FILE_NAME
-from . import cuts, tree
-from .checks import (
+from . import cuts, json_encoding
+from .json_checks import (
     SIZES,
     any_list,
     bytes_of,
@@ -33,7 +33,7 @@ from .checks import (
     record,
     text,
 )
-from .tree import Malformed, check_at, shown, within
+from .json_encoding import Malformed, check_at, shown, within
 
 BLOCK = 4 << 20  # bytes that have a checksum of their own
 LONGEST_INDEX = 256 << 20  # bytes
@@ -71,11 +71,11 @@ def check_index(content: Any) -> None:
     names: dict[str, bool] = {}  # of tensors in other values; whether they must be such as numpy has
 
     def encoded(value: Any) -> None:
-        tree.check(value, names)
+        json_encoding.check(value, names)
 
     def settings(value: Any) -> None:
         encoded(value)
-        if type(value) is not dict or (tree.tag_of(value) not in (None, "$dict")):
+        if type(value) is not dict or (json_encoding.tag_of(value) not in (None, "$dict")):
             raise Malformed(f"is {shown(value)}; needs an object")
 
     each = mapping(encoded)
@@ -217,7 +217,7 @@ def _check_compression(kept: Mapping[str, Any], parameters: set[str], tensors: M
             raise Malformed(f"tensors: lacks remainder/{name}, of F32")
     for name, states in kept["states"].items():
         for key, value in states.items():
-            if tree.tag_of(value) not in ("$tensor", "$scalar"):
+            if json_encoding.tag_of(value) not in ("$tensor", "$scalar"):
                 raise Malformed(f"compression.states.{name}.{key}: is {shown(value)}; needs a tensor")
     named = {f"remainder/{name}" for name in kept["remainders"]}
     for name in tensors:

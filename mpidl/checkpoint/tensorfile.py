@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..regular import open_regular
-from .checks import CODES, DTYPES
+from ..regular_files import open_regular
+from .json_checks import CODES, DTYPES
 from .schema import BLOCK, check_header
 
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit

@@ -1,4 +1,4 @@
-"""Writing of each rank's part of a checkpoint, and the commit of all parts on rank 0.
+"""Writes each rank's part of a checkpoint, and commits all parts on rank 0.
 
 In the foreground, `save` writes and the ranks agree by collectives. In the background, a thread on each rank writes
 during the next steps. These threads use no MPI: each leaves a description of its files next to them, and rank 0's
@@ -29,9 +29,9 @@ from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json,
 from ..job.ending import BACKGROUND_ERRORS, TEMP_PATHS
 from ..job.objects import all_gather_object
 from . import cuts, folder, index, parts
-from .checks import CODES
 from .collect import Piece, joined, rank_name
 from .engine import Engine
+from .json_checks import CODES
 from .tensorfile import write_file
 
 _PAUSE = 0.01  # seconds between two looks at what the other ranks have left

@@ -1,4 +1,14 @@
-"""Texts, how they become tokens, images; which part of a dataset or a batch a rank gets, and loading it."""
+"""Data of a rank: texts and images, tokens, its part of a dataset or a batch, and loading.
+
+corpora            texts to train on
+tokenizers         bytes, and GPT-2's byte-pair encoding; wordpiece: BERT's
+masking            masked tokens for BERT
+batches            the sequences of a text that a rank trains on
+images             small digits, and folders of images
+sampler            the samples of any dataset that a rank trains on, and where an epoch goes on
+loader             batches loaded during the training step; workers: the processes that do it
+optional_packages  imports a package that mpidl does not depend on, or says how to install it
+"""
 
 from .batches import TokenBatches, shares
 from .corpora import read_corpus

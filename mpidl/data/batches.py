@@ -1,4 +1,4 @@
-"""The sequences of a text that a rank trains on.
+"""Batches of a text: the sequences that a rank trains on in each step.
 
 The global batch of a step is some sequences at random places, which depend on the seed and the step alone.
 Rank r takes the r-th share of it, micro-step by micro-step, so that the same global batch is trained on

@@ -1,4 +1,4 @@
-"""Texts to train on: a file, a downloaded classic, or what every machine with Python has."""
+"""Texts to train on: a file, a downloaded classic, or the sources of Python's standard library."""
 
 from __future__ import annotations
 

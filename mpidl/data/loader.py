@@ -1,4 +1,4 @@
-"""Batches of this rank's part of a dataset, prepared while the rank trains.
+"""Loads batches of this rank's part of a dataset while the rank trains.
 
     num_workers=0     a thread loads the next batches during the training step
     num_workers=n     n processes do, which are no ranks (`workers`)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or GPT-2's byte-pair encoding; either with the marks that BERT needs."""
+"""Tokenizers: bytes, or GPT-2's byte-pair encoding; either with the special tokens that BERT needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from .library import library
+from .optional_packages import library
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 

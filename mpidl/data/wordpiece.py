@@ -1,4 +1,4 @@
-"""BERT's word pieces from the vocabulary that its published weights bring, by the package tokenizers.
+"""Tokenizer of BERT: word pieces of the vocabulary that its published weights bring, by the package tokenizers.
 
     text -> words and punctuation signs -> of each the longest piece that the vocabulary has, then of the rest ...
     "Unreadable!" -> unreadable ! -> un ##read ##able !
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError
-from ..regular import read_regular
-from .library import library
+from ..regular_files import read_regular
+from .optional_packages import library
 from .tokenizers import MarkedTokenizer, Tokens, make_tokenizer
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown

@@ -1,4 +1,4 @@
-"""The first synchronised backward pass of a copied wrapper: until then a rank may use its copy alone.
+"""First synchronised backward pass of a copied wrapper (deepcopy), before which a rank may use its copy alone.
 
 A forward pass sends nothing, so that the copies on the ranks begin together when a backward pass does: with the
 gradient of an output, or of a parameter where the loss does not come from the output.

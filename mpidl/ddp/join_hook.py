@@ -1,4 +1,4 @@
-"""A DistributedDataParallel in a `Join`: what a rank does that has no batches left.
+"""Join hook of a DistributedDataParallel: the collectives of a rank that has no batches left.
 
     the others      begin of backward   buckets ...          end of backward
     this rank       zeros for all buckets at once            takes part in what the ranks agree on at the end
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..job.join import JoinHook, JoinTurns
+from ..job.uneven_inputs import JoinHook, JoinTurns
 from .reducer import Reducer
 
 

@@ -1,9 +1,11 @@
-"""Passes of a reducer in a `Join`: whose order counts, how the mean is corrected, and passes of a rank without batches.
+"""Passes of a reducer in a `Join`: the count of ranks that contribute, and the pass of a rank without batches.
 
     rank with batches      begin_backward: tells the others | fills its buckets | end_backward: tells them
     rank without           begin_shadow: gradients put aside | contributes zeros | end_shadow: gradients are back
 
-The collectives are the same on both, in the order of `reducer`. Outside of a `Join` all of this does nothing.
+The mean is over all ranks, or over those with batches (`divide_by_initial_world_size=False`); the order of buckets is
+that of a rank with batches. Both make the same collectives, in the order of `reducer`. Outside of a `Join` this does
+nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ..job.join import JoinTurns, Turn
+from ..job.uneven_inputs import JoinTurns, Turn
 
 
 class Joining(Protocol):

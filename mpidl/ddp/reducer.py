@@ -4,12 +4,15 @@
     first pass           buckets by the reverse of `parameters()`
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 
-A forward pass sends nothing, so that a rank may run it alone. At the begin of a backward pass the ranks agree, in a
-small all-reduce, on what trains. Then, strictly in the order of the buckets, each is handed in as soon as it is filled.
-The Communicator's progress thread all-reduces it while backward goes on; where the ranks fill the cores of one node, no
-rank reduces before the end of the pass, where it waits and takes part in the thread that runs the pass
-(`collectives.partitioned`). After the last bucket the ranks agree in another all-reduce on what the pass reached, so
-that what is wrong on one rank is an error on all, and rank 0's buffers are broadcast.
+Who runs what: all of it runs in the thread of the backward pass, but the reductions. Collectives, in this order on
+every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
+
+    the pass begins     a small all-reduce: what trains
+    bucket by bucket    its all-reduce, launched strictly in order, in the Communicator's progress thread while backward
+                        goes on; where the ranks fill the cores of one node, only at the end of the pass, in the
+                        thread that waits there (`collectives.partitioned`)
+    the pass ends       waits for all; an all-reduce: what the pass has reached, so that what is wrong on one rank is
+                        an error on all; the broadcast of rank 0's buffers
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """
@@ -45,13 +48,13 @@ from ..job.agreement import raise_everywhere
 from ..job.objects import broadcast_object
 from ..partial_steps import STEP_NOT_CALLED
 from ..replicas.broadcast import broadcast_states
-from ..replicas.consistency import check_models_agree, check_settings_agree
+from ..replicas.start_check import check_models_agree, check_settings_agree
 from .backward_steps import BackwardSteps
 from .bucket_memory import BucketMemory
-from .contents import Contents
-from .incomplete import IncompletePass
 from .joined_passes import JoinedPasses
 from .linear import destinations
+from .module_changes import ModuleChanges
+from .several_backwards import SeveralBackwards
 from .sparse import mean_of_sparse, sparse_parameters
 
 if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
@@ -85,7 +88,7 @@ class Reducer:
         ignored: Container[str],
     ) -> None:
         self.comm, self._group, self._duplicates = comm, group, {group: comm}
-        self._ignored, self._contents = ignored, Contents(module, names, ignored)
+        self._ignored, self._changes = ignored, ModuleChanges(module, names, ignored)
         self._module, self._names = module, names
         self._cap, self._as_views = bucket_cap, as_views
         self._find_unused, self._static_graph = find_unused, static_graph
@@ -101,7 +104,7 @@ class Reducer:
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._accumulated_under_no_sync: set[torch.Tensor] = set()
         self._without: set[torch.Tensor] = set()  # parameters to which the pass under way came, and gave no gradient
-        self._incomplete: IncompletePass | None = None  # on every rank, or on none
+        self._several: SeveralBackwards | None = None  # on every rank, or on none
         self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
         self._wanted = self._what_trains()  # in the last synchronised forward pass
@@ -191,7 +194,7 @@ class Reducer:
         if not self.queue.synchronise:
             return
         chosen = code(repr((self._wanted, self._static_graph)))
-        problem = self._contents.problem()
+        problem = self._changes.problem()
         if self.steps is not None and self.steps.is_open:
             problem = STEP_NOT_CALLED
         told = np.array([chosen, -chosen, problem is not None])
@@ -225,7 +228,7 @@ class Reducer:
         self.queue.expected = {}
         self.queue.defer_launch_to_end = self._static_graph
         self.rebuilt, self._counts_known, self.pending_order = False, False, None
-        self._incomplete = None
+        self._several = None
         self._lay_out(list(reversed(self._trained)))
 
     def _average_left_behind(self, frozen: Sequence[torch.nn.Parameter]) -> None:
@@ -492,10 +495,10 @@ class Reducer:
             self.steps.step([p for p in self._trained if p in self._sparse and p in reached])
             self.steps.end()
         if waits:
-            self._incomplete = self._incomplete or IncompletePass(self._watch.forwards)
-            self._incomplete.arrived.update(self.queue.arrivals)
+            self._several = self._several or SeveralBackwards(self._watch.forwards)
+            self._several.arrived.update(self.queue.arrivals)
         else:
-            self._incomplete = None
+            self._several = None
             broadcast_states(self.comm, self._buffers(), self.join.order_root)
         if wrong or not reached:
             self._refuse_if_taken_out(wrong or self._trained)
@@ -510,7 +513,7 @@ class Reducer:
             handle.wait()
         if self.steps is not None:
             self.steps.abandon()
-        self._kept, self._without, self._incomplete = {}, set(), None
+        self._kept, self._without, self._several = {}, set(), None
         self._foreign.end()
 
     def _agreed(self) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int], bool]:
@@ -520,7 +523,7 @@ class Reducer:
         True where none is missed but some may get their gradient in another backward pass of the same forward pass.
         """
         parameters, arrivals = self._trained, self.queue.arrivals
-        before = () if self._incomplete is None else self._incomplete.arrived
+        before = () if self._several is None else self._several.arrived
         status = np.full(2 * len(parameters) + 2, -1, np.int64)
         reached, missed_by = status[:-2].reshape(2, -1)  # by the highest rank that did; -1: by none
         lost = {p for p in arrivals if p.grad is None and p not in self._without} if self.steps is None else self._lost
@@ -535,7 +538,7 @@ class Reducer:
             if not fine and not self.join.is_shadow:
                 missed_by[number] = self.comm.rank
         if not self._static_graph and (missed_by >= 0).any():
-            forwards = self._watch.forwards if self._incomplete is None else self._incomplete.forwards
+            forwards = self._watch.forwards if self._several is None else self._several.forwards
             if self._watch.may_come_again(forwards):
                 missed_by[:], status[-1] = -1, self.comm.rank
         if self.comm.size > 1:

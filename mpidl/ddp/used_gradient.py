@@ -1,4 +1,4 @@
-"""The `.grad` of a parameter that the backward pass has stepped: of its shape and dtype, but without any values.
+"""The `.grad` that a step within the backward pass leaves: of the parameter's shape and dtype, without any values.
 
     backward()  p.grad = UsedGradient      step()  p.grad = None
 

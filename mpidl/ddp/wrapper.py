@@ -32,20 +32,20 @@ from ..gradients.compression.refusals import refuse_complex, refuse_mesh
 from ..gradients.compression.settings import compression
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
-from ..job.join import Join, Joinable
-from ..job.place import place_of_model
+from ..job.model_device import place_of_model
+from ..job.uneven_inputs import Join, Joinable
 from ..mesh import Mesh
 from ..mesh.experts import divide_contributions, gradient_group, refuse_experts
 from ..mesh.groups import data_group
 from ..nn.sync_batch_norm import SyncBatchNorm
 from ..replicas.broadcast import broadcast_states
 from ..replicas.checksums import checksum, difference
-from ..replicas.consistency import check_models_agree, check_settings_agree
-from . import arguments, steppable
+from ..replicas.start_check import check_models_agree, check_settings_agree
+from . import arguments, optimizer_class
 from .first_pass import FirstPass
+from .forward_signature import ForwardSignature
 from .join_hook import WrapperJoinHook
 from .reducer import Reducer
-from .shown_forward import ShownForward
 
 if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
     from ..gradients.compression.hook import CompressedReduction
@@ -222,7 +222,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     # ---- training ---------------------------------------------------------------------------------------------
 
-    @ShownForward
+    @ForwardSignature
     @uncompiled(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with its signature."""
@@ -363,10 +363,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         def check() -> None:
             if inside_backward() or (self._reducer is not None and self._reducer.join.joining is not None):
                 raise ConfigurationConflict("step_in_backward: got called in a backward pass or a join; call it before")
-            steppable.check(optimizers, names, set(self.module.parameters()).difference(names))
+            optimizer_class.check(optimizers, names, set(self.module.parameters()).difference(names))
 
         check_everywhere(comm, check)
-        check_settings_agree(comm, "step_in_backward", steppable.agreement(optimizers, names))
+        check_settings_agree(comm, "step_in_backward", optimizer_class.agreement(optimizers, names))
         if self._reducer is None:
             self._set_up()
         assert self._reducer is not None

@@ -1,4 +1,4 @@
-"""Says what this machine and this job look like, and what is wrong with them.
+"""Prints what this machine and this job look like, and what is wrong with them.
 
     python -m mpidl.doctor                     this process alone
     mpirun -n 4 python -m mpidl.doctor         started as the training will be: the same ranks, nodes and settings

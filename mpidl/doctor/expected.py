@@ -1,4 +1,4 @@
-"""The expected speed of the collectives on this machine, judged by measurements made with them.
+"""Expected speeds of the collectives on this machine, computed from measured speeds of its memory and its links.
 
 No figure here is of a particular machine: the measure is a copy of memory that all ranks make at once, and between
 nodes the link that was measured.

@@ -1,4 +1,4 @@
-"""The picture of a mesh: each node's ranks with their coordinates, and which axes cross nodes.
+"""Draws a mesh: each node's ranks with their coordinates, and which axes cross nodes.
 
 mesh      pp=1, dp=2, cp=1, tp=2 on 4 ranks; rank (dp, tp):
 node1     0 (0, 0)  1 (0, 1)

@@ -1,4 +1,4 @@
-"""A second of measuring: copies of memory, the all-reduce of the whole job, and the links between nodes.
+"""Measures speeds for a second: copies of memory, the all-reduce of the whole job, and the links between nodes.
 
 Copies are the measure of everything else: all ranks copy at once, each its own memory, so that what the ranks share,
 cores and memory channels, is shared in the reference too.

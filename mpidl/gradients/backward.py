@@ -1,16 +1,22 @@
-"""Knows when a backward pass through a model begins and ends, and leads an engine through its phases.
+"""Detects when a backward pass through a model begins and ends, and runs an engine's functions in its phases.
 
 autograd has no event for either. The pass begins when the gradient of the model's output arrives (or, for losses
 that do not come from the output, the first gradient of a parameter), and a callback queued then runs when the whole
 pass is over. Passes nested in it, as re-entrant activation checkpoints start them, belong to it.
 
-    phase  begun    | reached, reached, ...                         | filled        | reduced             | finished
-    DDP    agree    | fill buckets, launch full ones                |               | launch, wait, agree |
-    ZeRO   (agree)  | release units, fill buckets, launch full ones | release units | launch, wait, drain | show .grad
+`PassPhases` has a function for each phase, in the order in which they run:
+
+    phase      when                                  DDP                       ZeRO
+    begun      the pass begins                       agree on what trains      (agree)
+    reached    a parameter's gradient is complete    fill its bucket, launch   release its unit, fill its bucket, launch
+                                                     the bucket if it is full  the bucket if it is full
+    filled     autograd has run                                                release units
+    reduced    after `filled`                        launch the other buckets, wait for all, agree
+    finished   after `reduced`                                                 show .grad
 
 ZeRO agrees as a pass begins only with `step_in_backward`. On CPUs all phases run in the thread that calls `backward()`,
 on a GPU in autograd's own thread for it, one at a time. Collectives are in `begun`, in launches, which are in the order
-of the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order (`PassPhases`).
+of the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order.
 """
 
 from __future__ import annotations

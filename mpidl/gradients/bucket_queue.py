@@ -1,4 +1,4 @@
-"""Listens to autograd, fills gradient buckets and launches them, strictly in their order on every rank.
+"""Fills gradient buckets as autograd's hooks fire, and launches them, strictly in their order on every rank.
 
     hooks of the parameters:   g9 arrives   g8 arrives   g7 arrives ...                      the pass ends
                                take(g9)     take(g8)     take(g7), launch(bucket 0) ...      launch the rest, finish

@@ -1,16 +1,14 @@
-"""Parameters -> buckets of flat gradient storage. One place for DDP and the three ZeRO stages.
+"""Layout of gradients in buckets: each parameter's place in a flat buffer, and the buffer's cuts over the ranks.
 
     parameters, in reverse     p9  p8  p7 | p6 p5 | p4 ...       about the order in which gradients arrive
-    bucket 0                  [g9 0 | g8 0 | g7 0 | 0 0 ]        each begins with a cache line
-    cut over 4 ranks          [  0  |   1   |  2  |  3  ]        so does each shard; it may cut through a parameter
+    bucket 0                  [g9 0 | g8 0 | g7 0 | 0 0 ]        each is aligned to a cache line
+    cut over 4 ranks          [  0  |   1   |  2  |  3  ]        so is each shard; a cut may go through a parameter
 
-A `BucketLayout` says where each parameter lies in a flat buffer and how the buffer is cut over the ranks. A
+DDP and the three stages of ZeRO use it. A `BucketLayout` says where each parameter lies and how the buffer is cut. A
 `GradientBucket` is the storage of one layout's gradients; `bucket_queue` fills and launches them.
 
-Kernels round by where their operands begin: matrix products choose other loops by the alignment of a weight. torch
-begins all memory of the host with a cache line. So that a parameter in a buffer gives the bits that it gives in memory
-of its own, it does so there. What is left of its last line is padding, which is zero in every buffer and every shard:
-sums and norms of a whole shard are those of the parameters.
+Alignment keeps the bits: matrix products choose other loops by where an operand begins, and torch aligns memory of the
+host to cache lines. Padding is zero in every buffer and shard, so sums and norms of a shard are those of parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clipping of gradients by their global norm or by value, as `torch.nn.utils` does.
+"""Clips gradients by their global norm or by value, as `torch.nn.utils` does.
 
 Of replicated gradients (DDP's) every rank computes the same, so nothing is sent. The `.grad` of a parameter that a
 ZeroOptimizer trains is cut over the ranks and answers for all of them (`zero.gradients.sharded_gradient`);

@@ -1,4 +1,4 @@
-"""Notices that something else than an engine steps during a backward pass, as a hook of the user's may.
+"""Detects an optimizer's step during a backward pass that the engine did not make, as in a hook of the user's.
 
     pass begins     how often has each parameter been written to? Steps of any optimizer are listened to from here on
     hook of p       optimizer_of[p].step(); p.grad = None              with the gradient of this rank alone

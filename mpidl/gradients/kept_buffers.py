@@ -1,4 +1,4 @@
-"""A model's buffers as they were before a step, to be put back if the step is not taken.
+"""Keeps a model's buffers as they were before a step, and puts them back if the step is not taken.
 
     forward      keeps copies of them, then the pass changes them      running mean 0.3 -> NaN
     restore()    the step is not taken: they are as before             running mean 0.3

@@ -1,4 +1,4 @@
-"""Finds out which parameter's gradient is infinite or no number, and on which rank.
+"""Finds the parameter whose gradient is infinite or NaN, and the rank where it became so.
 
     rank 0    fine      fine       fine                     backward, before anything is reduced
     rank 1    fine      Inf: h.2   NaN: h.1 and below       -> ("h.2", 1), ("h.1", 1), ...

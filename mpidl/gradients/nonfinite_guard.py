@@ -1,4 +1,4 @@
-"""A loss or a gradient that is no number: found before the step, named, and then the job stops or skips the step.
+"""Guard against a loss or gradient that is NaN or infinite: names it, and stops the job or skips the step.
 
     for step, (x, y) in enumerate(loader):
         loss = model(x, y)

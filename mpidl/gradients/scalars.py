@@ -1,4 +1,4 @@
-"""Numbers out of tensors: of many together, as the host waits for a GPU once for each reading."""
+"""Reads the values of many one-element tensors at once: on a GPU each reading would wait for the device."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""One outcome on all ranks: what fails on one rank is an error on every rank, so that none waits for it.
+"""Makes a failure on one rank an error on every rank, so that no rank waits for one that has failed.
 
     rank 0   action() -> result              every rank learns of every failure
     rank 1   action() raises                 every rank raises; the error names the ranks on which it failed
 
-Each function here is one or two small collectives, which every rank must call. What they run must communicate
-nothing: a rank that fails in it would leave the others waiting there.
+    check_everywhere   a check that may fail on some ranks        refuse_everywhere  a problem that some ranks found
+    together           an action of all ranks                     on_rank_0          an action of rank 0
+    is_anywhere        a flag: is it set on any rank?             agree_or_exit      of programs: one line, and exit
+
+Each is one or two small collectives, which every rank must call. What they run must communicate nothing: a rank that
+fails in it would leave the others waiting there.
 """
 
 from __future__ import annotations

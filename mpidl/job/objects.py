@@ -1,4 +1,4 @@
-"""Small Python objects between ranks, pickled into byte arrays."""
+"""Sends small Python objects between ranks, pickled: what users call, with or without a Communicator."""
 
 from __future__ import annotations
 

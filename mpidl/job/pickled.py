@@ -1,4 +1,4 @@
-"""Objects of all ranks over a Communicator, with mpidl's errors; `objects` is what users call."""
+"""Sends Python objects over a given Communicator, with mpidl's errors; `objects` adds the world as default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining the job: the world Communicator, threads per rank, and an end of the job when a rank fails.
+"""Starts the job: the world Communicator, threads per rank, and an end of the job when a rank fails.
 
     comm = mpidl.init()
 

@@ -1,4 +1,4 @@
-"""Signals that ask the job to stop, heeded by all ranks after the same step.
+"""Signals that ask the job to stop, obeyed by all ranks after the same step.
 
     stop = mpidl.StopSignal()                    rank 0      rank 1      rank 2
     for step in range(start, steps):               |        SIGUSR1        |       in the middle of a step
@@ -7,9 +7,9 @@
             save_a_checkpoint()
             stop.exit()                            status 75 on every rank
 
-Slurm warns a job before its time is over (`--signal=USR1@120`), and asks it to go by SIGTERM. Which rank hears of it,
-and when, depends on the launcher, and a rank that stopped by itself would leave the others waiting. So a handler only
-takes note, and the ranks compare notes where the program asks: the maximum of one byte, a few microseconds on a node.
+Slurm warns a job before its time is over (`--signal=USR1@120`), and asks it to go by SIGTERM. Which rank gets it, and
+when, depends on the launcher, and a rank that stopped by itself would leave the others waiting. So a handler only takes
+note, and the ranks compare notes where the program asks: the maximum of one byte, a few microseconds on a node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The number of ranks in the command line of a launcher."""
+"""Reads the number of ranks from the command line of a launcher, and replaces it."""
 
 from __future__ import annotations
 

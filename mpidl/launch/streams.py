@@ -1,7 +1,7 @@
-"""Output of a command, passed on at once and unchanged, with its last lines kept.
+"""Passes on the output of a command, at once and unchanged, and keeps its last lines.
 
-In place of a terminal the command writes to another one, as programs choose buffering and colours by it; in place of
-anything else to a pipe.
+Where this output is a terminal, the command writes to a pseudo-terminal, as programs choose buffering and colours by
+it; else to a pipe. A thread for each stream reads it, and ends when no process has the other end open.
 """
 
 from __future__ import annotations

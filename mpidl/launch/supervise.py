@@ -1,4 +1,4 @@
-"""Supervision of a job: it is run until it is done, is asked to stop, or fails too often.
+"""Supervises a job: runs it until it is done, is asked to stop, or fails too often.
 
 status 0                          done
 75, or a signal came              stopped, status 75: it is not started again here; a scheduler may do so

@@ -30,7 +30,7 @@ from ..gradients.buckets import FIRST_BUCKET_MB, assign
 from ..gradients.compression import Compression
 from ..gradients.compression.settings import compression, parameter_compressor
 from ..optim.blockwise import BLOCK
-from ..optim.elementwise import EIGHT_BIT_LEAST
+from ..optim.elementwise_state import EIGHT_BIT_LEAST
 from ..tensor import Plan
 from ..tensor.counting import outline
 from .process import MIB

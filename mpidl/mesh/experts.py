@@ -1,4 +1,4 @@
-"""Gradients of experts: summed over edp, and divided by the number of all ranks of dp x cp, as every other gradient is.
+"""Reduction of expert gradients: summed over edp, divided by the number of all ranks of dp x cp.
 
     dp = 4, ep = 2    rank 0: experts A   rank 1: experts B   rank 2: experts A   rank 3: experts B
     tokens of         ranks 0, 1          ranks 0, 1          ranks 2, 3          ranks 2, 3       by all-to-all

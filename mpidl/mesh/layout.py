@@ -8,16 +8,15 @@
                      tp=1    1     3
 
 Order: the axis that communicates most is innermost, so that its groups lie inside a node: tp in every layer, cp in
-every attention, dp once a step, pp only between two stages. Megatron-Core and torchtitan order them so too.
+every attention, dp once a step, pp only between two stages.
 
-ep is no further factor of the world. Experts replace the feed-forward part of a layer, which is data-parallel
-otherwise, so an expert-parallel group is a part of dp x cp, whose ranks hold different tokens: runs of ep ranks in the
-order of dp, then cp. edp ("expert data parallel") counts the ranks that hold the same experts, over which their
-gradients are reduced. Experts are cut over tp as other layers are.
+ep is no further factor of the world: an expert-parallel group is a run of ep ranks of dp x cp, which hold different
+tokens. edp ("expert data parallel") counts the ranks that hold the same experts, over which their gradients are
+reduced. Experts are cut over tp as other layers are.
 
-Rank order: ranks are taken node by node, in the order of AXES, the last fastest. Where groups do not fill nodes evenly,
-as with tp=2 on nodes of three ranks, they are formed from the inside out: first as many as fit whole into a node, then
-others, which cross nodes, of the ranks that remain. A single axis keeps the order of the world.
+Ranks are taken node by node, the last axis fastest. Where groups do not fill nodes evenly, as with tp=2 on nodes of
+three ranks, as many as fit are formed inside nodes, then others across nodes, of the ranks that remain. A single axis
+keeps the order of the world.
 """
 
 from __future__ import annotations

@@ -3,5 +3,5 @@
 gpt2, bert, resnet   the models
 pretrained           published weights of GPT-2, in the files of Hugging Face's transformers; pretrained_bert: BERT's
 published            the settings files that go with such weights
-segments             activation checkpointing of a model's blocks
+segments             activation checkpointing inside these models, without a store; `mpidl.activations` serves any model
 """

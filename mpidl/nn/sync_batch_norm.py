@@ -3,16 +3,14 @@
     forward     each rank: (count, mean, M2) of its samples -> one all_gather -> the same whole statistics everywhere
     backward    each rank: (sum dy, sum dy x^)              -> one all_reduce -> the gradient of its own samples
 
-M2 is the sum of squared distances from the mean. Combining M2s, rather than sums of squares, keeps the variance right
-where it is small compared with the mean. Source: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise
-Algorithm for Computing Sample Variances", generalised from two sets to one a rank. Layer and gradient: Ioffe and
-Szegedy 2015, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift",
-algorithm 1.
+M2 is the sum of squared distances from the mean; combining M2s keeps the variance right where it is small compared with
+the mean. Sources: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances", generalised from two sets to one a rank; Ioffe and Szegedy 2015, "Batch Normalization: Accelerating Deep
+Network Training by Reducing Internal Covariate Shift", algorithm 1.
 
-These collectives run in the middle of forward and backward passes, between those of DDP and ZeRO. They have a duplicate
-of the Communicator to themselves, one for all layers: on one and the same Communicator, order of issue would have to
-be the same on all ranks over both kinds together, and it is not where a rank's buckets fill earlier because it reached
-other parameters (`find_unused_parameters`). It also spares a small sum the wait behind a large bucket.
+Who runs what: the thread of the forward or backward pass, between the collectives of DDP and ZeRO, whose order may
+differ between ranks that reach other parameters. So these have a Communicator of their own, one for all layers, on
+which every rank runs the layers in the same order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,20 @@
-"""Large batches, little communication and memory: LARS, LAMB, schedules, 1-bit and 8-bit Adam, DiLoCo, Dion, EMA."""
+"""Optimizers for large batches, little communication or little memory; averages of weights; schedules.
+
+lars, lamb          a learning rate for each layer, for large batches; trust_ratio: what both share
+adam8bit            Adam whose moments have 8 bits; blockwise: the encoding
+one_bit/            1-bit Adam, 0/1 Adam, 1-bit LAMB: the mean is sent in one bit an element
+diloco              ranks train alone for many steps; outer_steps: the steps on the mean of their changes
+post_local          post-local SGD: weights are averaged now and then
+dion                orthonormal updates of matrices, of which factors are sent
+ema                 exponential moving average of the weights
+schedules           learning rates over the steps
+rank_mean           the mean over ranks of flat tensors, in full precision or compressed, for diloco
+elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
+"""
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazily
+from ..lazy_names import lazily
 
 if TYPE_CHECKING:
     from .adam8bit import Adam8bit, AdamW8bit

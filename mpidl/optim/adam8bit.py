@@ -20,8 +20,8 @@ import torch
 from ..errors import ConfigurationError
 from ..optimizer_trial import StepNeeds
 from .blockwise import BLOCK, blocks, decode, encode
-from .elementwise import EIGHT_BIT_LEAST, whole_size
-from .trust import require
+from .elementwise_state import EIGHT_BIT_LEAST, whole_size
+from .trust_ratio import require
 
 _CHUNK = 1 << 15  # elements of a parameter on a CPU at a time, so that they stay in its caches
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # by name: signed

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train by themselves for many steps, and an outer optimizer steps on the mean of how far they went.
+"""DiLoCo: many steps of each rank alone, then an outer optimizer's step on the mean of the ranks' changes.
 
     inner     theta_i moves by H steps of any optimizer, on rank i's own data
     outer     theta_0 - theta_i, averaged over the ranks, is a gradient of theta_0: a step of SGD with Nesterov momentum

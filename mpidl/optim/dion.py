@@ -29,7 +29,7 @@ from ..comm_hooks import GradBucket, Handle, Then, allreduce, completed
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
-from .trust import require
+from .trust_ratio import require
 
 _SEED = 20250407
 _TINY = 1e-30

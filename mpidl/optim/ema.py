@@ -30,9 +30,9 @@ from collectives import Communicator
 from ..absent_state import absent_state, refusal
 from ..ddp import DistributedDataParallel
 from ..errors import ConfigurationError, TrainingError, listed
-from ..replicas.consistency import check_settings_agree
+from ..replicas.start_check import check_settings_agree
 from ..trained_by import trainer_of, trainer_of_model
-from .trust import integer, require
+from .trust_ratio import integer, require
 
 Tensors = dict[str, torch.Tensor]
 _HALVES = (torch.float16, torch.bfloat16)

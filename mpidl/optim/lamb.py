@@ -12,7 +12,7 @@ import torch
 
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
-from .trust import TrustRatioOptimizer, require
+from .trust_ratio import TrustRatioOptimizer, require
 
 
 class LAMB(TrustRatioOptimizer):

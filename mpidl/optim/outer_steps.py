@@ -22,9 +22,9 @@ from collectives import Communicator
 from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere, is_anywhere
 from ..optimizer_trial import comparable
-from ..replicas.consistency import check_settings_agree
+from ..replicas.start_check import check_settings_agree
 from .rank_mean import METHODS, RankMean, Reduction, across
-from .trust import integer, require
+from .trust_ratio import integer, require
 
 
 class OuterSteps:

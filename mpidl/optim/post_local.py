@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients are averaged at first; later each rank steps alone, and now and then weights are averaged.
+"""Post-local SGD: averaged gradients at first; later steps of each rank alone, and weights averaged now and then.
 
     steps      0 .. start_step - 1      start_step, ...
     gradients  averaged                 each rank's own
@@ -25,7 +25,7 @@ from collectives import Communicator
 from ..comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
 from ..mesh.groups import data_group
-from .trust import integer, require
+from .trust_ratio import integer, require
 
 _AVERAGER = "averager"
 _GROUP = "process_group=, as mesh.along('dp', 'cp')"

@@ -1,18 +1,18 @@
-"""The mean over ranks of flat tensors that ranks hold whole: in full precision, or compressed with error feedback.
+"""Mean over ranks of flat tensors that ranks hold whole: in full precision, or compressed with error feedback.
 
-    None             [ own ]             all-reduce                                                      [ mean ]
-    "bf16", ...      [ own + errors ]    messages to the owners of chunks, which send the means back     [ mean ]
+    None             [ own ]                all-reduce                                                      [ mean ]
+    "bf16", ...      [ own + remainder ]    messages to the owners of chunks, which send the means back     [ mean ]
 
-The compressors are those of gradients (`gradients.compression`), and so are their rules: what a message lacks is this
-rank's error, which is added to the tensor of the same number the next time; the owner of a chunk has the error of the
-mean that it sends back.
+The compressors, and what becomes of a message's error, are those of gradients (`gradients.compression`): a tensor's
+remainder is added to the tensor of the same number the next time; the owner of a chunk has that of the mean which it
+sends back.
 
-Where the ranks of a node hold equal tensors (`node`), each reduces a piece with the ranks of its number on the other
-nodes, and the node gathers the pieces: between nodes every element is sent once a node.
+Where the ranks of a node hold equal tensors (`node`), each reduces a piece with the ranks of its local rank on the
+other nodes, and the node gathers the pieces: between nodes every element is sent once a node.
 
 Who runs what: a reduction is one compound operation on a Communicator that nothing else uses, in its progress thread,
 begun by all ranks in the same order. In it the node's gathering runs on a second one that only such reductions use; so
-neither waits for an operation of the program. Errors change in `finish`, in the caller's thread.
+neither waits for an operation of the program. Remainders change in `finish`, in the caller's thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from collectives import Communicator, Work
 
 from ..gradients.compression.compressor import Exchange, OwnedCompressor, Section
-from ..gradients.compression.layout import pieces_of
+from ..gradients.compression.section_layout import pieces_of
 from ..gradients.compression.settings import COMPRESSORS
 from ..job.communicator_pool import take
 

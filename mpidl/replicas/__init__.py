@@ -1,1 +1,7 @@
-"""The state that all ranks hold: made equal to that of rank 0, and compared."""
+"""State that all ranks hold: made equal to rank 0's, and compared.
+
+broadcast      sends rank 0's parameters and buffers to all
+start_check    compares models and settings before the first step, and names what differs
+replica_check  `mpidl.check_replicas`: compares parameters and states during the training
+checksums      8 bytes of a tensor, by which it is compared
+"""

@@ -1,4 +1,4 @@
-"""Making all ranks' states equal to rank 0's."""
+"""Makes the parameters and buffers of all ranks equal to rank 0's."""
 
 from __future__ import annotations
 

@@ -1,31 +1,41 @@
 """Tensor and sequence parallelism: the layers of a model cut over the ranks of the tp axis of a mesh.
 
-parallelize    cuts a model by a plan, and makes it whole again
-plans          what a plan's names mean
-ready          ready plans by class
-automatic      the plan of any other model, by its structure
-structure      attentions and feed-forward networks in a module
-source         what the source of a module's class tells
-styles         what a plan does with a module: single layers, sequences
-regions        the styles of an attention and of a feed-forward network
-linear         column- and row-parallel layers
-lora           adapters of low rank around a cut layer
-vocabulary     embeddings, output layers, cross-entropy over parts of the vocabulary
-saving         a rank's parts are not written as the model
-loading        weights from safetensors, of which each rank reads its parts
-deferred       values of a model from deferred_init
-functions      where autograd communicates
-regathered     inputs of regions that are gathered again in backward
-communication  the ranks of tp: the collectives of activations, through symmetric memory
-sum_memory     symmetric memory in which sums stay
-dropout        dropout that is the same for every tp; parts: which elements a rank computes
-forwards       what runs around a module's forward pass
-steps          optimizers that would step wrongly on parts
-same_gradients  gradients that must be equal over tp, compared as a step begins
-tensor_parallel  what the layers of a model share: ranks, pieces of sequences, random numbers
-kept_sums      what checkpoints of activations need not communicate again
-sizes          which heads, features and tokens each rank holds
-counting       what a rank holds, beforehand and now, and what it has sent
+What a user calls:
+
+    parallelize       cuts a model by a plan, and makes it whole again
+    loading, saving   reads each rank's parts from safetensors; refuses to write parts as if they were the model
+    deferred          values of a model that was built by deferred_init
+    counting          what a rank holds and sends, counted without the other ranks
+
+Plans, which give modules of a model a style:
+
+    plans             the names in a plan
+    ready_plans       plans by the class of a model
+    automatic         the plan of any other model; structure: finds attentions and feed-forward networks;
+                      source: reads a module's source
+    styles            styles of single layers, and of sequences
+    regions           styles of an attention and of a feed-forward network
+
+Cut layers:
+
+    linear            column- and row-parallel layers; lora: adapters around them
+    vocabulary        embeddings, output layers and cross-entropy over parts of the vocabulary
+    tensor_parallel   what the cut layers of a model share: ranks, pieces of sequences, random numbers
+    functions         autograd functions that communicate in forward or backward
+    communication     the collectives of these functions, through symmetric memory
+    sum_memory        memory in which an all-reduce leaves its sum as the layer's output
+    kept_sums         outputs that an activation checkpoint keeps, so that its second run communicates less
+    regathered        a region's gathered input, which is gathered again in backward
+    dropout           dropout by index: the same elements for every tp
+    forward_wrapper   runs a function around a module's forward pass
+    sizes             the runs of heads, features and tokens that each rank holds
+    local_elements    the same for a tensor inside a region, by its shape; for dropout by index
+
+Checks:
+
+    input_check       the ranks of tp have the same model, and the same inputs
+    step_checks       an optimizer that needs whole parameters does not step on parts
+    same_gradients    gradients of replicated parameters are equal over tp as a step begins
 
 docs/parallelism.md says what to take when.
 """
@@ -37,7 +47,7 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .loading import load_safetensors
 from .parallelize import model_state_dict, parallelize, unparallelize
 from .plans import Plan
-from .ready import PLANS, plan_for
+from .ready_plans import PLANS, plan_for
 from .regions import AttentionParallel, FeedForwardParallel
 from .styles import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
 from .vocabulary import VocabLogits, VocabParallelEmbedding, cross_entropy

@@ -1,4 +1,4 @@
-"""The plan of any model, by what its modules look like, and a report of what it does with each.
+"""Makes the plan of any model by what its modules look like, and reports what it does with each.
 
     vocabulary    embeddings and output layers of as many rows as the vocabulary has tokens
     attention     `structure.attention`

@@ -1,4 +1,4 @@
-"""Collectives of activations over the ranks of tp.
+"""Collectives of activations over the ranks of tp, through symmetric memory.
 
     partial         memory of this rank in which the others can read; a product is written straight into it
     summand         the same, which becomes the result of all_reduce, where there is a place for it (`sum_memory`)
@@ -24,7 +24,7 @@ import torch
 
 from collectives import Communicator, PartitionedAllReduce, Work, even_counts
 
-from .inputs import refuse_different
+from .input_check import refuse_different
 from .sum_memory import SumMemory
 
 _KEPT = 64  # prepared reductions, one for each number of elements

@@ -1,4 +1,4 @@
-"""What a rank of tp holds and sends: a model's parts, counted without the other ranks, memory for exchange, traffic."""
+"""Counts what a rank of tp holds and sends: a model's parts, without other ranks, memory for exchange, and traffic."""
 
 from __future__ import annotations
 

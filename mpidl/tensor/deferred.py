@@ -1,4 +1,4 @@
-"""Values of a model from `mpidl.deferred_init`: those that the same call would have given it in one process.
+"""Gives a cut model from `mpidl.deferred_init` the values that the same call would have given it in one process.
 
 model = mpidl.deferred_init(GPT2, config)      shapes, and a tape of how the values come about
 mpidl.parallelize(model, mesh)                 cuts the shapes
@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ConfigurationError, ModelMismatch
 from ..job.objects import all_gather_object, broadcast_object
 from ..mesh import placement
-from ..meta import become
+from ..meta_tensors import become
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 Views = list[tuple[Any, dict[torch.Tensor, Any]]]

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import TrainingError
 from ..mesh import Cut
-from .forwards import run_around
+from .forward_wrapper import run_around
 from .tensor_parallel import TensorParallel
 
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as int64

@@ -1,4 +1,4 @@
-"""Functions of autograd at the borders between what all ranks of tp compute and what each computes a part of.
+"""Autograd functions at the borders of a region, where what all ranks of tp compute meets what each computes a part of.
 
                           forward                          backward
     copy_to_region        identity                         all-reduce          f of Shoeybi et al. 2019
@@ -9,7 +9,7 @@
     cut_sequence          this rank's piece                all-gather
     join_sequence         all-gather                       this rank's piece
     summed_gradients      identity, of parameters          all-reduce
-    told_of_backward      identity                         identity
+    told_of_backward      identity                         identity, and calls a function of the program
 
 The first five stand at the ends of a region, in which each rank has a summand of the gradient; the next two where all
 ranks have the whole gradient. The functions come in one order on every rank, as autograd runs the same graph there.

@@ -1,4 +1,4 @@
-"""Keeps the outputs of row-parallel layers of a checkpointed call, so that its second run communicates less.
+"""Keeps the outputs of row-parallel layers in an activation checkpoint, so that its second run communicates less.
 
     forward     x -> column -> row -> sum over tp -> y        x is kept by the checkpoint, and y here
     backward    x -> column -> row -----------------> y       again, without the product of the row-parallel layer

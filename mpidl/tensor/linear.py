@@ -20,10 +20,10 @@ from torch import nn
 from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
-from .forwards import run_around
+from .forward_wrapper import run_around
 from .functions import CutProduct, column_product, row_product
+from .local_elements import FeaturesHere, Part
 from .lora import adapters, base_of, is_adapted, variant_of
-from .parts import FeaturesHere, Part
 from .saving import refuse_to_save_parts
 from .sizes import Run, run_of
 from .tensor_parallel import Dropouts, TensorParallel

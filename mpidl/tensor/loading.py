@@ -1,4 +1,4 @@
-"""Weights from safetensors files, of which each rank of tp reads its parts.
+"""Loads weights from safetensors files, of which each rank of tp reads its parts.
 
     file     model.layers.0.mlp.up_proj.weight  [53, 32]      rank 0 reads rows 0..27, rank 1 rows 27..53
 

@@ -1,4 +1,7 @@
-"""Cuts a model over the ranks of tp, in place, by a plan, and makes it whole again."""
+"""Cuts a model over the ranks of tp, in place, by a plan, and makes it whole again.
+
+model, mesh -> plan (given, ready or automatic) -> checks, the same on every rank -> each style cuts its module
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from ..mesh.placement import Cut, cuts_over, join_parts, place, placement
 from .automatic import automatic_plan
 from .deferred import recorded_views
 from .dropout import drop_by_index
-from .inputs import refuse_different_models
+from .input_check import refuse_different_models
 from .linear import kind_of
 from .lora import base_of
 from .plans import Found, Plan, matches
-from .ready import PLANS, plan_for
+from .ready_plans import PLANS, plan_for
 from .saving import refuse_to_save_parts, without_marks
 from .styles import SequenceBegins, SequenceEnds
 from .tensor_parallel import ATTRIBUTE, TensorParallel
@@ -51,7 +54,7 @@ def parallelize(
     so where tp goes over several nodes, or the ranks of each node leave a core for it. Sums of products then round
     otherwise. Collective over tp.
 
-    Before training, seed torch's default generator alike on all ranks of tp and differently over dp.
+    Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 
     Parameters keep their identity, so layers stay tied and an optimizer that has them already has the parts. Raises
     ConfigurationError on every rank of tp for a plan that does not fit; the model is not to be used then.

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
+from .local_elements import FeaturesHere, HeadsHere
 from .lora import adapters, base_of
-from .parts import FeaturesHere, HeadsHere
 from .sizes import Heads, cut_heads, in_elements, run_of, segments
 from .styles import Region
 from .tensor_parallel import TensorParallel

@@ -1,4 +1,4 @@
-"""Keeps a rank's parts of a model from being written as if they were the model.
+"""Refuses to write a rank's parts of a model as if they were the model.
 
     model.state_dict()                              this rank's parts: to load again in this process, or to copy
     torch.save(model.state_dict(), path)            refused, as all that pickles it

@@ -1,4 +1,4 @@
-"""Which indices of a dimension each rank of tp holds: uneven where the ranks do not divide it, and never padded.
+"""Runs of a dimension's indices that each rank of tp holds: uneven where the ranks do not divide it, and never padded.
 
     7 heads of width 2 over 2 ranks               heads 0..4 | 4..7             elements 0..8 | 8..14
     queries, keys, values in one weight of 3 * 14     0..8 14..22 28..36 | 8..14 22..28 36..42

@@ -1,4 +1,4 @@
-"""What the source of a module's class tells: which children a method calls, in which order, and with what.
+"""Reads the source of a module's class: which children a method calls, in which order, and with what.
 
     def forward(self, x):                         calls      gate, act, up, down
         y = self.act(self.gate(x)) * self.up(x)   feeds      gate: {x}, down: {x, gate(), ...}

@@ -1,4 +1,4 @@
-"""Attentions and feed-forward networks, found by what is in a module: linear layers, their sizes, their calls.
+"""Finds attentions and feed-forward networks by what is in a module: linear layers, their sizes, their calls.
 
     attention      linear layers called q, k, v, or one with all three, whose sizes are those of whole heads, and one
                    that takes the heads' values; the number of heads is an attribute, or follows from the width of one

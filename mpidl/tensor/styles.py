@@ -1,10 +1,10 @@
-"""What a plan does with a module: each style cuts its parameters and changes what it computes.
+"""Styles, by which a plan cuts a module's parameters and changes what it computes: of single layers, and of sequences.
 
     {"transformer.h.*.attn": AttentionParallel(fused="c_attn", output="c_proj", heads="heads"),
      "transformer.h.*.mlp":  FeedForwardParallel(inputs=("c_fc",), output="c_proj"),
      "transformer.wte": VocabParallel(), "lm_head": VocabParallel()}
 
-`regions` has the styles of attentions and feed-forward networks; here are those of single layers, and of sequences.
+`regions` has the styles of attentions and feed-forward networks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from .forwards import run_around
+from .forward_wrapper import run_around
 from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
 from .linear import begin_regions, make_column, make_row, sizes_of
-from .parts import FeaturesHere, Part
+from .local_elements import FeaturesHere, Part
 from .sizes import run_of, segments
 from .tensor_parallel import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary

@@ -1,4 +1,4 @@
-"""What the cut layers of a model share: the ranks of tp, whether sequences are in pieces, and the random numbers.
+"""State that the cut layers of a model share: the ranks of tp, whether sequences are in pieces, and the random numbers.
 
     replicated   every rank of tp computes the same: embeddings, residuals, norms           the same random numbers
     in a region  between a column-parallel and a row-parallel layer: other heads, features  a stream for each rank
@@ -24,10 +24,10 @@ from ..errors import TrainingError
 from ..mesh import Cut, Mesh
 from .communication import TensorGroup
 from .functions import Sums, copy_to_region, summed_gradients
-from .parts import Part
+from .local_elements import Part
 from .regathered import GatheredInput
 from .sizes import run_of
-from .steps import watch_steps
+from .step_checks import watch_steps
 
 ATTRIBUTE = "_mpidl_tensor_parallel"  # of a model that is cut
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbouring ranks lie far from each other

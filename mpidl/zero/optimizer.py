@@ -30,21 +30,21 @@ from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
 from .construction import arguments
 from .construction.build import build
+from .construction.file_values import Rename
 from .construction.initial_values import Weights
 from .construction.loading import load_safetensors
-from .construction.modules import InitFn
+from .construction.module_values import InitFn
 from .construction.options import Options
 from .construction.unfreeze import add_group
 from .construction.unwrapping import unwrap
-from .construction.weights import Rename
-from .gradients import reduced_gradients
-from .gradients.clearing import clears_with
-from .hooks import refuse_copy
+from .copy_guard import refuse_copy
+from .gradients import clip_and_unscale
+from .gradients.zero_grad import clears_with
 from .offload import Offload
+from .optimizer_parts import Parts
 from .parameters.units import UnitRule
-from .parts import Parts
-from .states import optimizer_states as states
-from .states.owned import OwnedState
+from .states import state_methods as states
+from .states.owned_state import OwnedState
 from .states.owned_weights import OwnedWeights
 from .stepping import step
 from .stepping.precision import Precision
@@ -192,7 +192,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""
-        reduced_gradients.clear(self._parts, self._nonfinite, set_to_none)
+        clip_and_unscale.clear(self._parts, self._nonfinite, set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's own gradients; the next one outside reduces the sums.
@@ -207,18 +207,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The arguments are those of mpidl.clip_grad_norm_; a step refuses gradients that the ranks have clipped
         differently.
         """
-        return reduced_gradients.clip_norm(self._parts, max_norm, norm_type, error_if_nonfinite)
+        return clip_and_unscale.clip_norm(self._parts, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Brings every element of the gradients into -clip_value .. clip_value."""
-        reduced_gradients.clip_value(self._parts, clip_value)
+        clip_and_unscale.clip_value(self._parts, clip_value)
 
     def unscale_(self, inverse_scale: float) -> bool:
         """Multiplies the gradients, 16-bit ones from here on in fp32; whether one on this rank was not finite.
 
         For GradScaler, which lets all ranks agree on it. Not collective.
         """
-        return reduced_gradients.unscale(self._parts, inverse_scale)
+        return clip_and_unscale.unscale(self._parts, inverse_scale)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Registers `hook(state, bucket)` to communicate in place of the reduce-scatter; see `mpidl.comm_hooks`.
@@ -255,7 +255,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `watch_nonfinite` was off, as means over the ranks do not tell, or where it arose in the reduction. With
         `step_in_backward` only what that watches is found.
         """
-        return reduced_gradients.find_nonfinite(self._parts, self._nonfinite)
+        return clip_and_unscale.find_nonfinite(self._parts, self._nonfinite)
 
     # ---- the model that is trained ----------------------------------------------------------------------------------
 

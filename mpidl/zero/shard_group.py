@@ -24,7 +24,7 @@ from collectives import ArgumentError, Communicator, Work
 from ..errors import ConfigurationError
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
-from ..replicas.consistency import check_settings_agree
+from ..replicas.start_check import check_settings_agree
 
 _by_node: weakref.WeakKeyDictionary[Communicator, tuple[Communicator, Communicator]] = weakref.WeakKeyDictionary()
 

@@ -1,4 +1,4 @@
-"""`compress="auto"`: measures, and decides for all ranks whether to compress, where, and by which method.
+"""`compress="auto"`: measures the reductions, and decides for all ranks whether, where and how to compress.
 
     construction    on two buckets as large as the engine's: seconds of the plain reduction and of each method, and how
                     many of these the backward thread computes itself
@@ -6,17 +6,13 @@
     passes 4 to 7   by the method that should be best; seconds of a step
     pass 8          the choice, for the rest of the job: that method, or none if steps did not become shorter
 
-While backward computes, the network works. With all gradients scaled to the model, the reduction is over after
+A reduction overlaps with backward, so it is predicted to end after
 
     plain       max(backward, plain)
     a method    max(backward + computed, method)      its arithmetic delays backward; its messages do not
 
-and the method that is over first is tried, if it saves 3 % of the plain time, and kept if it saves 3 % of real steps.
-bf16 may always be chosen, and lossier methods only by name. Inside one node nothing is measured, and none is chosen.
-
-The plain reduction tells what the network takes for a byte. A method whose bytes alone, by its formula, would take
-0.97 of the plain time or more cannot be chosen, and is not measured. What else a reduction takes, copies, sums and the
-interpreter, decides between the others, and no model of messages has it (`collectives.price`).
+The method that ends first is tried if that saves 3 % of the plain time, and kept if it saves 3 % of measured steps.
+bf16 may always be chosen, lossier methods only by name; inside one node none is.
 
 Who runs what: measurements at construction are collective, in the thread of the program. Every rank puts its times
 into an all-reduce as it launches the last bucket of passes 3 and 7, before the bucket's own reduction. So when any rank
@@ -121,6 +117,9 @@ class Trial(Protocol):
 
 class AutoChoice:
     """The measurements and the choice. Making one is collective.
+
+    A method whose bytes alone, by its formula, would take 0.97 of the plain time or more cannot be chosen, and is not
+    measured. The others are, as copies, sums and the interpreter are in no model of messages.
 
     candidates: a reduction for each method that may be chosen; none where nothing is to be decided.
     shards, replicas: as of `CompressedReduction`; shards is None in DDP.

@@ -1,4 +1,4 @@
-"""Integers of 8 or 4 bits for blocks of values, each block with a scale of its own.
+"""Quantization to integers of 8 or 4 bits, by blocks of values that each have a scale.
 
     block of 256 values      q = round(x / scale), scale = largest |x| of the block / 127 (8 bits) or / 7 (4 bits)
     message of n values      [ fp32 scales, one a block | the integers of a block after those of another ]

@@ -1,4 +1,4 @@
-"""Half precision: values are sent in 16 bits, and added up in fp32.
+"""Casts to 16 bits: values are sent as bf16 or fp16, and added up in fp32.
 
 bf16 has the range of fp32 with 8 bits of precision, fp16 11 bits and values up to 65504. Bytes: 2 an element.
 """

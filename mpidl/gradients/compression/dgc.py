@@ -1,19 +1,15 @@
-"""Deep Gradient Compression: the largest of accumulated velocities, with momentum on every rank.
+"""Deep Gradient Compression: sends the largest of accumulated velocities, with momentum on every rank.
 
     u += (mu - 1) u + g           velocity: a rank's momentum, of its own gradients      an array of the section
     v += u                        what is accumulated of it                              the remainder
     sent: the largest |v|;        there u = v = 0, in the rest both remain
 
-Momentum of the mean would forget what has not been sent; so it is applied before sending, and leaves the optimizer
-(correction of momentum, masking of momentum: u = 0). Under ZeRO passes that add up to one step count as one: in those
-after the first u += g and v += g. DDP would reduce the mean of the first again, and refuses them without `no_sync`.
+Momentum of the mean would forget what has not been sent; so it is applied before sending, in place of the optimizer's
+(correction and masking of momentum). The part that is sent falls over `warmup` steps from 25 % to the part that is set.
 
-As in the paper a threshold from a sample of the values finds candidates. Of these exactly k are sent, where the paper
-sends what is above a threshold that lets 0.7 k to 1.3 k pass: messages have the same length on all ranks.
-
-The part that is sent falls in `warmup` steps: 25 %, 6.25 %, 1.56 %, 0.39 %, a quarter of the steps each, and then the
-part that is set. A rank clips its gradients before it adds them: the norm of what it gives to the mean, of a section,
-to at most clip / sqrt(N). The paper clips the norm of all gradients, which a rank knows only at the end of a pass.
+Three differences from the paper: exactly k values are sent, so that messages have one length on all ranks; a rank clips
+the gradients of a section, as it knows those of the model only at the end of a pass; and under ZeRO passes that add up
+to one step count as one, while DDP refuses them without `no_sync`.
 
 Source: Lin, Han, Mao, Wang, Dally 2018, "Deep Gradient Compression: Reducing the Communication Bandwidth for
 Distributed Training", sections 3.1 to 3.3 and algorithm 4.
@@ -84,7 +80,7 @@ class DeepGradient(TopK):
     def absorb(
         self, summed: torch.Tensor, arrays: Sequence[torch.Tensor], begins_step: bool, contributions: int, ranks: int
     ) -> torch.Tensor:
-        """Adds the clipped gradients to the velocity, which decays as a step begins."""
+        """Adds the clipped gradients to the velocity, which decays as a step begins (mu u + g, then u + g)."""
         factor = self._clipped_to(summed, contributions, ranks)
         for velocity in arrays:
             if begins_step:
@@ -93,7 +89,10 @@ class DeepGradient(TopK):
         return summed if factor == 1.0 else summed * factor
 
     def _clipped_to(self, summed: torch.Tensor, contributions: int, ranks: int) -> float:
-        """What to multiply a rank's gradients by; 1 for those that are not finite, so that all ranks see them."""
+        """What to multiply a rank's gradients by; 1 for those that are not finite, so that all ranks see them.
+
+        The norm of what a rank gives to a section's mean is clipped to clip / sqrt(N).
+        """
         if self.clip is None:
             return 1.0
         norm = float(torch.linalg.vector_norm(summed, dtype=torch.float32)) / contributions

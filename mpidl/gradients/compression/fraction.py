@@ -1,4 +1,4 @@
-"""What methods have in common that send a fraction of the values: "topk:0.01"."""
+"""Base class of the methods that send a fraction of the values, such as "topk:0.01"."""
 
 from __future__ import annotations
 

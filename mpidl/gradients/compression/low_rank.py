@@ -1,19 +1,16 @@
-"""Matrices reduced as products of two factors of low rank: what PowerSGD and GradZIP have in common.
+"""Base class of the methods that reduce matrices as products of two factors of low rank: PowerSGD and GradZIP.
 
     phase 0    left    = sum over ranks of  M right            all-reduce of n r numbers, and of the rest of the section
     phase 1    right   = mean over ranks of left^T M           all-reduce of m r numbers
                M'      = left right^T                          the mean, on every rank; remainder = M - M'
 
-A tensor is a matrix of its first dimension n by all others, m. It is compressed if (n + m) r min_rate < n m. What is
-not, tensors of one dimension and small ones, goes in full precision with the left factors. With `batched` the whole
-section is one matrix, as square as can be.
+A tensor is a matrix of its first dimension n by all others, m. It is compressed if (n + m) r min_rate < n m; other
+tensors, of one dimension or small, are sent in full precision with the left factors. With `batched` the whole section
+is one matrix, as square as can be.
 
-All ranks compute factors from the same all-reduced numbers with the same kernels, and so have the same bits. A method
-defines what it makes of a factor. The right factors of a step begin the next one (`warm_start`); those that are not
-there are drawn from a generator of their own, seeded by the step and the parameter's name.
-
-Factors are sent in fp32, or rounded to 16 bits, in which they are also added up. The remainder is what the rounded
-ones lack, so that rounding is fed back too.
+All ranks compute factors from the same all-reduced numbers with the same kernels, so they have the same bits. A
+method defines what it makes of a factor. Factors that are rounded to 16 bits are also added up in these, and the
+remainder has what rounding lost.
 """
 
 from __future__ import annotations
@@ -82,7 +79,8 @@ class LowRank(Compressor):
     """Reduces matrices by factors.
 
     rank: columns of a factor. factors: dtype in which they are sent. batched: a whole section is one matrix.
-    warm_start: begin with the last step's right factors. min_rate: how many times smaller the factors must be.
+    warm_start: begin with the last step's right factors; those that are not there are drawn, seeded by the step and
+    the parameter's name. min_rate: how many times smaller the factors must be.
     """
 
     phases = 2

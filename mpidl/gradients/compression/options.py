@@ -1,4 +1,4 @@
-"""Settings in the name of a method: "powersgd:4,fp16,min_rate=3" is the number 4, a word and a value."""
+"""Reads the settings in the name of a method: "powersgd:4,fp16,min_rate=3" is the number 4, a word and a value."""
 
 from __future__ import annotations
 

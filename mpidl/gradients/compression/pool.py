@@ -1,4 +1,4 @@
-"""Arrays that reductions use in turn.
+"""Pool of arrays that reductions use again from step to step.
 
 Memory that is new in every step would be brought in page by page again, and operations on it prepared anew.
 """

@@ -1,4 +1,4 @@
-"""Values of a section at random places, the same ones on every rank (random-k).
+"""Random-k: values of a section at random places, the same ones on every rank.
 
     section    [ . x . . | x . . . | . . x . | . . . x ]       one place in each of k even runs, drawn anew each step
     message    [ x x x x ]                                     an all-reduce, or a reduce-scatter, of k fp32 values

@@ -1,8 +1,8 @@
-"""The ranks that reduce a section together, and a Communicator of its own for each phase.
+"""Ranks that reduce a section together, with a Communicator of its own for each phase.
 
 compresses         inside, in full precision     exchange, compressed
 everywhere         -                             all ranks
-between nodes      the ranks of this node        the ranks of this one's number on all nodes
+between nodes      the ranks of this node        the ranks with this one's local rank on all nodes
 hybrid sharding    the shards of a bucket        the replicas of this rank's shard
 """
 

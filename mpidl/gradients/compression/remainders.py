@@ -1,7 +1,7 @@
-"""What compression has not sent, by section: it is added to the next step's gradients (error feedback).
+"""The remainder of a section: what compression has not sent, added to the next step's gradients (error feedback).
 
-On a rank a section's remainder is the memory of its values, fp32. Summed over all ranks, and divided by the number of
-contributions, the remainders are what the mean of the gradients still lacks. That mean is what moves: into other
+On a rank it is the memory of the section's values, fp32. Summed over all ranks, and divided by the number of
+contributions, remainders are what the mean of the gradients still lacks. That mean can move: into other
 buckets, as DDP cuts them anew after its first pass, and through a checkpoint to any number of ranks.
 
     mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions
@@ -22,7 +22,7 @@ import torch
 
 from collectives import Communicator
 
-from .layout import SectionLayout
+from .section_layout import SectionLayout
 
 
 @dataclass(eq=False)

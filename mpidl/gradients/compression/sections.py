@@ -1,4 +1,6 @@
-"""The sections of an engine's buckets, and what was not sent of parameters whose section is not laid out yet.
+"""The sections of an engine's buckets with their remainders, and remainders that wait for a section.
+
+A section is the part of a bucket that this rank reduces with its peers (`section_layout`): all of it without nodes.
 
     a bucket is new               its section takes over what others with its parameters have kept (collective)
     a state is loaded             what was not sent waits for the sections of the next pass
@@ -16,9 +18,9 @@ import torch
 from collectives import Communicator
 
 from ...comm_hooks import GradBucket
-from .layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .ranks import Method
 from .remainders import BucketSection, mean_remainders, take_over
+from .section_layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .undo import Window
 
 Means = Mapping[torch.nn.Parameter, torch.Tensor]

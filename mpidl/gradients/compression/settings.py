@@ -1,4 +1,4 @@
-"""`compress=` of an engine: the compressor by name, where it compresses, whether errors are fed back.
+"""`compress=` of an engine: the registry of compressors by name, where to compress, and whether errors are fed back.
 
 compress="auto"                                                  measures, and chooses bf16 or none (`auto`)
 compress=mpidl.Compression("auto", allow=("int8",))              or int8 too

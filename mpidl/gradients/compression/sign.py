@@ -1,4 +1,4 @@
-"""Signs: one bit a value, and one scale a message.
+"""Signs: one bit a value, and one scale for a message.
 
     message of n values      [ fp32 scale | 4 bytes of zeros | n bits ]        scale = |values|_2 / sqrt(n)
     value sent               +scale where the value is 0 or above, -scale where it is below

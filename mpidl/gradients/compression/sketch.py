@@ -6,22 +6,12 @@
     estimate  of an element: the median over the rows of sign * column
     phase 1   an all-reduce of the values at the k places of the largest estimates: exact, and sent without places
 
-What is sent grows with the ranks as an all-reduce does, and k are the largest values of the sum: not of what each rank
-would send by itself. All else remains, and is fed back. Where a sketch would be longer than the section, all of it is
-sent.
+k are the largest values of the sum, not those of each rank, and all else remains and is fed back. Where a sketch would
+be longer than the section, all of that is sent. All ranks find the places from the same sums by the same kernels. A
+section whose sketch is not finite has a mean of NaN on all ranks.
 
-A row's hash of element i of chunk q is (i + offset) mod c with an offset drawn for each q: two elements of different
-chunks share a column with probability 1/c, those of one chunk never. Its sign is that of a row of c random signs,
-rotated likewise. So the variance of one row's estimate is at most the sum of squares over c, as of any such hashes; and
-a sketch is made by additions of whole chunks, at the speed of memory. Offsets and signs come from a generator of its
-own, seeded by the step and the section's size: all ranks have the same ones, and errors other ones in each step.
-
-All ranks find the places from the same sums by the same kernels. A section whose sketch is not finite has a mean that
-is NaN on all ranks; nothing of it is sent then, and what is not finite is dropped.
-
-Source: Charikar, Chen, Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Ivkin et al. 2019,
-"Communication-efficient Distributed SGD with Sketching", algorithm 2. There P k values are fetched, as some estimates
-are of collisions, and the k largest are used; here all k that are fetched, which are as exact as those.
+Sources: Charikar, Chen, Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Ivkin et al. 2019,
+"Communication-efficient Distributed SGD with Sketching", algorithm 2, which fetches more than k values and keeps k.
 """
 
 from __future__ import annotations
@@ -48,6 +38,10 @@ class Hashes:
 
     columns: c. signs: (r, 2 c) of +1 and -1, each row twice. offsets, turns: (chunks, r) numbers below c: by how much a
     chunk, and its signs, are rotated.
+
+    Element i of chunk q is in column (i + offset of q) mod c: two elements of different chunks share a column with
+    probability 1/c, those of one chunk never. So the variance of a row's estimate is at most the sum of squares over c,
+    as with any such hashes, and a sketch is made by additions of whole chunks, at the speed of memory.
     """
 
     elements: int
@@ -58,7 +52,7 @@ class Hashes:
 
     @classmethod
     def of(cls, elements: int, rows: int, columns: int, step: int, device: torch.device) -> Hashes:
-        """Draws them."""
+        """Draws them by the step and the section's size: the same on all ranks, and others in each step."""
         random = torch.Generator().manual_seed(step * 1_000_003 + elements)
         signs = torch.randint(2, (rows, columns), generator=random).mul_(2).sub_(1).float()
         chunks = -(-elements // columns)

@@ -1,18 +1,15 @@
-"""The largest values of a section, and their places (top-k).
+"""Top-k: the largest values of a section, with their places.
 
     values     [ piece | piece | piece ]       each rank takes the k largest of each piece
     message    [ k int32 places | k fp32 values ]       of a piece: 8 bytes a value
 
-    all ranks need the mean     each rank sends all its messages to all others, who add them up
     owners need their pieces    each rank sends each owner the message of its piece
+    all ranks need the mean     each rank sends all its messages to all others, 8 k (N - 1) bytes, or, where that is
+                                shorter, owners add up and send their dense sums: (8 k + 4 n) (N - 1) / N
 
-What is not sent remains, and is fed back. Sums are formed in the order of the ranks, so that all have the same bits. A
-value that is not finite is sent before all others; nothing then remains of those like it that are not sent.
-
-What a rank sends to all others grows with N, their number: 8 k (N - 1) bytes. Where it is shorter the owners add up,
-and send the sums of their pieces back as they are: (8 k + 4 n) (N - 1) / N bytes, with the same means.
-
-A rank has its own piece whole, and takes the k largest of it all the same: so all engines have the same means.
+What is not sent remains, and is fed back. Sums are formed in the order of the ranks, so that all have the same bits.
+A rank takes the k largest of its own piece too, so all engines have the same means. A value that is not finite is sent
+before all others, and the others like it that are not sent are dropped.
 
 Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with Memory".
 """

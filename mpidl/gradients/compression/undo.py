@@ -1,4 +1,4 @@
-"""Undoes the trace that a skipped step leaves: remainders and compressor states become those of before its passes.
+"""Undoes what a skipped step leaves: remainders and compressor states become those of before its passes.
 
     window    pass (or several, whose gradients add up)  ->  the optimizer steps     its end: the former values go
                                                          ->  the step is skipped     its end: they come back

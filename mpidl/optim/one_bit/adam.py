@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam at first; then the mean squares of the gradients stay, and the momentum is sent in one bit.
+"""1-bit Adam: Adam at first; then frozen mean squares of the gradients, and a momentum that is sent in one bit.
 
     steps       1 ... freeze              freeze + 1 ...
     gradients   averaged                  each rank's own, g_r
@@ -22,7 +22,7 @@ from collectives import Communicator
 from ...gradients.compression.pipeline import Reduction
 from ...gradients.compression.sign import CHUNK
 from ...optimizer_trial import StepNeeds
-from ..trust import integer, require
+from ..trust_ratio import integer, require
 from .base import OneBitOptimizer
 from .flat import FlatBucket
 from .steps import advance_moments, advance_range, decay, denominators, descend, descend_range

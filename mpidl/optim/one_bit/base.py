@@ -1,4 +1,4 @@
-"""Base of the optimizers that send one bit an element: hook, buckets, states.
+"""Base class of the 1-bit optimizers: their communication hook, their buckets, and the order of a step.
 
     backward     `one_bit_hook`: the mean over the ranks while the optimizer asks for it; later each rank's own
                  gradients (or the mean of a node's, where only nodes exchange)
@@ -25,8 +25,8 @@ from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import Reduction
 from ...mesh.groups import data_group
-from ...replicas.consistency import check_settings_agree
-from ..trust import require
+from ...replicas.start_check import check_settings_agree
+from ..trust_ratio import require
 from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
 

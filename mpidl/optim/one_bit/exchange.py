@@ -1,4 +1,4 @@
-"""The mean of flat arrays over the ranks, sent in one bit an element, twice: to the owner of a chunk, and back.
+"""Mean of flat arrays over the ranks, sent in one bit an element, twice: to the owner of a chunk, and back.
 
     array + errors of rank r      [ chunk 0 | chunk 1 | chunk 2 ]        fp32
     all-to-all                    signs and a scale of chunk k to rank k, which adds up; what they lack stays as error
@@ -8,16 +8,12 @@
 The error of a chunk on a rank is what its messages lack: on its owner those of the second phase (the server's errors of
 the paper), on the others those of the first (the workers'). So errors are one array of the size of the values.
 
-Values go through in chunks that stay in the cache. So an optimizer may give what makes the array, and what it does with
-the mean, as functions of a range of elements: `advance` is called for a chunk just before it is added to the errors,
-`arrived` as soon as its mean is there.
+Between nodes only, the array is the mean of a node, the same on its ranks. Each of them exchanges its part with the
+ranks of its local rank on the other nodes, and the parts are gathered inside the node.
 
-Between nodes only, the array is the same on all ranks of a node, the mean of theirs. Each of them exchanges its part
-with those of the same number on the other nodes, and the parts are gathered inside the node.
-
-Arrays are exchanged one after the other, phase by phase (`gradients.compression.pipeline`): while one is on the wire,
-the next is compressed. All of it runs in the thread of the step; the operations in the progress threads of
-Communicators of their own, in the order of the arrays on every rank. So nothing can deadlock.
+Who runs what: arrays are exchanged one after the other, phase by phase (`gradients.compression.pipeline`), in the
+thread of the step; the operations run in the progress threads of Communicators of their own, in the order of the arrays
+on every rank. So nothing can deadlock.
 
 Source: Tang et al. 2021, "1-bit Adam", section 4.
 """
@@ -34,8 +30,8 @@ from collectives import ArgumentError, Communicator, Work
 from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout
 from ...gradients.compression.compressor import Steps, started
-from ...gradients.compression.layout import SectionLayout, by_pieces
 from ...gradients.compression.pipeline import Pipeline, Reduction
+from ...gradients.compression.section_layout import SectionLayout, by_pieces
 from ...gradients.compression.sign import CHUNK, Sign, sum_of_squares
 from ...job import communicator_pool
 

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB at first; then the momentum is sent in one bit, and trust ratios follow from what is received.
+"""1-bit LAMB: LAMB at first; then a momentum that is sent in one bit, and trust ratios derived from what is received.
 
     steps          1 ... freeze                                freeze + 1 ...
     m, v           of the averaged gradients                   m: 1-bit mean, each layer scaled; v: stays
@@ -27,7 +27,7 @@ from ...errors import ConfigurationError
 from ...gradients.scalars import values_of
 from ...mesh import placement
 from ...optimizer_trial import StepNeeds
-from ..trust import require, squared_norms
+from ..trust_ratio import require, squared_norms
 from .adam import FreezingOptimizer
 from .flat import FlatBucket
 from .steps import advance_first_moment, advance_moments, denominators

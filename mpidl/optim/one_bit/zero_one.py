@@ -1,4 +1,4 @@
-"""0/1 Adam: the mean squares v are renewed more and more seldom; then even the momentum is exchanged only now and then.
+"""0/1 Adam: mean squares v renewed more and more seldom; then local steps, with momenta exchanged now and then.
 
     steps       1 ... local_after                              local_after + 1 ...
     v           renewed at every k-th step by the averaged     stays
@@ -27,7 +27,7 @@ from collectives import Communicator
 
 from ...errors import TrainingError
 from ...optimizer_trial import StepNeeds
-from ..trust import integer
+from ..trust_ratio import integer
 from .base import OneBitOptimizer
 from .exchange import OneBitExchange
 from .flat import FlatBucket

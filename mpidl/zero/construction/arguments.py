@@ -16,7 +16,7 @@ from ...gradients.compression.settings import parameter_compressor
 from ...mesh import Mesh
 from ...mesh.experts import refuse_experts
 from ...mesh.placement import refuse_offload, refuse_unknown_cut
-from ...optim.trust import TrustRatioOptimizer
+from ...optim.trust_ratio import TrustRatioOptimizer
 from ...optimizer_trial import comparable
 from ...trained_by import refuse_trained
 from ..stepping.optimizer_class import refuse_class

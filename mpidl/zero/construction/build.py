@@ -32,31 +32,31 @@ from ...gradients.compression import OwnedCompressor
 from ...gradients.compression.refusals import refuse_complex, refuse_mesh, refuse_momentum
 from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
-from ...job.place import place_of_model
+from ...job.model_device import place_of_model
 from ...mesh import Mesh, placement
 from ...mesh.experts import divide_contributions, gradient_group
-from ...optim.elementwise import note_whole_size
-from ...optim.trust import TrustRatioOptimizer, squared_norms_over
+from ...optim.elementwise_state import note_whole_size
+from ...optim.trust_ratio import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import StepNeeds, comparable, exchanges_gradients
 from ...replicas.broadcast import broadcast_states
-from ...replicas.consistency import check_models_agree, check_settings_agree
+from ...replicas.start_check import check_models_agree, check_settings_agree
+from ..copy_guard import Hook, refuse_copies
 from ..forward_label import label_forward
 from ..gradients.grad_attribute import GradAttributes
-from ..gradients.shards import GradientShards
-from ..hooks import Hook, refuse_copies
+from ..gradients.shard_reducer import ShardReducer
 from ..offload import Offload, OffloadedOptimizer
+from ..optimizer_parts import Parts
 from ..parameter_shard import ParameterShard
-from ..parameters.guard import WeightGuard
+from ..parameters.gathered_block import WholeParameters
 from ..parameters.node_shared import NodeSharedParameters, shared_arenas
 from ..parameters.replicated import ReplicatedParameters
 from ..parameters.sharded import ShardedParameters
 from ..parameters.strategy import ParameterStrategy
 from ..parameters.units import Unit, UnitLayout, cut, lay_out, warn_of_large_root_unit
-from ..parameters.whole import WholeParameters
-from ..parts import Parts
+from ..parameters.weight_guard import WeightGuard
 from ..shard_group import ShardGroup
 from ..slices import Slice
-from ..states.own_storages import with_own_storages
+from ..states.separate_storages import with_own_storages
 from ..states.whole_states import StateNames
 from ..stepping.backward_steps import BackwardSteps
 from ..stepping.inner import InnerOptimizer, SliceSteps
@@ -134,10 +134,10 @@ def build(
 
     inner: InnerOptimizer
     if exchanges_gradients(optimizer_class):
-        from ..stepping.whole_updates import WholeUpdates  # which few programs need
+        from ..stepping.replicated_steps import ReplicatedSteps  # which few programs need
 
         wholes = parameters.held_tensors()["parameters"]
-        inner = WholeUpdates(optimizer_class, kwargs, plan.groups, group, shards, wholes, slices, shard_reducer)
+        inner = ReplicatedSteps(optimizer_class, kwargs, plan.groups, group, shards, wholes, slices, shard_reducer)
         shard_reducer.sums_whole, shard_reducer.hook = True, (inner.optimizer, inner.hook)
     else:
         inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
@@ -295,7 +295,7 @@ def _refuse_combinations(
 ) -> None:
     """Refuses what an optimizer that averages gradients itself cannot be combined with."""
     if exchanges_gradients(optimizer_class):
-        from .one_bit import refuse_combinations  # which few programs need
+        from .one_bit_checks import refuse_combinations  # which few programs need
 
         refuse_combinations(model, optimizer_class, options)
 
@@ -354,12 +354,12 @@ def _make_shard_reducer(
     watch: BackwardWatch,
     names: Mapping[torch.nn.Parameter, str],
     options: Options,
-) -> GradientShards:
+) -> ShardReducer:
     """Makes the buckets of the shards that train, and the hooks that fill and reduce them."""
     shared, dedicated = 3, 0
     if options.stage == 3:
         shared, dedicated = 2, sum(flat.trains for flat in layouts[-1].groups)
-    return GradientShards(
+    return ShardReducer(
         trains,
         group,
         watch,
@@ -374,9 +374,7 @@ def _make_shard_reducer(
     )
 
 
-def _phases(
-    parameters: ParameterStrategy, shard_reducer: GradientShards, grad_attributes: GradAttributes
-) -> PassPhases:
+def _phases(parameters: ParameterStrategy, shard_reducer: ShardReducer, grad_attributes: GradAttributes) -> PassPhases:
     """The order of what happens in a backward pass."""
     queue = shard_reducer.queue
     return PassPhases(

@@ -1,4 +1,4 @@
-"""Gives values to what has none: parameters and buffers on the meta device, and parameters that precision converts.
+"""Gives initial values to parameters and buffers on the meta device, and to parameters that precision converts.
 
 of      decides where each tensor's values come from; refuses what cannot work, and changes nothing
 begin   puts placeholders in their place: ordinary parameters that hold one element, whatever their shape
@@ -19,18 +19,18 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import broadcast_object
-from ...meta import become
+from ...meta_tensors import become
 from ...replicas.broadcast import broadcast_states
-from ...replicas.consistency import check_settings_agree
+from ...replicas.start_check import check_settings_agree
 from ..parameter_shard import ParameterShard
 from ..placeholder import placeholder
 from ..slices import Slice
 from ..states.whole_states import StateNames
-from .modules import InitFn, ModuleCalls
+from .file_values import Safetensors, WeightFiles
+from .module_values import InitFn, ModuleCalls
 from .recording import Recording
 from .tape import View
 from .value_targets import Target, wanted, write_all
-from .weights import Safetensors, WeightFiles
 
 Weights = Safetensors | str | Path | None
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...job.agreement import check_everywhere, refuse_everywhere
-from ..parts import Parts
-from ..states.optimizer_states import flush, gathered
+from ..optimizer_parts import Parts
+from ..states.state_methods import flush, gathered
+from .file_values import Rename, Safetensors, WeightFiles
 from .initial_values import targets_of
-from .weights import Rename, Safetensors, WeightFiles
 
 
 def load_safetensors(

@@ -15,7 +15,7 @@ from ..parameters.units import UnitRule
 from ..stepping.precision import Precision
 from .arguments import Params
 from .initial_values import Weights
-from .modules import InitFn
+from .module_values import InitFn
 
 
 @dataclass(frozen=True)

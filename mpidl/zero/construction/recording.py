@@ -1,4 +1,4 @@
-"""deferred_init: builds a model on the meta device and records how its values would have come about.
+"""deferred_init: builds a model on the meta device, and records on a tape how its values would have come about.
 
 Every operator that would make or change a tensor is recorded and run on the meta device, where it makes shapes only.
 Numbers and lists that a constructor reads off a tensor are computed then and there; if random numbers went into it, all

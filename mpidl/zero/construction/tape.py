@@ -1,13 +1,13 @@
-"""A tape: the operations that give a model its values, to be played back one tensor at a time.
+"""Tape: the recorded operations that give a model its values, played back for one tensor at a time.
 
     empty -> s0   uniform_(s0)   empty -> s1   uniform_(s1)   normal_(s0)   s0[0].zero_()
                                                               '---- the cone of s0 -----'
 
-The cone of a storage are the operations that its final values depend on: what a later operation overwrites whole does
-not count. Random operations draw from one stream of numbers, so all of them run, in their order; of those in no cone
-only the numbers drawn matter. A cone runs as soon as its last random operation is reached, with the generator put back
-to where each of the others began. So everything random runs about once, and one cone's tensors are held at a time,
-and the generator's state before each random operation, 5 KB.
+The cone of a storage is its dependency closure: the operations that its final values depend on, without those that a
+later operation overwrites whole. Random operations draw from one stream of numbers, so all of them run, in their order;
+of those in no cone only the numbers drawn matter. A cone runs as soon as its last random operation is reached, with the
+generator put back to where each of the others began. So a random operation runs about once, and memory holds one
+cone's tensors, and the generator's state before each random operation, 5 KB.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import torch
 
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
-from ...replicas.consistency import check_settings_agree
-from ..parts import Parts
-from ..states.optimizer_states import flush
+from ...replicas.start_check import check_settings_agree
+from ..optimizer_parts import Parts
+from ..states.state_methods import flush
 from ..stepping.optimizer_class import try_group
 from .arguments import parameters_of
 from .build import slice_shards

@@ -12,15 +12,15 @@ import torch
 
 from ...gradients.nonfinite import NonfiniteWatch
 from ...job.agreement import refuse_everywhere
-from ..gradients import reduced_gradients
-from ..gradients.clearing import clears_alone
-from ..hooks import allow_copies
+from ..copy_guard import allow_copies
+from ..gradients import clip_and_unscale
+from ..gradients.zero_grad import clears_alone
+from ..optimizer_parts import Parts
 from ..parameter_shard import ParameterShard
-from ..parameters.touch import unwatch
-from ..parts import Parts
+from ..parameters.read_hook import unwatch
 from ..shard_group import ShardGroup
 from ..slices import Slice
-from ..states.optimizer_states import flush
+from ..states.state_methods import flush
 
 
 def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
@@ -31,7 +31,7 @@ def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.inside("unwrap") or parts.guard.damage())
     parts.parameters.release()
-    reduced_gradients.clear(parts, nonfinite, set_to_none=True)
+    clip_and_unscale.clear(parts, nonfinite, set_to_none=True)
     for part in (parts.guard, parts.watch, parts.shard_reducer, parts.parameters, nonfinite, *parts.hooks):
         if part is not None:
             part.remove()

@@ -1,4 +1,7 @@
-"""Targets of initial values: ranges of a tensor's elements, each with one destination or one for each dtype."""
+"""Destinations of initial values: ranges of a tensor's elements, each with one destination or one for each dtype.
+
+A source computes or reads a whole tensor, and `write_all` writes what this rank keeps of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gradient of a bucket, from the passes of a step to this rank's shard of the mean."""
+"""State of one bucket's gradient, from the first gradient that arrives to this rank's shard of the mean.
+
+`shard_reducer` has one for each bucket, and alone changes them.
+"""
 
 from __future__ import annotations
 

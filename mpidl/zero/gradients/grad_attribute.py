@@ -1,15 +1,14 @@
-"""The `.grad` attributes of the parameters that a ZeroOptimizer trains, kept in step with the reduced gradients.
+"""Sets the `.grad` of the parameters that a ZeroOptimizer trains, in step with the reduced gradients.
 
     zero_grad     backward (autograd gives gradients to the buckets)     the pass has ended       step      zero_grad
     p.grad None   None, or a ShardedGradient to which autograd adds      a ShardedGradient        same      None
 
 A parameter gets one at the end of a pass if any rank's passes have reached it, so that all ranks see the same ones.
-`p.grad = None` gives up one gradient, as it does with a plain model: what was reduced of it is forgotten.
+`p.grad = None` forgets one gradient, as with a plain model.
 
-A norm is computed of all gradients at once and remembered until they change: the norms that clipping asks for, one by
-one, cost one all-reduce, and ranks may ask for them in any order. Of a parameter that is cut over tp it is the norm of
-the whole one, so torch's own clipping is right there. For every other number made of a whole gradient the
-ranks compare what they ask for. What was changed through `.grad` is noted, and compared at the step.
+Norms of all gradients are computed in one all-reduce and kept until they change, so that clipping by torch, which asks
+for one after the other, is cheap and right, over tp too. For other numbers made of a whole gradient the ranks compare
+what they ask for. Changes through `.grad` are noted, and compared at the step.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch
 from ...gradients.clip import local_norms
 from ...mesh import placement
+from .shard_reducer import ShardReducer
 from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
-from .shards import GradientShards
 
 _EXACT_BITS = 20  # of numbers whose squares, and sums of these over the ranks, are exact in double precision
 
@@ -43,7 +42,7 @@ class GradAttributes:
 
     def __init__(
         self,
-        gradients: GradientShards,
+        gradients: ShardReducer,
         comm: Communicator,
         watch: BackwardWatch,
         names: Mapping[torch.nn.Parameter, str],

@@ -1,4 +1,4 @@
-"""The interface of what steps on each bucket's shard within the backward pass."""
+"""Interface of what steps on each bucket's shard within the backward pass; `stepping.backward_steps` implements it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk space that a rank will need, computed before the model is changed, and the file of that size.
+"""Computes the disk space that a rank will need, before the model is changed, and makes the file of that size.
 
 A trial step on a parameter of a few elements shows the state that an optimizer keeps.
 """
@@ -18,7 +18,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
-from ...optim.elementwise import EIGHT_BIT_LEAST, note_whole_size
+from ...optim.elementwise_state import EIGHT_BIT_LEAST, note_whole_size
 from ...optimizer_trial import without_parameters
 from .offloaded_slice import HALVES
 from .settings import Offload

@@ -1,4 +1,4 @@
-"""The optimizer of offloaded slices inside ZeroOptimizer, and the time at which its new values are seen.
+"""Optimizer of offloaded slices inside ZeroOptimizer: steps at once, or in a thread while the next pass runs.
 
     step t      at once     | step t |  forward, backward  | step t + 1 |
     step t      delayed              |  step t in a thread |  its values are seen; step t + 1 is begun
@@ -22,10 +22,10 @@ from collectives.devices import HOST, Place
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, Piece
 from ...job.agreement import check_everywhere, first_problem, is_anywhere
-from ...optim.elementwise import EIGHT_BIT_LEAST
-from ...optim.trust import TrustRatioOptimizer, squared_norms_over
+from ...optim.elementwise_state import EIGHT_BIT_LEAST
+from ...optim.trust_ratio import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
-from ...replicas.consistency import check_settings_agree
+from ...replicas.start_check import check_settings_agree
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from ..stepping.inner import InnerOptimizer

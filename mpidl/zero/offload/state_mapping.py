@@ -1,4 +1,4 @@
-"""The state of every slice as a mapping, as `torch.optim.Optimizer.state` is one: what lies in the file is mapped."""
+"""State of every slice as a mapping, as `torch.optim.Optimizer.state` is; of slices on disk it maps the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...optim.elementwise import saved_state
+from ...optim.elementwise_state import saved_state
 from .offloaded_slice import OffloadedSlice
 from .sub_groups import Chunk, SubGroup
 from .swap_file import SwapFile

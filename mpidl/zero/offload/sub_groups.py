@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...optim.elementwise import note_whole_size, whole_size
+from ...optim.elementwise_state import note_whole_size, whole_size
 from .offloaded_slice import Gradient, OffloadedSlice
 from .swap_file import Extent, SwapFile, arrange, merged
 

@@ -1,1 +1,17 @@
-"""Strategies for where the parameters live between steps, one for each stage, and the guards over them."""
+"""Strategies for where the parameters live between steps, and the guards over them.
+
+strategy            the interface of the three, and the order of its calls; read it first
+replicated          stages 1 and 2: whole on every rank
+node_shared         stage 3 on one node: one copy in shared memory
+sharded             stage 3 over several nodes: units are gathered while they compute
+
+units               cuts a model into units
+gathered_unit       one unit: its shards, its whole, and its states
+gather_rounds       agreement of the ranks on which units to gather next
+compressed_gather   the gather with `compress_parameters=`
+released_parameter  a parameter without memory, gathered before an operator reads it
+read_hook           the tensor subclass that calls back before a parameter is read; of `replicated` too
+
+gathered_block      `with optimizer.gathered(...)`: whole parameters for the program; private_copy: this rank's copy
+weight_guard        refuses changes of weights of which the optimizer does not know
+"""

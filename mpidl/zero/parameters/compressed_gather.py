@@ -1,20 +1,16 @@
-"""Gathers shards of parameters as messages of a compressor, so that fewer bytes travel.
+"""Gathers shards of parameters as messages of a compressor, so that fewer bytes are sent.
 
     shard of rank r    blocks of 256 values -> message r: fp32 scales, int8 codes      each rank, of its own shard
     all-gather         [ message 0 | message 1 | ... ]      into one place for all units, in turn
     whole              [ values 0  | values 1  | ... ]      out of all messages, the own one too
 
-All ranks compute with what the messages say, the owner of a shard too, so they have the same values to the bit, and
-the same shards give the same messages in forward and backward. The shards stay in full precision: the optimizer steps
-on them, and states and checkpoints are made of them.
+All ranks compute with what the messages say, the owner of a shard too, so they have the same bits, in forward and
+backward. The shards stay in full precision: the optimizer steps on them, and states and checkpoints are made of them.
+A parameter begins with a block of the compressor, and no shard's edge cuts one, so a value is rounded to the same on
+any number of ranks.
 
-A unit is laid out in whole blocks of the compressor: each parameter begins with one, and no shard's edge cuts one. So a
-value is rounded by others of its parameter alone, and to the same on any number of ranks, of tp too.
-
-Who runs what: the thread of the Communicator in which the rounds run (`gathering`), as a part of a round. Where the
-ranks of a node share the whole unit, they share the place for messages too: the node receives each message once, each
-rank decompresses some of them, and the ranks meet, so that none computes with what another has yet to write, nor writes
-its next message over one that another still reads.
+Who runs what: all of it is a part of a round (`gather_rounds`), in that Communicator's progress thread. The ranks of
+a node that share the whole unit share the messages too: each decompresses some of them, and a barrier follows.
 
 Source: Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.1.
 """

@@ -23,7 +23,7 @@ from collectives.devices import DevicePages, Pages
 from ..parameter_shard import ParameterShard
 from ..placeholder import placeholder
 from .private_copy import PrivateCopy
-from .released import BeforeRead, release, restore
+from .released_parameter import BeforeRead, release, restore
 from .units import FlatGroup, UnitLayout
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A rank's own copy of whole parameters, which it may change inside `gathered`; nested blocks share one."""
+"""This rank's copy of whole parameters, which the program may change inside `gathered`; nested blocks share one."""
 
 from __future__ import annotations
 

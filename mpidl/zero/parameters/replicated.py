@@ -5,8 +5,8 @@
     next forward                     |          | block 0  | block 1  | ...
 
 The step does not wait for the gathers. An operator that reads a parameter waits for the parameter's bucket first
-(`touch`); so no module needs a hook, and no use comes too early. Compiled code calls nothing back: models with compiled
-parts wait in the step.
+(`read_hook`), so no module needs a hook, and no use comes too early. Compiled code calls nothing back: models with
+compiled parts wait in the step.
 
 The gathers run on a Communicator that serves nothing else, one after the other, in the order in which every rank starts
 them in its step. A wait needs nothing of the other ranks but that they have made the same step.
@@ -29,8 +29,8 @@ from ...gradients.buckets import assign, layout_of
 from ...job import communicator_pool
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
+from .read_hook import Watched, unwatch, watch
 from .strategy import NamesOf, ParameterStrategy
-from .touch import Watched, unwatch, watch
 
 
 class ReplicatedParameters(ParameterStrategy):

@@ -4,27 +4,21 @@
                 backward:  unshard -> compute -> reshard          unit i - 1 is prefetched meanwhile
     model's own             unshard ------------------> reshard   the embedding and the output layer: until the end
 
-With `prefetch=n` a rank asks for the window of the next n units. One that is in it when it is resharded stays whole, so
-the last ones of a forward pass are there for its backward pass. From n = 2 on the first ones of a pass are gathered
-when the step before it is done.
+With `prefetch=n` the next n units are gathered ahead, in the order of the last pass; one of them that is resharded
+meanwhile stays whole. A node gathers a unit once, into memory that its ranks share. A parameter that is read while its
+unit is resharded has the unit gathered first (`released_parameter`).
 
-A node gathers a unit once, into memory that its ranks share. The units to prefetch are those that came next the last
-time. Each rank may run units of its own choice, as the ranks agree on every gather (`gathering`). An operator that
-reads a parameter while its unit is resharded has the unit gathered first (`released`).
+Who runs what: hooks and the verbs of the strategy run in the thread of the program or of backward; gathers are rounds
+(`gather_rounds`), in the progress thread of a Communicator that has no other use. A round ends when all ranks have
+started it. So a rank that waits for anything else must start rounds meanwhile, or others wait for it for ever:
 
-Who runs what: hooks of modules and of autograd, and the verbs of the strategy, in the thread of the program; the
-gathers, one after the other, in the thread of a Communicator that serves nothing else. A rank that needs a unit starts
-a round, which is over when all ranks have started it. So no rank may wait for anything else while another waits for it
-in a round:
-
-    in a forward or backward pass   it starts rounds of its own, in which it takes part in the others'
+    in a forward or backward pass   it starts rounds for its own units
     for a reduction                 `wait_for_reduction` starts a round whenever its own are over
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
     in the program's own operation  the rank in the round finds out, and raises an error that names the operation
 
-`release` drains before a step, so every rank has ended its use of what was gathered before any shard changes, and no
-unit is whole. `publish` after the step gathers anew the units of open `gathered` blocks. From n = 2 on it also starts
-rounds for the next pass, as many on every rank, so that none of these waits for a rank that has not started it.
+`release` drains before a step, so that no unit is whole when shards change. `publish` after it gathers the units of
+open `gathered` blocks anew, and with n >= 2 starts rounds for the next pass, as many on every rank.
 """
 
 from __future__ import annotations
@@ -49,8 +43,8 @@ from ...gradients.compression import OwnedCompressor
 from ...job import communicator_pool
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
+from .gather_rounds import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .gathered_unit import Call, GatheredUnit, UnitState
-from .gathering import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import UnitLayout, backward_order
 
@@ -480,7 +474,7 @@ class ShardedParameters(ParameterStrategy):
             self._for_next_pass.append(started)
 
     def wait_for_gathers(self) -> None:
-        """Returns when the gathers are complete that `publish` has started, on all ranks alike. Local."""
+        """Returns when the gathers are complete that `publish` has started. Local."""
         for started in self._for_next_pass:
             started.wait()
         self._for_next_pass.clear()

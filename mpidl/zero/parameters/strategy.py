@@ -13,11 +13,19 @@ The optimizer's parts call a strategy by the verbs of `ParameterStrategy` alone.
                    last gradient; drain() when all buckets have been reduced
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
-publish, release, drain and gathered are collective: every rank calls them, in the same order. Not every strategy
-communicates in each of them: `ReplicatedParameters` does in publish() alone, `NodeSharedParameters` in publish() and
-gathered(), `ShardedParameters` in all four, in publish() only inside a `gathered` block. The others are local.
-No call deadlocks: what gathers units takes part in other ranks' rounds while it waits (`sharded`), and where nothing is
-gathered no rank waits for another but in publish() and gathered(), which all ranks call.
+Every rank calls publish, release, drain and gathered in the same order; the other verbs are local. They communicate:
+
+    verb        `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
+    publish     all-gathers, started     a barrier                gathers, if a `gathered` block is open or n >= 2
+    release     -                        -                        rounds
+    drain       -                        -                        rounds
+    gathered    -                        a barrier                rounds
+
+n is `prefetch`. No call deadlocks: what gathers units takes part in other ranks' rounds while it waits (`sharded`), and
+the others wait only in calls that all ranks make.
+
+To add one: a class of this protocol in this folder; `construction.build._cut_parameters`, which chooses it; its bytes
+in `mpidl.memory.estimate`. CONTRIBUTING.md names the tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cuts a model into units: what ZeRO-3 gathers, uses and releases at a time."""
+"""Cuts a model into units, each of which ZeRO-3 gathers, uses and releases as one: by default repeated blocks."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from collectives import Communicator
 from ...errors import TrainingError
 from ...job.agreement import refuse_everywhere
 from ...job.objects import all_gather_object, broadcast_object
-from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
+from ..parameters.weight_guard import WeightGuard
 from ..shard_group import ShardGroup
 from ..slices import Slice
-from .owned import OwnedState
+from .owned_state import OwnedState
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Whole states from shards and back, in the plain model's and the plain optimizer's formats.
+"""Gathers whole states from shards and scatters them, in the plain model's and the plain optimizer's formats.
 
 Rank 0 holds the whole, one tensor at a time travels, and no other rank ever holds more than one unit or tensor whole.
 """
@@ -20,7 +20,7 @@ from ...absent_state import absent_state, refusal
 from ...errors import ConfigurationError, MpidlError
 from ...job.agreement import check_everywhere, on_rank_0
 from ...mesh.placement import cuts_over, join_parts, placement
-from ...optim.elementwise import elementwise, is_slice, mark_replicated
+from ...optim.elementwise_state import elementwise, is_slice, mark_replicated
 from ...replicas.broadcast import broadcast_states
 from ..parameters.strategy import ParameterStrategy
 from ..shard_group import ShardGroup

@@ -5,14 +5,12 @@
     stepped                              | 3, as its buffer is needed again  | ... all that is left at the end
     gathered                                                                        the new parameters, as by any step
 
-So gradients need the memory of a few buffers, not that of a whole model. `step()` afterwards only ends the pass's step.
-Not possible is what needs all gradients at once or may refuse the step: a norm of all of them, loss scaling, several
-reduced passes for one step.
+So gradients need the memory of a few buffers. `step()` afterwards only ends the pass's step. What needs all gradients
+at once or may refuse the step is not possible: a norm of all, loss scaling, several reduced passes for one step.
 
-Who runs what: everything here is called by the thread of the backward pass, with its collectives, which all ranks begin
-in the order of the buckets. A rank may change a weight that other ranks see, in memory of the node, once all of them
-have given a gradient to every parameter of its bucket, after which no rank's pass reads it. torch's counts of writes go
-up as a rank gives its gradients, so that a later read of what was saved is torch's error.
+Who runs what: the thread of the backward pass runs all of it, and begins its collectives in the order of the buckets,
+as every rank does. A rank changes a weight that other ranks see, in memory of the node, only once all of them
+have given a gradient to every parameter of its bucket, after which no rank's pass reads it.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ import torch
 from ...errors import TrainingError
 from ...partial_steps import STEP_NOT_CALLED, PartialSteps
 from ..parameter_shard import ParameterShard
-from ..parameters.guard import WeightGuard
 from ..parameters.strategy import ParameterStrategy
+from ..parameters.weight_guard import WeightGuard
 from ..slices import Slice
 
 
 class BackwardSteps:
-    """A `Stepper` of `GradientShards`.
+    """A `Stepper` of `ShardReducer`.
 
     partial: steps on some slices at a time. shards: by the buckets' numbers; more may come. agree: called at the begin
     of a pass, raises TrainingError on every rank where one of them cannot step.

@@ -1,8 +1,8 @@
-"""The inner optimizer: what steps on a rank's slices of parameters, gradients and state.
+"""Inner optimizer: the interface by which a ZeroOptimizer steps on a rank's slices of parameters, gradients and state.
 
 `SliceSteps`           a torch optimizer whose step treats every element by itself, on the slices' values
 `WholeSteps`           one that needs whole parameters: each parameter has one rank that gets it whole for the step
-`WholeUpdates`         one that exchanges by itself what it needs, and updates all parameters on every rank
+`ReplicatedSteps`      one that exchanges by itself what it needs, and updates all parameters on every rank
 `OffloadedOptimizer`   one for each sub-group of slices, whose state is offloaded
 """
 
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ...optim.elementwise import saved_state
+from ...optim.elementwise_state import saved_state
 from ...partial_steps import PartialSteps
 from ..slices import Slice
 

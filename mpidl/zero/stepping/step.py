@@ -29,9 +29,9 @@ from ...gradients.backward import inside_backward
 from ...job.agreement import raise_everywhere
 from ...partial_steps import STEP_INSIDE
 from ...replicas.broadcast import broadcast_states
-from ...replicas.consistency import check_settings_agree
-from ..parts import Parts
-from .settings import fingerprint, same_fingerprints, settings_of
+from ...replicas.start_check import check_settings_agree
+from ..optimizer_parts import Parts
+from .step_settings import fingerprint, same_fingerprints, settings_of
 
 
 def make_step(

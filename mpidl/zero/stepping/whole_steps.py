@@ -1,4 +1,4 @@
-"""Optimizers that need a whole parameter for a step, as Muon and Adafactor do: each parameter has one rank that steps.
+"""Steps on whole parameters, each on one rank that owns it, for optimizers such as Muon and Adafactor.
 
     slices of gradients and values    rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
     all-to-all                        rank 0 [ w0   w1 ]    rank 1 [ v0   v1 ]      its owner has a parameter whole
@@ -6,7 +6,7 @@
     all-to-all back                   rank 0 [ w0 | v0 ]    rank 1 [ w1 | v1 ]
 
 Where parameters are cut over tp as well, all ranks of dp x tp take part, and the owner joins the parts of tp too
-(`holdings`): so the work on whole parameters is dealt over these ranks, and none is done twice.
+(`parameter_distribution`): so the work on whole parameters is dealt over these ranks, and none is done twice.
 
 A few parameters of every owner at a time, so that no rank holds much whole; with classes that are not torch's all at
 once, as they may count their steps, and may change parameters that have no gradient.
@@ -29,13 +29,13 @@ from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...mesh import Mesh, placement
-from ...optim.elementwise import is_slice, mark_replicated
+from ...optim.elementwise_state import is_slice, mark_replicated
 from ..placeholder import placeholder
 from ..shard_group import ShardGroup
 from ..slices import ShardedStateSpec, Slice
-from .holdings import Holdings, holdings, ranks_of_wholes
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
+from .parameter_distribution import Distribution, distributions, ranks_of_wholes
 
 _BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
@@ -48,7 +48,7 @@ class _Owned:
     """
 
     part: Slice
-    held: Holdings
+    held: Distribution
     owner: int
     whole: torch.nn.Parameter
 
@@ -99,7 +99,7 @@ class WholeSteps(InnerOptimizer):
         parts = {part.values: (p, part) for p, part in self._slices.items()}
         added = [parts[values] for values in dict.fromkeys(values for group in groups for values in group["params"])]
         size, rank = self._over.size, self._over.rank
-        found = holdings(
+        found = distributions(
             self._comm, self._tp, [(p.shape, part.counts(p, size), rank, placement(p)) for p, part in added]
         )
         for (_, part), held in sorted(zip(added, found, strict=True), key=lambda pair: -pair[1].shape.numel()):

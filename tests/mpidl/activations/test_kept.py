@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpidl.activations import CheckpointStore, checkpoint, checkpoint_modules
-from mpidl.activations.space import Space
+from mpidl.activations.first_fit import Space
 from mpidl.memory import activation_bytes, measure_activations
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
 from tests.mpidl.activations.checkpointed import DROPPING, INPUT, KINDS, assert_same, dropping, made

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpidl
-from mpidl.checkpoint import holding
+from mpidl.checkpoint import directory_lock
 
 
 @pytest.fixture(autouse=True)
@@ -28,4 +28,4 @@ def shared(comm, tmp_path: Path) -> Path:
 def let_go() -> Iterator[None]:
     """No test holds another's directories, nor ever more files open."""
     yield
-    holding.release()
+    directory_lock.release()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mpidl
-from mpidl.checkpoint import import_safetensors, index, load, reading, save, tree
+from mpidl.checkpoint import import_safetensors, index, json_encoding, load, reading, save
 from tests.mpidl.checkpoint.mutations import DEEP, as_text, mutated
 from tests.mpidl.checkpoint.test_damage import assert_refused
 from tests.mpidl.checkpoint.training import Run
@@ -84,7 +84,7 @@ def test_any_mutation_is_refused_on_all_ranks_or_loads_what_it_says(hostile: tup
             assert all(map(torch.equal, found, moments)), what
             assert (loaded.step, loaded.micro_step) == (content["step"], content["micro_step"])
             for group, saved in zip(run.optimizer.param_groups, content["optimizer"]["groups"], strict=True):
-                said = {key: tree.decode(value, torch.empty) for key, value in saved["settings"].items()}
+                said = {key: json_encoding.decode(value, torch.empty) for key, value in saved["settings"].items()}
                 assert {key: group[key] for key in said} == said, what
             if what.startswith(("add", "delete")):  # others put in numbers with which no training can go on
                 run.steps(0, 1)

@@ -20,8 +20,8 @@ import torch
 import mpidl
 from mpidl.checkpoint import (
     claim,
+    directory_lock,
     export_safetensors,
-    holding,
     import_safetensors,
     load,
     newest,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.mpi
 
 def names(folder: Path) -> list[str]:
     """Lists a directory without the running job's lock."""
-    return sorted(path.name for path in folder.iterdir() if path.name != holding.NAME)
+    return sorted(path.name for path in folder.iterdir() if path.name != directory_lock.NAME)
 
 
 def test_the_last_few_are_kept(comm, shared: Path) -> None:
@@ -402,7 +402,7 @@ def small_disk(comm, shared: Path) -> Iterator[Path]:
         pytest.skip("cannot mount a tmpfs here")
     yield disk
     comm.barrier()
-    holding.release()
+    directory_lock.release()
     if comm.rank == 0:
         subprocess.run(["umount", str(disk)], check=True)
 

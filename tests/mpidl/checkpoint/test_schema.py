@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpidl.checkpoint import folder, index, tree
+from mpidl.checkpoint import folder, index, json_encoding
 from mpidl.checkpoint.index import Index
 from mpidl.checkpoint.reading import Reader
 from mpidl.checkpoint.schema import BLOCK
@@ -28,7 +28,7 @@ def sample(path: Path) -> dict[str, Any]:
     """A checkpoint of 2 ranks in a directory, with all that an index can hold; the content of its index."""
     whole: dict[str, torch.Tensor] = {}
     extra = {"t": torch.ones(3), "a": torch.arange(4).numpy(), 2: (None, float("inf"), b"x", torch.int8), "s": [1.5]}
-    encoded = tree.encode(extra, "extra", whole)
+    encoded = json_encoding.encode(extra, "extra", whole)
     tensors = {
         "model/w": torch.ones(3, 2),
         "model/b": torch.ones(3),
@@ -54,8 +54,10 @@ def sample(path: Path) -> dict[str, Any]:
         },
         "optimizer": {
             **{"class": "AdamW", "steps": 3},
-            "groups": [{"params": ["w", "r"], "settings": tree.encode({"lr": 0.1, "betas": (0.9, 0.99)}, "", {})}],
-            "state": {"w": {"exp_avg": "$slices", "step": tree.encode(torch.tensor(3.0), "", {})}},
+            "groups": [
+                {"params": ["w", "r"], "settings": json_encoding.encode({"lr": 0.1, "betas": (0.9, 0.99)}, "", {})}
+            ],
+            "state": {"w": {"exp_avg": "$slices", "step": json_encoding.encode(torch.tensor(3.0), "", {})}},
         },
         "scheduler": {"last_epoch": 3},
         "compression": {
@@ -96,7 +98,7 @@ def read_all(content: Index) -> None:
     """Reads what loading could read."""
     with Reader(content) as reader:
         for value in encoded(content):
-            tree.decode(value, reader.tensor)
+            json_encoding.decode(value, reader.tensor)
         for name in content.tensors:
             reader.tensor(name)
 
@@ -105,7 +107,7 @@ def bounded(content: Index) -> None:
     """Everything together, and each thing once, has room in the files."""
     asked = sum(entry.count * entry.dtype.itemsize for entry in content.tensors.values())
     assert asked <= sum((content.path / name).stat().st_size for name in content.files)
-    names = [name for value in encoded(content) for name in tree.names_in(value)]
+    names = [name for value in encoded(content) for name in json_encoding.names_in(value)]
     assert len(names) == len(set(names))
 
 
@@ -266,9 +268,9 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"index.json: cannot be written as the format has it: lacks step"):
         content.text()
     with pytest.raises(ConfigurationError, match="extra: is nested too deeply"):
-        tree.encode(nested(65), "extra", {})
-    depth = tree.encode((((nested(57), {3: 4}),),), "extra", {})
-    assert tree.decode(json.loads(json.dumps(depth)), lambda name: None) == (((nested(57), {3: 4}),),)
+        json_encoding.encode(nested(65), "extra", {})
+    depth = json_encoding.encode((((nested(57), {3: 4}),),), "extra", {})
+    assert json_encoding.decode(json.loads(json.dumps(depth)), lambda name: None) == (((nested(57), {3: 4}),),)
 
 
 def test_a_large_tensor_has_a_checksum_for_each_of_its_blocks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import mpidl
 from mpidl.errors import ConfigurationError
-from mpidl.optim import LAMB, LARS, schedules, trust
+from mpidl.optim import LAMB, LARS, schedules, trust_ratio
 from tests.mpidl.small_models import MODELS, Recipe, fresh, largest_difference, sequences, train
 
 SHAPES = ((5, 3), (7,), (2, 3, 2), (1,))
@@ -194,7 +194,7 @@ def test_norms_are_measured_once_a_step() -> None:
         def measure(tensors: list[torch.Tensor], of: list[torch.Tensor], calls: list[int] = calls) -> torch.Tensor:
             assert len(of) == len(tensors)
             calls.append(len(tensors))
-            return trust.squared_norms(tensors)
+            return trust_ratio.squared_norms(tensors)
 
         optimizer.squared_norms = measure
         run(optimizer, parameters, 0, 2)
@@ -203,10 +203,10 @@ def test_norms_are_measured_once_a_step() -> None:
 
 def test_squared_norms_of_any_tensors() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.zeros(0), torch.full((4096,), 2.0, dtype=torch.bfloat16)]
-    found = trust.squared_norms(tensors)
+    found = trust_ratio.squared_norms(tensors)
     assert found.dtype == torch.float64
     assert found.tolist() == pytest.approx([25.0, 0.0, 4096 * 4.0])
-    assert trust.squared_norms([]).shape == (0,)
+    assert trust_ratio.squared_norms([]).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "phi3"])
 def test_it_finds_what_ready_plans_name(name: str) -> None:
     from mpidl.tensor.plans import matches
-    from mpidl.tensor.ready import plan_for
+    from mpidl.tensor.ready_plans import plan_for
 
     model = build(name)
     ready = plan_for(model)

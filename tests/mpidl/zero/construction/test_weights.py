@@ -16,7 +16,7 @@ import mpidl
 from mpidl.errors import ConfigurationError
 from mpidl.job.objects import broadcast_object
 from mpidl.zero import Safetensors
-from mpidl.zero.construction import weights
+from mpidl.zero.construction import file_values
 from tests.mpidl.small_models import Branching, Mixture, SmoothImages, small_gpt2
 from tests.mpidl.zero.construction.test_construction import (
     BF16,
@@ -165,7 +165,7 @@ def test_files_that_are_not_there_or_no_safetensors_are_named(comm, save) -> Non
 
 def test_a_rank_reads_no_more_rows_than_hold_its_slices(comm, save, monkeypatch) -> None:
     folder = save({"weight": torch.arange(600.0).view(60, 10), "bias": torch.zeros(60)})
-    safe_open, error = weights.library()
+    safe_open, error = file_values.library()
     read = []
 
     class Opened:
@@ -193,7 +193,7 @@ def test_a_rank_reads_no_more_rows_than_hold_its_slices(comm, save, monkeypatch)
 
             return Counted()
 
-    monkeypatch.setattr(weights, "library", lambda: (Opened, error))
+    monkeypatch.setattr(file_values, "library", lambda: (Opened, error))
     optimizer = zero(on_meta(lambda: nn.Linear(10, 60)), comm, "stage 3", weights=folder)
     line = 16  # elements, with which parameters and shards begin; and at both ends a row of which it has a part
     assert 660 / comm.size - 2 * line <= sum(read) <= 660 / comm.size + 2 * line + 20

@@ -13,7 +13,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from mpidl.zero.parameters.touch import Watched
+from mpidl.zero.parameters.read_hook import Watched
 from tests.mpidl.zero.reference import Plain, Several, engine, plainly
 
 pytestmark = pytest.mark.mpi

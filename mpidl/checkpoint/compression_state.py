@@ -1,0 +1,132 @@
+"""State of `compress=` in a checkpoint: mean remainders over the ranks, by parameter, and the compressor's own states.
+
+    remainder/NAME      the mean remainder of a parameter, of its shape, fp32; cut over a mesh as the parameter
+    compression         JSON: method, steps, names of the remainders; states: small tensors of the compressor
+
+The mean is what moves: on any number of ranks, and in any engine, all ranks together go on with the same sum. What does
+not fit the training here begins anew, and rank 0 says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from . import cuts, json_encoding
+from .engine import Engine
+from .held_tensor import HeldTensor
+from .index import Index
+
+Add = Callable[[str, HeldTensor, torch.Tensor, bool], None]
+
+
+def describe(engine: Engine, state: Mapping[str, Any], add: Add, spoken: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Describes the state of a `CompressedReduction` as JSON. Collective on no rank.
+
+    add: takes what this rank writes of a tensor that all ranks hold. spoken: gets the tensors of states, which rank 0
+    of the part writes.
+    """
+    number = engine.join.number
+    part = f"part{number}." if number else ""
+    states = {}
+    for held in engine.parameters:
+        if held.name in state["remainders"]:
+            whole = replace(held, start=0, stop=cuts.count(held.cut))
+            if held.per_rank:  # each rank would write its own, and there is one mean
+                whole = replace(whole, writes=held.own if engine.comm.rank == 0 else [], per_rank=False)
+            add(f"remainder/{held.name}", whole, state["remainders"][held.name], False)
+        if held.name in state["states"] and _keeps_states(engine, held):
+            kept = state["states"][held.name]
+            states[held.name] = {
+                key: json_encoding.encode(value, f"{part}compression.{key}.{held.name}", spoken)
+                for key, value in kept.items()
+            }
+    names = [held.name for held in engine.parameters if held.name in state["remainders"]]
+    return {"method": state["method"], "steps": state["steps"], "remainders": names, "states": states}
+
+
+def joined(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Puts the descriptions of parts that join together."""
+    every = [about["compression"] for about in abouts]
+    names = dict.fromkeys(name for each in every for name in each["remainders"])
+    states = {name: state for each in reversed(every) for name, state in each["states"].items()}
+    return {**every[0], "remainders": [*names], "states": states}
+
+
+def common(about: Mapping[str, Any]) -> Any:
+    """Returns what has to be the same in parts that join."""
+    kept = about.get("compression")
+    return None if kept is None else (kept["method"], kept["steps"])
+
+
+@dataclass(eq=False)
+class KeptCompression:
+    """What is read of a checkpoint's compression.
+
+    targets: memory for whole mean remainders, by name of the parameter; held: the parameters. states: encoded. said:
+    what begins anew, or is dropped.
+    """
+
+    method: str = ""
+    steps: int = 0
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    held: dict[str, HeldTensor] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
+        """Gives the engine's reduction what was read, or an empty state. tensor: reads one by its name."""
+        if engine.compressed is None:
+            return
+        states = {
+            name: {key: json_encoding.decode(value, tensor) for key, value in kept.items()}
+            for name, kept in self.states.items()
+        }
+        engine.compressed.load_state_dict(
+            {"method": self.method, "steps": self.steps, "remainders": self.targets, "states": states}
+        )
+
+
+def plan(engine: Engine, index: Index) -> KeptCompression:
+    """Compares what was saved with the compression here; changes nothing. Raises CheckpointError for damage."""
+    about, here = index.about.get("compression"), engine.compressed
+    found = KeptCompression()
+    if about is None:
+        if here is not None:
+            found.said.append("was saved without compress=: remainders begin at zero, and start_step counts from here")
+        return found
+    if here is None:
+        if about["remainders"] or about["states"]:
+            found.said.append(
+                f"holds what compress={about['method']!r} has not sent, which is dropped without compress="
+            )
+        return found
+    found.method, found.steps = about["method"], about["steps"]
+    if about["remainders"] and not here.feeds_back:
+        found.said.append(f"holds remainders of {about['method']}, which are dropped, as errors are not fed back here")
+    for held in engine.parameters:
+        name = f"remainder/{held.name}"
+        if held.name in about["remainders"] and here.feeds_back:
+            if index.tensors[name].shape != held.shape:
+                raise CheckpointError(f"{index.file}: {name} has another shape than {held.name}")
+            found.targets[held.name] = torch.zeros(held.cut.part_shape, dtype=torch.float32)
+            found.held[held.name] = held
+    name = here.compressor.name
+    if about["method"] == name:
+        found.states = {
+            held.name: about["states"][held.name]
+            for held in engine.parameters
+            if held.name in about["states"] and _keeps_states(engine, held)
+        }
+    elif about["states"]:
+        found.said.append(f"holds states of {about['method']}, which begin anew with {name}")
+    return found
+
+
+def _keeps_states(engine: Engine, held: HeldTensor) -> bool:
+    """Returns True for a whole parameter: states of parts do not join, and begin anew."""
+    return held.cut == cuts.whole(held.shape)

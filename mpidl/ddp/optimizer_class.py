@@ -1,0 +1,101 @@
+"""Decides whether an optimizer can step on one bucket after another, as steps within the backward pass do.
+
+    AdamW, SGD, Muon, LAMB, ...     a step on a parameter depends on that parameter alone
+    LBFGS                           it works on all gradients at once: refused
+
+Optimizers of mpidl declare what their steps need (`optimizer_trial`). Of classes that are neither torch's nor declare
+anything nothing is known: they are tried out on a few elements. `zero.stepping.optimizer_class` decides for ZeRO,
+`tensor.step_checks` for steps on parts of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..digest import digest
+from ..errors import ConfigurationError, ConfigurationTypeError
+from ..optimizer_trial import NOT_SEQUENTIAL, declared_needs, like, notes_in_groups, try_steps
+from ..trained_by import trainer_of
+
+_REFUSED = {
+    "LBFGS": "it works on all gradients at once",
+    "OneBitOptimizer": "it exchanges all gradients at once",
+    "PostLocalSGDOptimizer": "it counts steps and averages weights in them; step_in_backward takes the optimizer in it",
+}
+
+
+def check(
+    optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str], ignored: Collection[torch.nn.Parameter]
+) -> None:
+    """Raises ConfigurationError for what cannot step within the passes of a module.
+
+    names: of the parameters whose gradients the module's passes average. ignored: its other ones.
+    """
+    from ..tensor.step_checks import refuse_steps_on_parts  # with all of tensor parallelism, which few programs use
+
+    seen: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationTypeError(
+                f"step_in_backward: got {type(optimizer).__name__}; needs optimizers of torch.optim's kind"
+            )
+        _check_class(optimizer)
+        refuse_steps_on_parts(optimizer)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p not in names:
+                whose = "is in parameters_to_ignore" if p in ignored else "is none of the module's"
+                raise ConfigurationError(
+                    f"step_in_backward: {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that "
+                    f"{whose}, so that its passes do not average the gradient; give it an optimizer of its own"
+                )
+            if p in seen:
+                twice = "twice" if seen[p] is optimizer else "in two optimizers"
+                raise ConfigurationError(f"step_in_backward: got {names[p]} {twice}; needs each parameter once")
+            seen[p] = optimizer
+
+
+def agreement(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.nn.Parameter, str]) -> dict[str, str]:
+    """The arguments that must be equal on all ranks, by optimizer: its class, and its parameters."""
+    found = {}
+    for number, optimizer in enumerate(optimizers):
+        given = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        found[f"optimizer {number}"] = (
+            f"{type(optimizer).__name__} of {len(given)} parameters, {digest(repr(given)).hex()}"
+        )
+    return found
+
+
+def _check_class(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _REFUSED:
+            raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {_REFUSED[base.__name__]}")
+    if any(trainer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigurationError("step_in_backward: a ZeroOptimizer trains the module; it has step_in_backward=True")
+    mesh = getattr(optimizer, "mesh", None)  # of LARS and LAMB
+    if mesh is not None and mesh.size("tp") > 1:
+        raise ConfigurationError(
+            f"step_in_backward: {name} needs norms over tp, whose ranks have other buckets; step after the pass"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "step_in_backward: got differentiable=True; autograd does not follow a step within a backward pass"
+        )
+    declared = declared_needs(type(optimizer))
+    if f"{type(optimizer).__module__}.".startswith("torch.optim.") or (declared is not None and not declared.together):
+        return
+    trial = try_steps(partial(like, optimizer), optimizer.param_groups)
+    if trial.failed:
+        raise ConfigurationError(f"step_in_backward: {name} fails on a few elements, on which its steps were tried")
+    if trial.together:
+        raise ConfigurationError(
+            f"step_in_backward: a step of {name} on a parameter depends on the other parameters, or on random numbers"
+        )
+    if not trial.sequential:
+        raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
+    if trial.noted:
+        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(trial.noted)}")

@@ -1,0 +1,191 @@
+"""Uneven inputs: a rank whose batches have run out takes part in the collectives of the others' batches.
+
+    rank 0:  batch  batch  batch  batch |
+    rank 1:  batch  batch | hooks       |  all take over the states of one that ended last
+    rank 2:  batch  batch  batch | hooks|
+
+Before what it does together with the other ranks, a rank tells all, in one small all-gather, which object has its turn;
+a rank that has ended takes part in the turns alone, and calls that object's hook. Turns have a Communicator of their
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+
+from ..errors import ConfigurationError, TrainingError
+from ..mesh.groups import data_group
+from . import communicator_pool
+
+_ENDED = -1
+
+
+class Turn(IntEnum):
+    """The next operation of a rank with batches, on the object whose turn it is. NOTIFIED: what only that one knows."""
+
+    FORWARD, BACKWARD, END_OF_BACKWARD, NOTIFIED = range(4)
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+class JoinTurns:
+    """The turns of one `Join`. throw: the first rank that ends is an error. active: ranks that had batches last."""
+
+    def __init__(self, comm: Communicator, throw: bool) -> None:
+        self._comm, self.throw = comm, throw
+        self.active = list(range(comm.size))
+
+    @property
+    def root(self) -> int:
+        """The lowest rank that has batches, or had as the last."""
+        return self.active[0]
+
+    @property
+    def mean_correction(self) -> float:
+        """Number of all ranks divided by that of ranks with batches."""
+        return self._comm.size / len(self.active)
+
+    def tell(self, number: int, turn: Turn = Turn.NOTIFIED) -> int | None:
+        """Returns the number of the object whose turn it is; None when no rank has batches left. Collective."""
+        told = np.empty((self._comm.size, 2), np.int64)
+        self._comm.all_gather(told, np.array([number, turn], np.int64))
+        active = np.flatnonzero(told[:, 0] != _ENDED).tolist()
+        if not active:
+            return None
+        self.active = active
+        if self.throw and len(active) < self._comm.size:
+            ended = ", ".join(map(str, sorted(set(range(self._comm.size)).difference(active))))
+            raise TrainingError(f"join: no batches left on rank {ended}, and throw_on_early_termination is set")
+        if (told[active] != told[active[0]]).any():
+            what = ", ".join(f"rank {r}: {Turn(told[r, 1])} of joinable {told[r, 0]}" for r in active)
+            raise TrainingError(f"join: the ranks with batches are not in step: {what}")
+        return int(told[active[0], 0])
+
+
+class JoinHook:
+    """The part in one object's collectives of a rank whose batches have run out."""
+
+    turns: JoinTurns
+    number: int
+
+    def begin(self, turns: JoinTurns, number: int) -> None:
+        """The block begins. number: of the object."""
+        self.turns, self.number = turns, number
+
+    def tell(self, turn: Turn = Turn.NOTIFIED) -> None:
+        """Tells the ranks that have ended to call `main_hook`; called on ranks with batches. Collective."""
+        self.turns.tell(self.number, turn)
+
+    def main_hook(self) -> None:
+        """The part of a rank without batches in the collectives that follow a `notify_join_context` of the others."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Runs on every rank after the last rank has ended. is_last_joiner: this rank is one that ended last."""
+
+    def end(self) -> None:
+        """Runs when the block is left, also by an exception."""
+
+
+class Joinable:
+    """An object of one's own in a `Join`: it has collectives, as many a batch on each rank that has one.
+
+    It calls `Join.notify_join_context(self)` before them.
+    """
+
+    @property
+    def join_process_group(self) -> Communicator:
+        """The ranks that take part; by default the world."""
+        return data_group("Joinable", None, needed="a join_process_group of its own")
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Makes the hook of a rank that has ended. kwargs: those of the `Join`."""
+        raise NotImplementedError
+
+
+class Join:
+    """Trains ranks with different numbers of batches: `with mpidl.Join([generator, discriminator]): ...`. Collective.
+
+    joinables: DistributedDataParallel wrappers, and one's own `Joinable`, of one process group.
+    enable: False: the block is like any other.
+    throw_on_early_termination: as soon as one rank has ended, TrainingError on every rank; see
+        `DistributedDataParallel.join`, also for kwargs, which all joinables get.
+
+    A rank that leaves the block takes part in the others' collectives until the last one has ended. The ranks that have
+    batches use the joinables in the same order.
+    """
+
+    _under_way: Join | None = None  # in this process
+
+    def __init__(
+        self, joinables: Sequence[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any
+    ) -> None:
+        self._joinables, self._enable = list(joinables), enable
+        self._throw, self._kwargs = throw_on_early_termination, kwargs
+        for number, joinable in enumerate(self._joinables):
+            if not hasattr(joinable, "join_hook"):
+                raise ConfigurationError(
+                    f"Join: joinable {number} is a {type(joinable).__name__}; needs a DistributedDataParallel or an "
+                    "object with join_hook(); a ZeroOptimizer needs the same number of steps on every rank"
+                )
+        groups = {getattr(joinable, "join_process_group", None) for joinable in self._joinables}
+        if len(groups) != 1:
+            raise ConfigurationError(f"Join: got joinables of {len(groups)} process groups; needs those of one")
+        self._group: Communicator = groups.pop() or data_group("Join", None, needed="joinables with a process group")
+
+    def __enter__(self) -> Join:
+        if not self._enable:
+            return self
+        if Join._under_way is not None:
+            raise ConfigurationError("join: another join is under way, and a rank can stand in for one alone")
+        self._hooks: list[JoinHook] = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        self._pooled = communicator_pool.take(self._group)
+        self._turns = JoinTurns(self._pooled.comm, self._throw)
+        Join._under_way = self
+        try:
+            for number, hook in enumerate(self._hooks):
+                hook.begin(self._turns, number)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if not self._enable:
+            return
+        try:
+            if kind is None:
+                self._stand_in()
+        finally:
+            self._end()
+
+    def _stand_in(self) -> None:
+        while (number := self._turns.tell(_ENDED)) is not None:
+            self._hooks[number].main_hook()
+        for hook in self._hooks:
+            hook.post_hook(self._group.rank in self._turns.active)
+
+    def _end(self) -> None:
+        Join._under_way = None
+        for hook in self._hooks:
+            hook.end()
+        self._pooled.give_back()
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> None:
+        """Tells those that have ended that `joinable` begins its collectives of a batch; they call its `main_hook`.
+
+        To be called by a `Joinable`; does nothing outside of a `Join`. Collective.
+        """
+        join = Join._under_way
+        for hook in (
+            [] if join is None else [h for j, h in zip(join._joinables, join._hooks, strict=True) if j is joinable]
+        ):
+            hook.tell()

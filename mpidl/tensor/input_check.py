@@ -1,0 +1,62 @@
+"""Checks that all ranks of tp have the same model (`parallelize`), and the same inputs (with MPIDL_DEBUG=1)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+
+from ..errors import ModelMismatch, TrainingError
+from ..job.objects import all_gather_object
+
+
+def refuse_different(comm: Communicator, x: torch.Tensor) -> None:
+    """Raises TrainingError on every rank if `x` is not the same on all. Collective."""
+    everyone = all_gather_object(comm, (tuple(x.shape), *_sums(x)))
+    for rank, other in enumerate(everyone):
+        if repr(other) != repr(everyone[0]):  # NaN equals NaN there
+            raise TrainingError(
+                f"tensor parallelism: the inputs of rank {rank} of tp, of shape {other[0]}, differ from those of rank "
+                f"0, of shape {everyone[0][0]}; needs the same on all: give `mesh=` to the sampler or loader"
+            )
+
+
+def refuse_different_models(comm: Communicator, model: nn.Module, styles: Any) -> None:
+    """Raises ModelMismatch on every rank if a rank has another model, or styles for it. Collective.
+
+    Names, shapes and dtypes are compared, and with MPIDL_DEBUG=1 values as well.
+    """
+    values = os.environ.get("MPIDL_DEBUG") == "1"
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    mine = {
+        name: (tuple(t.shape), str(t.dtype), *(_sums(t) if values and not t.is_meta else ())) for name, t in tensors
+    }
+    for rank, (theirs, _) in enumerate(everyone := all_gather_object(comm, (mine, styles))):
+        first = everyone[0][0]
+        name = next((n for n in {**first, **theirs} if repr(first.get(n)) != repr(theirs.get(n))), None)
+        if name is not None:
+            raise ModelMismatch(
+                f"parallelize: {name} of rank {rank} of tp {_in_words(theirs.get(name))}, that of rank 0 "
+                f"{_in_words(first.get(name))}; needs the same model on all: seed all ranks of tp alike"
+            )
+        if everyone[rank][1] != everyone[0][1]:
+            raise ModelMismatch(f"parallelize: plan: that of rank {rank} of tp differs from that of rank 0")
+
+
+def _in_words(known: tuple[Any, ...] | None) -> str:
+    if known is None:
+        return "is missing"
+    shape, dtype, *sums = known
+    return f"is {dtype.removeprefix('torch.')} of shape {shape}" + (f" with the sum {sums[0]:.17g}" if sums else "")
+
+
+def _sums(x: torch.Tensor) -> tuple[float, float]:
+    """Two sums of all elements, one with a weight for each place."""
+    flat = x.detach() if not x.is_complex() else torch.view_as_real(x.detach())
+    flat = flat.double().reshape(-1)
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return float(flat.sum()), float(flat @ weights)

@@ -1,0 +1,103 @@
+"""Refuses steps that need whole parameters on the parts that a rank of tp has, which would go wrong silently.
+
+    AdamW, SGD, ...     a step on a parameter is one on its parts
+    LARS, LAMB          add up their norms over tp: mpidl.optim, with mesh=
+    Muon, Adafactor     refused; ZeroOptimizer brings the parts together for them
+    LBFGS               refused: it depends on several parameters at once
+
+Torch tells of every optimizer's step before it begins, and each optimizer is checked in its first one. Of classes
+that are not torch's nothing is known: they are tried out on a few elements (`optimizer_trial`). Then its gradients are
+compared over tp (`same_gradients`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import ConfigurationError
+from ..job.phase import follow_steps
+from ..mesh import placement
+from ..mesh.mesh import open_meshes
+from ..optimizer_trial import like, try_steps
+from ..partial_steps import is_partial
+from .same_gradients import SameGradients
+
+_ON_WHOLES = ("Muon", "Adafactor")
+_ON_ALL = ("LBFGS",)
+_SEEN = "_mpidl_refused_no_parts"  # attribute of an optimizer: of how many parameters
+_COMPARED = "_mpidl_compared_over_tp"  # attribute of an optimizer: of how many parameters, and SameGradients
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()  # each a TensorParallel
+
+
+def watch_steps(tp: Any) -> None:
+    """Has every optimizer looked at as its steps begin. tp: a TensorParallel, over whose mesh a model is cut."""
+    _live.add(tp)
+    _hook()
+    follow_steps()
+
+
+@cache
+def _hook() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(optimizer))
+
+
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
+    refuse_steps_on_parts(optimizer)
+    if is_partial(optimizer):  # within a backward pass, in which nothing can be clipped
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    seen, compared = vars(optimizer).get(_COMPARED, (-1, None))
+    if seen < count:
+        compared = _compared(optimizer)
+        setattr(optimizer, _COMPARED, (count, compared))
+    if compared is not None:
+        compared.compare(optimizer)
+
+
+def _compared(optimizer: torch.optim.Optimizer) -> SameGradients | None:
+    """Finds the mesh over which the optimizer's parameters are cut; None if there is none, or several."""
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    meshes = [mesh for mesh in open_meshes() if mesh.size("tp") > 1]
+    for tp in _live:
+        model = tp.model()
+        if model is not None and tp.mesh in meshes and not own.isdisjoint(model.parameters()):
+            return SameGradients(optimizer, tp.mesh, model.parameters())
+    return SameGradients(optimizer, meshes[0], ()) if len(meshes) == 1 else None
+
+
+def refuse_steps_on_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigurationError, the same on every rank of tp, if a step on its parameters would go wrong."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if vars(optimizer).get(_SEEN, -1) < count:
+        _refuse(optimizer)
+        setattr(optimizer, _SEEN, count)
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    parts = (p for group in optimizer.param_groups for p in group["params"] if "tp" in placement(p).axes)
+    part = next(parts, None)
+    if part is None:
+        return
+    name, kinds = type(optimizer).__name__, {base.__name__ for base in type(optimizer).__mro__}
+    package = type(optimizer).__module__.partition(".")[0]
+    together, wholes = not kinds.isdisjoint(_ON_ALL), not kinds.isdisjoint(_ON_WHOLES)
+    if package not in ("torch", __name__.partition(".")[0]):
+        trial = try_steps(partial(like, optimizer), optimizer.param_groups)
+        together, wholes = together or trial.together, wholes or (trial.wholes and not trial.failed)
+    shape = tuple(part.shape)
+    if together:
+        raise ConfigurationError(
+            f"{name}: a step on a parameter depends on others, and one of shape {shape} is a part, cut over tp; needs "
+            "an optimizer that updates each element by itself, such as AdamW"
+        )
+    if wholes:
+        raise ConfigurationError(
+            f"{name}: a step needs whole parameters, and one of shape {shape} is a part, cut over tp; needs "
+            f"mpidl.ZeroOptimizer(model, {name}, stage=1, mesh=mesh, ...), which brings the parts together"
+        )

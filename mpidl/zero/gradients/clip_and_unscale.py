@@ -1,0 +1,112 @@
+"""Clips, unscales, searches and clears a ZeroOptimizer's reduced gradients, between backward passes and the step.
+
+Every rank holds its shards of the mean over the ranks. A norm is a sum over all shards. A rank makes a change on its
+own shards, and `GradAttributes` notes it, so that the step refuses changes that differ over the ranks.
+
+Where the optimizer updates whole parameters (OneBitAdam), every rank has whole buckets, of means or of its own
+gradients. Norms and changes are then of what it has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...errors import TrainingError
+from ...gradients.clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
+from ...gradients.nonfinite import NonfiniteWatch, are_finite
+from ...mesh.norm import norm_over_mesh
+from ..optimizer_parts import Parts
+
+
+def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> None:
+    """Forgets the gradients; set_to_none=False: they count as zeros. nonfinite: what watches their values."""
+    parts.shard_reducer.clear()
+    parts.grad_attributes.clear()
+    if nonfinite is not None:
+        nonfinite.clear()
+    if not set_to_none:
+        for number in range(len(parts.shards)):
+            flags = parts.shard_reducer.reached(number)
+            flags[:] = [True] * len(flags)
+    for part in parts.slices.values():
+        part.values.grad = None
+    for p in parts.model.parameters():
+        p.grad = None
+    if not set_to_none:
+        parts.grad_attributes.show_gradients()
+
+
+def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
+    """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
+    refuse_used(parts, "clip_grad_norm_")
+    parts.parameters.release()
+    parts.shard_reducer.promote_to_fp32()
+    shards = _changed(parts)
+    if parts.inner.updates_wholes:
+        norm = norm_over_shards(shards, norm_type, None)
+    elif parts.mesh is None or not parts.mesh.layout.model_axes:
+        norm = norm_over_shards(shards, norm_type, parts.group.shards)
+    else:
+        power = check_norm_type(norm_type)
+        norms = local_norms([part.of(shards[part.number]) for part in parts.slices.values()], power)
+        norm = norm_over_mesh(norms, parts.slices, power, parts.mesh, shards=True, counted=parts.group.is_first)
+    scale_(shards, max_norm, norm, error_if_nonfinite)
+    parts.grad_attributes.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
+    return norm
+
+
+def clip_value(parts: Parts, limit: float) -> None:
+    """Brings every element of the gradients into -limit .. limit."""
+    refuse_used(parts, "clip_grad_value_")
+    parts.shard_reducer.promote_to_fp32()
+    clamp_(_changed(parts), limit)
+    parts.grad_attributes.note(f"clip_grad_value_({float(limit)})")
+
+
+def unscale(parts: Parts, inverse_scale: float) -> bool:
+    """Multiplies the gradients, 16-bit ones in fp32 from here on; returns whether one of this rank was not finite."""
+    refuse_used(parts, "unscale_")
+    parts.parameters.release()
+    parts.shard_reducer.promote_to_fp32()
+    shards = _changed(parts)
+    for shard in shards:
+        shard.mul_(inverse_scale)
+    return not all(are_finite(shards))
+
+
+def find_nonfinite(parts: Parts, nonfinite: NonfiniteWatch | None) -> list[tuple[str, int | None]] | None:
+    """Names the parameters whose gradients are not finite, with the rank if `nonfinite` has seen it. Collective."""
+    parts.parameters.release()
+    watched = None if nonfinite is None else nonfinite.find(parts.comm)
+    if watched is not None or parts.backward_steps is not None:
+        return None if watched is None else [*watched]
+    reduced = _changed(parts)
+    if parts.inner.updates_wholes:
+        views: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for shard, flat in zip(parts.shards, reduced, strict=True):
+            shapes = [p.shape for p in shard.parameters]
+            views |= dict(zip(shard.parameters, shard.layout.views(flat, shapes), strict=True))
+        fine = are_finite(views[p] for p in parts.slices)
+    else:
+        fine = are_finite(part.of(reduced[part.number]) for part in parts.slices.values())
+    flags = np.array([not each for each in fine], np.uint8)
+    parts.comm.all_reduce(flags, "max")
+    found = [p for p, flag in zip(parts.slices, flags, strict=True) if flag]
+    return [(name, None if parts.comm.size > 1 else 0) for name in parts.names_of(found)] or None
+
+
+def refuse_used(parts: Parts, what: str) -> None:
+    """Raises TrainingError where the backward pass has used the gradients up, which `what` would see."""
+    if parts.backward_steps is not None:
+        raise TrainingError(
+            f"{what}: with step_in_backward the backward pass has made the step, and no gradient is left that "
+            f"{what} could see; make the ZeroOptimizer without it"
+        )
+
+
+def _changed(parts: Parts) -> list[torch.Tensor]:
+    """The gradients on which this rank acts: its shards, or whole buckets where its step updates whole parameters."""
+    parts.grad_attributes.update()
+    take = parts.shard_reducer.whole if parts.inner.updates_wholes else parts.shard_reducer.shard
+    return [take(number) for number in range(len(parts.shards))]

@@ -1,0 +1,463 @@
+"""Reduces gradients to shards: reduce-scatters each bucket as backward fills it, and keeps this rank's part.
+
+Kinds of tensor, and which share storage:
+
+    bucket.flat     a bucket's gradients, whole, in the dtype in which they are reduced; stage 1 keeps it, stages 2 and
+                    3 take a buffer for it from `BufferPool` until it is reduced
+    gradient shard  this rank's part of the mean over the ranks; in stage 1 a view of bucket.flat; fp32 of its own
+                    once 16-bit ones are summed, clipped or unscaled
+    values          this rank's part of the parameters; in stages 1 and 2 a view of the whole flat parameters
+    slice           what the shard holds of one parameter: a view of `values`, or its fp32 master copy for 16-bit
+                    parameters; the inner optimizer steps on slices
+
+Who runs what: the thread of the backward pass; reductions run in the Communicator's progress thread, in this order on
+every rank:
+
+    for each bucket, in order   reduce-scatter; with a `Stepper` also an all-reduce of what was reached
+    at the end of the pass      waits for all of these
+                                an all-reduce of flags: steps of hooks, gradients after launch, what was reached
+                                reduce-scatters of the buckets that got gradients after their launch, and their wait
+
+A rank without a free buffer waits for its own oldest reduction (`wait`). That needs what this rank has launched already
+and, in stage 3, its part in gathers, which `wait` takes; so no two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives import Work
+from collectives.devices import HOST, Place
+
+from ...comm_hooks import Hook, begin, plain_wait
+from ...errors import TrainingError, listed
+from ...gradients.backward import BackwardWatch
+from ...gradients.bucket_queue import BucketQueue
+from ...gradients.buckets import GradientBucket, by_rank
+from ...gradients.foreign_steps import ForeignSteps
+from ...partial_steps import NOT_REDUCED
+from ..parameter_shard import ParameterShard
+from ..shard_group import ShardGroup
+from .bucket_gradient import BucketGradient
+from .buffer_pool import BufferPool
+from .hooked_reduction import shown_bucket, take_result
+from .sharded_gradient import ShardedGradient
+from .stepper import Stepper
+
+
+class ShardReducer:
+    """Reduces every bucket's gradients, as backward fills it, so that each rank holds the mean of its shard.
+
+    shards: of the parameters of each bucket, in the order in which they are reduced.
+    over: the ranks that have shards, and those that have the same one.
+    watch: of the backward passes; `begin_pass`, `queue` and `abandon_pass` belong to its phases.
+    keep_whole: stage 1, where the buckets stay allocated; else they take turns in a few buffers.
+    names: of the parameters.
+    reduce_dtype: of the buckets; by default that of their parameters.
+    wait: waits for a reduction.
+    num_shared_buffers: of each dtype; one fills while the others are reduced.
+    num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
+    place: where the parameters lie.
+    keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
+
+    sums_whole: stage 1 with a hook that leaves a whole bucket reduced: what several passes give adds up in all of it.
+    stepper: if there is one, gradients are given to it as they are reduced, and then forgotten; may be set.
+    counted: as of `ZeroTraffic`.
+
+    Gradients of several passes add up until `clear`. What autograd gives a parameter is taken away at once.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        over: ShardGroup,
+        watch: BackwardWatch,
+        keep_whole: bool,
+        names: Mapping[torch.nn.Parameter, str],
+        reduce_dtype: torch.dtype | None = None,
+        wait: Callable[[Work], None] = plain_wait,
+        num_shared_buffers: int = 3,
+        num_dedicated_buffers: int = 0,
+        place: Place = HOST,
+        keeps_shard_memory: bool = True,
+    ) -> None:
+        self._place = place
+        # Not for replicas, whose own reduction is without copies in symmetric memory.
+        fresh_memory = keep_whole or place.keeps_freed or over.replicas is not None
+        self._keeps_shard_memory = keeps_shard_memory and not fresh_memory
+        self.sums_whole = False
+        self._buffer_readers: set[Any] = set()  # streams that were the last to read a buffer
+        self._over, self._comm = over, over.shards
+        self._names = names
+        self._keep_whole = keep_whole
+        self.stepper: Stepper | None = None
+        self.hook: tuple[Any, Hook] | None = None  # what communicates in place of the reduce-scatter, and its state
+        self._reduce_dtype = reduce_dtype
+        self._wait = wait
+        self._num_shared_buffers = num_shared_buffers
+        self.counted = {"reductions": 0, "reduced_bytes": 0}
+        self._of: dict[GradientBucket, BucketGradient] = {}
+        self._algorithm = by_rank(self._comm, "reduce_scatter")
+        self._in_flight: deque[BucketGradient] = deque()
+        self._gradients_after_launch: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
+        self._foreign = ForeignSteps(names)
+        self._parameters: list[torch.nn.Parameter] = []  # of all buckets
+        buckets = self._make(shards)
+        self._dedicated = buckets[len(buckets) - num_dedicated_buffers :]
+        self._buffers = self._make_buffers([] if keep_whole else buckets)
+        self.queue = BucketQueue(
+            buckets,
+            watch,
+            take=self._take,
+            launch=self._launch,
+            finish=self._finish_pass,
+            missing=lambda *_: None,
+            on_gradient_after_launch=self._on_gradient_after_launch,
+            place=place,
+        )
+
+    def add(self, shards: Sequence[ParameterShard]) -> None:
+        """More buckets, reduced after those there are. Collective."""
+        self.queue.set_buckets([*self.queue.buckets, *self._make(shards)])
+        if not self._keep_whole:  # they may need larger buffers
+            self._buffers = self._make_buffers(self.queue.buckets)
+
+    def _make_buffers(self, buckets: Sequence[GradientBucket]) -> BufferPool:
+        return BufferPool(buckets, self._comm, self._num_shared_buffers, self._dedicated, self._place.device)
+
+    def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:
+        buckets = [GradientBucket(shard.parameters, shard.layout) for shard in shards]
+        for bucket in buckets:
+            self._parameters += bucket.parameters
+            bucket.dtype = self._reduce_dtype or bucket.dtype
+            count = len(bucket.parameters)
+            keeps_memory = self._keeps_shard_memory and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
+            self._of[bucket] = BucketGradient(len(self._of), bucket, keeps_memory, [False] * count, [False] * count)
+            if self._keep_whole:
+                bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
+        return buckets
+
+    def shard(self, number: int) -> torch.Tensor:
+        """The reduced gradient of this rank's part of bucket `number`; zeros if there was no pass.
+
+        TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
+        """
+        self.refuse_unreduced()
+        self._finish_reductions()  # of a pass that an exception has cut short
+        gradients = self._of[self.queue.buckets[number]]
+        if gradients.shard is None:
+            bucket = gradients.bucket
+            gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype, device=self._place.device)
+        self._place.keep(gradients.shard)
+        return gradients.shard
+
+    def whole(self, number: int) -> torch.Tensor:
+        """All gradients of bucket `number`, with `sums_whole`; zeros if there was no pass. TrainingError as `shard`."""
+        self.refuse_unreduced()
+        self._finish_reductions()
+        gradients = self._of[self.queue.buckets[number]]
+        flat = gradients.bucket.flat
+        assert flat is not None
+        if gradients.shard is None:
+            gradients.shard = gradients.bucket.layout.shard(flat.zero_(), self._comm.rank)
+        elif gradients.shard.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            raise TrainingError(
+                "gradients of earlier passes were loaded, of which each rank has its shard, and the optimizer needs "
+                "whole ones; needs a checkpoint after a step"
+            )
+        return flat
+
+    def refuse_unreduced(self) -> None:
+        """Raises TrainingError if there were passes that did not communicate."""
+        if self.queue.has_unreduced_gradients:
+            raise TrainingError(NOT_REDUCED)
+
+    def promote_to_fp32(self) -> None:
+        """Keeps reduced 16-bit gradients in fp32 until `clear`.
+
+        Divided by a loss scale, many would be zero in fp16; multiplied by anything, they would be rounded once more.
+        """
+        for gradients in self._of.values():
+            if gradients.shard is not None and gradients.shard.dtype.itemsize == 2:
+                gradients.shard = gradients.shard.float()
+
+    def reached(self, number: int) -> list[bool]:
+        """Per parameter of bucket `number`, whether a pass gave it a gradient since `clear`.
+
+        On any rank, or on this one, for passes that did not communicate.
+        """
+        return self._of[self.queue.buckets[number]].reached
+
+    def used(self, number: int) -> list[bool]:
+        """Per parameter of bucket `number`, whether a step in the last backward pass has used its gradient up."""
+        gradients = self._of[self.queue.buckets[number]]
+        return gradients.used or [False] * len(gradients.reached)
+
+    def _forget_used(self) -> None:
+        for gradients in self._of.values():
+            gradients.used = []
+
+    def restore(self, number: int, reached: Sequence[bool], in_fp32: bool) -> torch.Tensor:
+        """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
+
+        reached: as of `reached`. in_fp32: fp32 where the bucket has 16 bits.
+        """
+        gradients = self._of[self.queue.buckets[number]]
+        dtype = torch.float32 if in_fp32 and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
+        gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype, device=self._place.device)
+        gradients.reached = list(reached)
+        return gradients.shard
+
+    def clear(self) -> None:
+        """Forgets all gradients, also those of a pass that an exception has cut short."""
+        self._finish_reductions()
+        self._forget_used()
+        self.queue.has_unreduced_gradients = False
+        for gradients in self._of.values():
+            self._clear(gradients)
+
+    def _clear(self, gradients: BucketGradient) -> None:
+        gradients.shard = None
+        gradients.filled = [False] * len(gradients.filled)
+        gradients.reached = [False] * len(gradients.reached)
+        if not self._keep_whole and gradients.bucket.flat is not None:
+            self._release_storage(gradients.bucket)
+
+    def forget(self, number: int, index: int) -> None:
+        """Forgets the gradient of one parameter of bucket `number`, between passes."""
+        self._finish_reductions()
+        gradients = self._of[self.queue.buckets[number]]
+        gradients.filled[index] = gradients.reached[index] = False
+        if not any(gradients.reached):
+            self._clear(gradients)
+        elif gradients.shard is not None:
+            piece = gradients.bucket.layout.piece(index, self._comm.rank)
+            gradients.shard[piece.offset : piece.offset + piece.stop - piece.start].zero_()
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        self.queue.remove()
+        self._foreign.end()
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The gradients, whole or sharded, and the buffers that no bucket has."""
+        shards = [g.shard for g in self._of.values() if g.shard is not None]
+        whole = [b.flat for b in self.queue.buckets if b.flat is not None]
+        whole += [gradient for sums in self._gradients_after_launch.values() for gradient in sums.values()]
+        unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
+        return {"gradients": shards + whole, "buckets": self._buffers.free + unused}
+
+    def begin_pass(self) -> None:
+        """A pass begins; refuses one that would give gradients of gradients. Collective where the pass makes steps."""
+        _refuse_double_backward()
+        if self.stepper is not None:
+            self._forget_used()
+        if self.queue.synchronise and self.stepper is not None:
+            self.stepper.begin()
+        self._foreign.begin(self._parameters)
+
+    def end_pass(self) -> None:
+        """A pass ends, also one that has communicated nothing."""
+        if not self.queue.synchronise:
+            self._foreign.end_quietly()
+
+    def _take(self, bucket: GradientBucket, index: int) -> None:
+        parameter, gradients = bucket.parameters[index], self._of[bucket]
+        gradient = self._take_from(parameter)
+        if gradient is None:
+            return
+        self._ensure_storage(gradients)
+        if gradients.filled[index]:
+            bucket.views[index].add_(gradient)
+        else:
+            bucket.views[index].copy_(gradient)
+        gradients.filled[index] = gradients.reached[index] = True
+
+    def _on_gradient_after_launch(self, bucket: GradientBucket, index: int) -> None:
+        """Keeps a parameter's second gradient in a pass, after its bucket was launched, until the end of the pass.
+
+        Several re-entrant checkpoints that share the parameter give such ones.
+        """
+        gradient = self._take_from(bucket.parameters[index])
+        if gradient is None:
+            return
+        sums = self._gradients_after_launch.setdefault(bucket, {})
+        sums[index] = gradient.to(bucket.dtype, copy=True) if index not in sums else sums[index].add_(gradient)
+
+    def _take_from(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Takes the gradient of this pass from a parameter."""
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            gradient = gradient.take_arrived()
+        else:
+            parameter.grad = None
+        if gradient is not None and gradient.layout != torch.strided:
+            raise TrainingError(
+                f"{self._names[parameter]}: its gradient is sparse; ZeRO's buckets are dense, so compute it densely"
+            )
+        return gradient
+
+    def _reduce_gradients_after_launch(self) -> None:
+        """Reduces buckets once more that got gradients after their launch; learns what any rank has reached.
+
+        Raises TrainingError on every rank where a hook has made a step.
+        """
+        world, buckets = self._over.world, self.queue.buckets
+        reached = [r for bucket in buckets for r in self._of[bucket].reached]
+        again = [bucket in self._gradients_after_launch for bucket in buckets]
+        agreed = np.array([self._foreign.found(world), *again, *reached], np.int64)
+        work = world.all_reduce(agreed, "max", async_op=True)
+        assert work is not None
+        self._wait(work)  # others may still gather units
+        foreign, *flags = agreed.tolist()
+        self._foreign.refuse(foreign, world, self._parameters)
+        anywhere, reached_anywhere = flags[: len(buckets)], iter(flags[len(buckets) :])
+        if self.stepper is not None and any(anywhere):
+            names = [self._names[p] for p in buckets[anywhere.index(1)].parameters]
+            raise TrainingError(
+                f"step_in_backward: a gradient of {listed(names)} came after the step on it, as of several re-entrant "
+                "checkpoints that share a parameter; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        for bucket in buckets:
+            self._of[bucket].reached = [bool(next(reached_anywhere)) for _ in bucket.parameters]
+        for bucket in (bucket for bucket, found in zip(buckets, anywhere, strict=True) if found):
+            gradients = self._of[bucket]
+            self._ensure_storage(gradients)
+            for index, gradient in self._gradients_after_launch.pop(bucket, {}).items():
+                if gradients.filled[index]:
+                    bucket.views[index].add_(gradient)
+                else:
+                    bucket.views[index].copy_(gradient)
+                gradients.filled[index] = True
+            self._launch(bucket)
+        self._finish_reductions()
+
+    def _ensure_storage(self, gradients: BucketGradient) -> None:
+        """Gives the bucket storage, if it has none, and moves what it reduced before out of it.
+
+        Waits for the oldest reductions where all buffers are in use.
+        """
+        bucket = gradients.bucket
+        if bucket.flat is None:
+            while (flat := self._buffers.take(bucket)) is None and self._in_flight:
+                self._finish_oldest_reduction(steps=True)
+            if flat is None:  # more buckets fill than there are buffers, as under no_sync
+                flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
+            self._place.wait_for_streams(self._buffer_readers)
+            bucket.allocate(flat)
+        elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
+            if self.sums_whole:
+                self.whole(gradients.number)  # refuses what is not whole
+                gradients.filled, gradients.shard = list(gradients.reached), None
+            else:
+                gradients.shard = gradients.shard.clone()
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        gradients = self._of[bucket]
+        self._ensure_storage(gradients)
+        assert bucket.flat is not None
+        for view, filled in zip(bucket.views, gradients.filled, strict=True):
+            if not filled:
+                view.zero_()
+        if self._keep_whole:  # a shard that was clipped by a norm that is no number was a view of the bucket
+            bucket.clear_padding()
+        own = bucket.layout.shard(bucket.flat, self._comm.rank)
+        if gradients.keeps_memory and gradients.shard is None:
+            if gradients.memory is None:
+                gradients.memory = torch.empty_like(own)
+            own = gradients.memory
+        gradients.target = own
+        if self.hook is None:
+            bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
+        else:
+            last = gradients.number == len(self.queue.buckets) - 1
+            gradients.handle = begin(self.hook, shown_bucket(gradients, last, self._over, self._algorithm))
+        self.counted["reductions"] += 1
+        self.counted["reduced_bytes"] += bucket.nbytes
+        self._in_flight.append(gradients)
+        if self.stepper is not None:
+            reached = np.array(gradients.reached, np.uint8)
+            work = self._over.world.all_reduce(reached, "max", async_op=True)
+            assert work is not None
+            gradients.agreed_reached = reached, work
+            with self._foreign.own(bucket.parameters):
+                self.stepper.launched(gradients.number)
+
+    def _finish_oldest_reduction(self, steps: bool) -> None:
+        """Waits for the oldest reduction in flight, and adds its result to the bucket's shard.
+
+        steps: give it to the stepper, if there is one; False where an exception has cut the pass short.
+        """
+        gradients = self._in_flight.popleft()
+        bucket = gradients.bucket
+        assert bucket.flat is not None
+        if gradients.handle is not None:
+            take_result(gradients, self._comm.rank, self._wait)
+        else:
+            assert bucket.work is not None
+            self._wait(bucket.work)
+        bucket.work = gradients.handle = None
+        target, before, gradients.target = gradients.target, gradients.shard, None
+        assert target is not None
+        if before is None:
+            stays = self._keep_whole or target is gradients.memory or self.stepper is not None
+            gradients.shard = target if stays else target.clone()
+        elif target.dtype.itemsize == 2:
+            gradients.shard = before.float().add_(target)  # many small ones would be lost in a 16-bit sum
+        elif self._keep_whole:
+            gradients.shard = target.add_(before)
+        else:
+            before.add_(target)
+        gradients.filled = [False] * len(gradients.filled)
+        if self.stepper is not None:
+            self._step(self.stepper, gradients, steps)
+        if not self._keep_whole:
+            self._release_storage(bucket)
+
+    def _step(self, stepper: Stepper, gradients: BucketGradient, steps: bool) -> None:
+        """Gives the reduced gradient to the stepper, and forgets it."""
+        assert gradients.agreed_reached is not None
+        assert gradients.shard is not None
+        reached, work = gradients.agreed_reached
+        self._wait(work)
+        gradients.agreed_reached = None
+        if steps:
+            gradients.used = reached.astype(bool).tolist()
+            stepper.step(gradients.number, gradients.shard, gradients.used)
+        gradients.shard, gradients.reached = None, [False] * len(gradients.reached)
+
+    def _release_storage(self, bucket: GradientBucket) -> None:
+        assert bucket.flat is not None
+        self._buffers.release(bucket.flat)
+        self._buffer_readers.add(self._place.stream())
+        bucket.release()
+
+    def _finish_pass(self) -> None:
+        self._finish_reductions(steps=True)
+        self._reduce_gradients_after_launch()
+        self._buffer_readers.clear()  # the next pass comes after this one
+        if self.stepper is not None:
+            self.stepper.end()
+
+    def abandon_pass(self) -> None:
+        """An exception has cut the pass short: waits for what was launched on all ranks, and forgets the rest."""
+        self._finish_reductions()
+        self._gradients_after_launch.clear()
+        self._foreign.end()
+
+    def _finish_reductions(self, steps: bool = False) -> None:
+        while self._in_flight:
+            self._finish_oldest_reduction(steps)
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise TrainingError(
+            "backward(create_graph=True) through a model that a ZeroOptimizer trains: gradients of gradients cannot "
+            "pass through the reduction to shards"
+        )

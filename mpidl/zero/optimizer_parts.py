@@ -1,0 +1,90 @@
+"""Parts of a ZeroOptimizer, one field each: what `construction.build` makes, and the optimizer's methods work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from collectives import Communicator
+from collectives.devices import Place
+
+from ..gradients.backward import BackwardWatch
+from ..mesh import Mesh
+from ..optimizer_trial import StepNeeds
+from .gradients.grad_attribute import GradAttributes
+from .gradients.shard_reducer import ShardReducer
+from .offload import OffloadedOptimizer
+from .parameter_shard import ParameterShard
+from .parameters.gathered_block import WholeParameters
+from .parameters.strategy import ParameterStrategy
+from .parameters.weight_guard import WeightGuard
+from .shard_group import ShardGroup
+from .slices import Slice
+from .states.whole_states import StateNames
+from .stepping.backward_steps import BackwardSteps
+from .stepping.inner import InnerOptimizer
+
+if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+    from ..gradients.compression.hook import CompressedReduction
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a ZeroOptimizer.
+
+    group: the ranks: all of them, those that have shards, those with this rank's shard.
+    mesh: the axes over which the norm of the whole model is taken; None: those of `group`.
+    model: the plain model, trained in place. place: where its parameters lie.
+    names: of the model's state_dict.
+    groups: list of dicts; the parameter groups as given, with the model's parameters.
+    prototype: optimizer of the inner class on single elements; refuses wrong groups before anything is changed.
+    find_needs: function of groups; what a step on them needs besides slices.
+    trained: list of the parameters that train; grows by add_param_group.
+    watch: begins and ends backward passes.
+    parameters: where the parameters live.
+    shards: list of ParameterShard; this rank's shards that train, by the numbers of the gradients' buckets.
+    slices: dict of parameter to Slice; this rank's part of each that trains.
+    shard_reducer: reduces gradients to shards. grad_attributes: shows these as `.grad`.
+    inner: steps on the slices' values. offloaded: the same, where state is offloaded; else None.
+    guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
+    backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
+    compressed: reduces the gradients, with `compress=`; else None.
+    hooks: list of handles on the model, to be removed. dtypes: of parameters before `precision`.
+    """
+
+    group: ShardGroup
+    mesh: Mesh | None
+    model: torch.nn.Module
+    place: Place
+    names: StateNames
+    groups: list[dict[str, Any]]
+    prototype: torch.optim.Optimizer
+    find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
+    trained: list[torch.nn.Parameter]
+    watch: BackwardWatch
+    parameters: ParameterStrategy
+    shards: list[ParameterShard]
+    slices: dict[torch.nn.Parameter, Slice]
+    shard_reducer: ShardReducer
+    grad_attributes: GradAttributes
+    inner: InnerOptimizer
+    offloaded: OffloadedOptimizer | None
+    guard: WeightGuard
+    whole: WholeParameters
+    backward_steps: BackwardSteps | None
+    compressed: CompressedReduction | None
+    hooks: list[Any]
+    dtypes: dict[torch.nn.Parameter, torch.dtype]
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self.group.world
+
+    def names_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
+        """Names of parameters in the plain model; the first of a tied one's."""
+        names = {p: name for name, p in reversed(self.names.parameters.items())}
+        return [names[p] for p in parameters]

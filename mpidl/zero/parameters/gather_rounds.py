@@ -1,0 +1,241 @@
+"""Rounds in which the ranks gather units: each names the unit that it wants and those that it holds.
+
+    rank 0   wants 4, holds 3     all ranks see all of it:  2 is whole, but no rank holds or wants it: freed
+    rank 1   wants 5, holds 3                               4 and 5 are wanted, and not whole: gathered
+
+A round is one operation in the progress thread of a Communicator that has no other use: an all-gather of messages, then
+an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same messages, so they run
+the same operations, and need not compute the same units, nor in the same order: a rank that needs nothing takes part
+with the unit that it will need next. In the usual case all want the same unit, some ahead of the one that computes.
+
+A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
+one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from collectives import Communicator, Work
+from collectives.devices import HOST
+
+from ..traffic import ZeroTraffic
+
+_BITS = 62  # of a message's word
+
+
+class Purpose(IntEnum):
+    """The reason why a rank takes part in a round.
+
+    AHEAD: it goes on meanwhile. NEEDED: it waits for its unit. REDUCES: it waits for a reduction. DONE: its pass is
+    over. GONE: its engine is; in such a round nothing is gathered.
+    """
+
+    AHEAD = 0
+    NEEDED = 1
+    REDUCES = 2
+    DONE = 3
+    GONE = 4
+
+
+class Gatherable(Protocol):
+    """A unit. whole_bytes: of all ranks' shards. exact: whether it was gathered in full precision the last time."""
+
+    whole_bytes: int
+    exact: bool
+
+    def gather(self, comm: Communicator, exact: bool) -> int:
+        """Makes the unit whole where this rank's node keeps it. Collective. Returns the gathered bytes.
+
+        exact: in full precision, in any case.
+        """
+
+    def discard(self) -> None:
+        """Gives that memory back, which no rank of the node uses any more."""
+
+
+@dataclass
+class GatherRound:
+    """A round in flight.
+
+    Set when it is over: everyone_done, whether all ranks were done; served, whether the unit that this rank wanted is
+    whole; reducing, the ranks that waited for a reduction.
+    """
+
+    work: Work | None = None
+    everyone_done: bool = False
+    served: bool = False
+    reducing: tuple[int, ...] = ()
+
+    def is_over(self) -> bool:
+        """Tells if all ranks have taken part."""
+        assert self.work is not None
+        return self.work.is_completed()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when it is over. timeout: seconds; WorkTimeout when they pass first."""
+        assert self.work is not None
+        self.work.wait(timeout)
+
+
+class GatherRounds:
+    """Starts rounds, which run in the order in which they are started.
+
+    comm: serves nothing else. device: of the units. compresses: whether they are gathered compressed.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        units: Sequence[Gatherable],
+        device: torch.device = HOST.device,
+        compresses: bool = False,
+    ) -> None:
+        self.traffic, self._device, self._compresses = ZeroTraffic(), device, compresses
+        self._comm, self._units = comm, list(units)
+        self._whole: set[int] = set()  # on all ranks the same
+        self._message, self._table = _messages(comm, len(self._units))
+        self._last: GatherRound | None = None
+
+    @property
+    def are_over(self) -> bool:
+        """Tells if all ranks have joined every round that this one has started."""
+        return self._last is None or self._last.is_over()
+
+    def start(
+        self, wanted: int | None, held: Collection[int], purpose: Purpose, pinned: Collection[int] = ()
+    ) -> GatherRound:
+        """Starts a round, in which this rank wants a unit gathered or takes part in the others' gathers.
+
+        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank. pinned: of
+        those that it needs in full precision.
+        """
+        words = [0] * (self._message.size - 2)
+        for first, numbers in ((0, held), (len(words) // 2, pinned)):
+            for number in numbers:
+                words[first + number // _BITS] |= 1 << (number % _BITS)
+        message = [-1 if wanted is None else wanted, purpose, *words]
+        self._last = started = GatherRound()
+        started.work = self._comm.compound(
+            "gather units", lambda: self._run(message, started), async_op=True, device=self._device
+        )
+        return started
+
+    def done(self, held: Collection[int], pinned: Collection[int] = ()) -> GatherRound:
+        """Returns a round in which this rank wants nothing, when it is over."""
+        last = self.start(None, held, Purpose.DONE, pinned)
+        last.wait()
+        return last
+
+    def refresh(self, numbers: Collection[int]) -> None:
+        """Gathers those of these units that are whole once more, as their shards have changed. Collective."""
+
+        def task() -> None:
+            for number in sorted(self._whole.intersection(numbers)):
+                self._gather(number, self._units[number].exact)
+
+        self._comm.compound("gather units", task, device=self._device)
+
+    def _run(self, message: list[int], started: GatherRound) -> None:
+        self._message[:] = message
+        self._comm.all_gather(self._table, self._message)
+        self.traffic.rounds += 1
+        table = self._table
+        started.everyone_done = bool((table[:, 1] >= Purpose.DONE).all())
+        started.reducing = tuple(int(rank) for rank in np.flatnonzero(table[:, 1] == Purpose.REDUCES))
+        wanted = {int(number) for number in table[:, 0]} - {-1}
+        gathers = not (table[:, 1] == Purpose.GONE).any()
+        if not gathers:
+            wanted &= self._whole
+        held, pinned = np.split(np.bitwise_or.reduce(table[:, 2:], axis=0), 2)
+        kept = {n for n in self._whole if _has(held, n)} | (wanted & self._whole)
+        for number in sorted(self._whole - kept):
+            self._units[number].discard()
+        self._whole = kept
+        other = {n for n in kept if self._units[n].exact != _has(pinned, n)} if self._compresses and gathers else set()
+        for number in sorted((wanted - kept) | other):
+            self._whole.add(number)
+            self._gather(number, _has(pinned, number))
+        started.served = message[0] in self._whole
+
+    def _gather(self, number: int, exact: bool) -> None:
+        self.traffic.gathered_bytes += self._units[number].gather(self._comm, exact)
+        self.traffic.gathers += 1
+        whole = sum(self._units[n].whole_bytes for n in self._whole)
+        self.traffic.peak_bytes = max(self.traffic.peak_bytes, whole)
+
+
+def leave(comm: Communicator, units: int) -> None:
+    """Takes part in rounds, without an engine, until all ranks do so, and none is left. Collective.
+
+    Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so. units: how many there
+    are.
+    """
+    message, table = _messages(comm, units)
+    message[:] = [-1, Purpose.GONE, *[0] * (message.size - 2)]
+    comm.exempt_from_watchdog = True  # at the end of the program the others may come late
+
+    def task() -> None:
+        comm.all_gather(table, message)
+
+    purposes = {Purpose.AHEAD}
+    while purposes != {Purpose.GONE} and Purpose.NEEDED not in purposes:
+        # Beside the program, as `start` does, so that MPI's collectives are of one kind on all ranks.
+        work = comm.compound("gather units", task, async_op=True)
+        assert work is not None
+        work.wait()
+        purposes = {Purpose(number) for number in table[:, 1]}
+
+
+def _messages(comm: Communicator, units: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Memory for what this rank says in a round, and for what all ranks say."""
+    words = 2 + 2 * -(-units // _BITS)
+    return np.empty(words, np.int64), np.empty((comm.size, words), np.int64)
+
+
+def _has(words: np.ndarray[Any, Any], number: int) -> bool:
+    """Tells if a unit's bit is set in a message's words."""
+    return bool(int(words[number // _BITS]) >> (number % _BITS) & 1)
+
+
+class Forecast:
+    """Predicts the uses of units that come next: each is the one that followed the two before it the last time.
+
+    own: number of the model's own unit, which is whole from the beginning of a pass to its end.
+    """
+
+    def __init__(self, own: int) -> None:
+        self._own = own
+        self._next: dict[tuple[int, int, bool], tuple[int, bool]] = {}
+        self._last: tuple[int, int, bool] = (-1, -1, False)
+
+    def note(self, number: int, backward: bool) -> None:
+        """Notes that a unit is used."""
+        self._next[self._last] = number, backward
+        self._last = self._last[1], number, backward
+
+    def ahead(self, count: int, next_pass: bool = False) -> list[int]:
+        """The numbers of the next `count` different units, and of the own one if it comes before; fewer if unknown.
+
+        They are those of the pass under way, which ends with a backward pass; with next_pass of the one after it.
+        """
+        found: dict[int, None] = {}
+        seen, at = set(), self._last
+        while at in self._next and at not in seen:
+            seen.add(at)
+            number, backward = self._next[at]
+            ends = at[2] and not backward
+            if ends and not next_pass:
+                break
+            next_pass = next_pass and not ends
+            if number != self._own and len(found) - (self._own in found) == count:
+                break
+            found[number] = None
+            at = at[1], number, backward
+        return list(found)

@@ -1,0 +1,37 @@
+"""Parameters without memory, which are gathered before an operator reads them (`read_hook`).
+
+So a weight that is used outside its module's forward pass is gathered then. What would read or change it where the
+other ranks may not come to gather it is refused by name. It stays watched while it is held for such a use, as the
+weight must be whole again in each result's backward pass. Parameters that are whole for their module are of their own
+class.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from .read_hook import ABOUT, BeforeRead, Watched, unwatch, watch
+
+
+class _Released(Watched):
+    about = ABOUT | {"data_ptr", "untyped_storage", "is_shared", "__repr__", "__format__"}
+    about |= {"__reduce_ex__", "__deepcopy__"}
+
+
+def release(parameter: torch.nn.Parameter, placeholder: torch.Tensor, before_read: BeforeRead) -> None:
+    """Puts `placeholder`, of the parameter's shape, in place of its memory, and watches it.
+
+    before_read: a method that makes the parameter whole, or raises, and returns a function that makes it whole again
+        for the backward pass. Its object is not kept alive.
+    """
+    parameter.data = placeholder
+    watch(parameter, weakref.WeakMethod(before_read), _Released)
+
+
+def restore(parameter: torch.nn.Parameter, values: torch.Tensor, watched: bool = False) -> None:
+    """Gives a parameter its values. watched: whether operators on it go on to call back."""
+    if not watched:
+        unwatch(parameter)
+    parameter.data = values
