@@ -64,23 +64,24 @@ help:
 run: $(VENV)/.run
 	$(MPIRUN) -n $(NP) $(PY) examples/gpt2_zero3.py $(ARGS)
 
-# pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What takes one core,
-# without MPI and on 1 rank, runs beside the tests that start jobs, which leave one idle; its output comes at the end.
+# pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What needs no mpirun of
+# its own, and what starts jobs, is shared out among three processes, as jobs often wait; one of them begins with the
+# tests on 1 rank. The first one's output comes as it runs, that of the others at the end.
 PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
 	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
-	alone() { echo "== tests without MPI"; exec env $(IN_STEP) $(PYTEST) --jobs none; }; \
-	jobs() { echo "== tests that start jobs"; exec env $(IN_STEP) $(PYTEST) --jobs only; }; \
-	beside() { trap 'kill $$child; exit 1' TERM; \
-	    for each in alone $(if $(filter 1,$(NPROCS)),"on 1"); do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
+	alone() { on 1; }; \
+	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) --share "$$share"; }; \
+	beside() { trap 'kill $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
 	ran=; phase() { ( "$$@" ); case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
 	for n in $(filter-out 1,$(NPROCS)); do phase on $$n; done; \
-	said=$$(mktemp); ended=$$(mktemp); \
-	beside >"$$said" 2>&1 3>"$$ended" & \
-	trap "kill $$! 2>/dev/null; rm -f '$$said' '$$ended'" EXIT; \
-	phase jobs; \
-	wait $$! || echo 1 >>"$$ended"; cat "$$said"; \
-	for status in $$(cat "$$ended"); do phase exit $$status; done; \
+	share=$$(mktemp -d); said=$$(mktemp -d); \
+	beside $(if $(filter 1,$(NPROCS)),alone) shared >"$$said/1" 2>&1 3>"$$said/ended-1" & first=$$!; \
+	beside shared >"$$said/2" 2>&1 3>"$$said/ended-2" & second=$$!; \
+	trap "kill $$first $$second 2>/dev/null; rm -rf '$$share' '$$said'" EXIT; \
+	phase shared; \
+	wait $$first || echo 1 >>"$$said/ended-1"; wait $$second || echo 1 >>"$$said/ended-2"; cat "$$said/1" "$$said/2"; \
+	for status in $$(cat "$$said"/ended-*); do phase exit $$status; done; \
 	[ -n "$$ran" ] || { echo "no test fits $(subst ",,$(ARGS))"; exit 5; }
 
 test-hosts: $(VENV)/.test

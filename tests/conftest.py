@@ -1,12 +1,14 @@
 """Fixtures of all tests; how tests run under mpirun is in `harness`."""
 
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import launch
 from tests.harness.plugin import Harness
+from tests.harness.share import Share
 
 FAILED = pytest.StashKey[bool]()
 
@@ -14,7 +16,7 @@ FAILED = pytest.StashKey[bool]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--brief", action="store_true", help="leave out what another case or number of ranks shows too")
     parser.addoption("--twice", action="store_true", help="run every case on 2 ranks and on one other number of them")
-    parser.addoption("--jobs", choices=["only", "none"], help="run the tests that start jobs, or all others")
+    parser.addoption("--share", metavar="FOLDER", type=Path, help="run what no other process with the folder runs")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, and no others")
 
 
@@ -29,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU; runs with --gpu alone")
     config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")
     config.pluginmanager.register(Harness(config), "mpidl-harness")
+    if config.getoption("--share"):
+        config.pluginmanager.register(Share(config.getoption("--share")), "mpidl-share")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,6 +52,12 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield made
     if not request.node.stash.get(FAILED, False):
         made.close()
+
+
+@pytest.fixture(scope="session")
+def brief(request: pytest.FixtureRequest) -> bool:
+    """True with --brief: a job of many runs then makes only those that the chosen tests look at."""
+    return request.config.getoption("--brief")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,41 @@ def test_mpi_tests_are_left_out_without_mpi_and_others_under_it(tmp_path: Path) 
         assert "1 passed, 1 deselected" in done.stdout
 
 
+def test_files_without_tests_for_a_kind_of_run_are_not_imported(tmp_path: Path) -> None:
+    """Each of these fails as it is imported."""
+    write_suite(tmp_path, "import pytest\n@pytest.mark.mpi\ndef test_mpi():\n    pass\ndef test_plain():\n    pass\n")
+    wrong = {"mpi": "import pytest\npytestmark = [\n    pytest.mark.mpi,\n]\n1 / 0\n", "plain": "1 / 0\n"}
+    for options, other in (((), "mpi"), (("--only-mpi",), "plain")):
+        for name in wrong:
+            (tmp_path / f"test_{name}.py").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
+        (tmp_path / f"test_{other}.py").write_text(wrong[other])
+        done = launch.run([*command, str(tmp_path)], 30, tmp_path, launch.environment(**IMPORTABLE))
+        assert "1 passed, 1 deselected" in done.stdout, done.stdout
+        named = [*command, str(tmp_path / f"test_{other}.py")]
+        done = launch.run(named, 30, tmp_path, launch.environment(**IMPORTABLE))
+        assert "ZeroDivisionError" in done.stdout
+
+
+def test_processes_share_files_out_and_begin_with_those_that_may_take_longest(tmp_path: Path) -> None:
+    body = "import pathlib, pytest, time\n{}\n@pytest.fixture(scope='module')\ndef kept():\n    yield\n"
+    body += "    pathlib.Path({!r}).open('a').write(f'{{__name__}}\\n')\n"
+    body += "def test_one(kept): time.sleep(0.3)\ndef test_two(kept): pass\n"
+    ended = tmp_path / "ended"
+    write_suite(tmp_path, body.format("", str(ended)))
+    for name, mark in (("a", ""), ("b", "pytestmark = pytest.mark.limit(50)"), ("c", "")):
+        (tmp_path / f"test_{name}.py").write_text(body.format(mark, str(ended)))
+    (tmp_path / "claims").mkdir()
+    command = [sys.executable, *PYTEST, "-vv", "--share", str(tmp_path / "claims"), str(tmp_path)]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(launch.run, command, 60, tmp_path, launch.environment(**IMPORTABLE)) for _ in range(2)]
+        ran = [re.findall(r"test_(\w+)\.py::(\w+) PASSED", done.result().stdout) for done in both]
+    assert sorted([*ran[0], *ran[1]]) == [(file, f"test_{n}") for file in ("a", "b", "c", "it") for n in ("one", "two")]
+    assert ("b", "test_one") in (found[0] for found in ran if found)
+    assert all(found[::2] == [(file, "test_one") for file, _ in found[1::2]] for found in ran)  # a file stays together
+    assert sorted(ended.read_text().split()) == ["test_a", "test_b", "test_c", "test_it"]  # each fixture ends once
+
+
 def test_tests_for_other_numbers_of_ranks_are_left_out(suite: Callable) -> None:
     body = """
         @pytest.mark.ranks(1, 2, 4)
@@ -375,5 +411,5 @@ def alive(pid: int) -> bool:
 def test_make_test_shows_the_slowest_tests_of_each_phase() -> None:
     shown = subprocess.run(["make", "-n", "test"], cwd=launch.ROOT, capture_output=True, text=True)
     phases = [line for line in shown.stdout.splitlines() if "-m pytest" in line]
-    assert len(phases) == 3, shown.stdout + shown.stderr
+    assert len(phases) == 2, shown.stdout + shown.stderr
     assert all("--durations=10 --durations-min=1" in line for line in phases)
