@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_node: is about ranks that share memory; left out over several hosts")
     config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
     config.addinivalue_line("markers", "each(parameter): with --brief a case of each of its values runs, not two")
+    config.addinivalue_line("markers", "once: with --brief one case of it runs, not two")
     config.addinivalue_line("markers", "thorough(*cases): left out with --brief, or these cases of it")
     config.addinivalue_line("markers", "gpu: needs a GPU; runs with --gpu alone")
     config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")
@@ -62,8 +63,8 @@ def brief(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def fewer(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """`fewer(30)`: steps of a training, all of them, or a third with --brief, which show nearly the same."""
-    return (lambda steps: steps // 3) if request.config.getoption("--brief") else (lambda steps: steps)
+    """`fewer(30)`: steps of a training, all of them, or a quarter with --brief, which show nearly the same."""
+    return (lambda steps: steps // 4) if request.config.getoption("--brief") else (lambda steps: steps)
 
 
 @pytest.fixture

@@ -320,6 +320,9 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     body = """
         @pytest.mark.parametrize("case", range(8))
         def test_dealt_out(case): pass
+        @pytest.mark.once
+        @pytest.mark.parametrize("case", range(8))
+        def test_once(case): pass
         @pytest.mark.each("value")
         @pytest.mark.parametrize("way", "ab")
         @pytest.mark.parametrize("value", range(9))
@@ -334,6 +337,8 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
         def test_one_of_three(case): pass
         @pytest.mark.ranks(3)
         def test_here(): pass
+        @pytest.mark.ranks(2, 3)
+        def test_two_numbers(): pass
         """
     write_suite(tmp_path, SUITE + textwrap.dedent(body))
     found: dict[int, list[str]] = {}
@@ -345,12 +350,14 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     cases = {ranks: {name for name in names if "dealt" in name} for ranks, names in found.items()}
     assert len(cases[2] | cases[3] | cases[4]) == len(cases[2]) + len(cases[3]) + len(cases[4]) == 2
     assert cases[5] == cases[4]
+    assert len([name for ranks in (2, 3, 4) for name in found[ranks] if "once" in name]) == 1
     each = {ranks: [name[10:-1].split("-") for name in names if "each" in name] for ranks, names in found.items()}
     assert sorted(value for ranks in (2, 3, 4) for value, _ in each[ranks]) == list("012345678")
     assert all({way for _, way in each[ranks]} == {"a", "b"} for ranks in (2, 3, 4))
     assert each[5] == each[4]
     assert all("test_everywhere" in names for names in found.values())
     assert ["test_here" in found[ranks] for ranks in (2, 3, 4, 5)] == [False, True, False, False]
+    assert sum("test_two_numbers" in found[ranks] for ranks in (2, 3)) == 1
     assert all("test_one_of_three[short]" in names for names in found.values())
     assert not any(name in str(found) for name in ("test_when_there_is_time", "long"))
     twice: dict[int, list[str]] = {}
@@ -359,9 +366,9 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
         done = mpirun(ranks, *PYTEST, *options, cwd=tmp_path, **IMPORTABLE)
         twice[ranks] = re.findall(r"::(\S+) PASSED", done.stdout)
     others = [name for ranks in (1, 3, 4) for name in twice[ranks] if "everywhere" not in name and "three" not in name]
-    assert len(twice[2]) == 8 + 18 + 1 + 1 + 3
+    assert len(twice[2]) == 8 + 8 + 18 + 1 + 1 + 3 + 1
     assert sorted(others) == sorted([*(name for name in twice[2] if name in others), "test_here"])
-    assert len(others) == 8 + 18 + 1 + 1
+    assert len(others) == 8 + 8 + 18 + 1 + 1 + 1
 
 
 def test_mpirun_passes_on_output_status_and_changes_of_the_environment(mpirun: Launcher) -> None:
