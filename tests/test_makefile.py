@@ -19,7 +19,7 @@ case "$*" in
     *--only-mpi*) echo mpi >>"$PHASES"; exit $STATUS_mpi ;;
     *--share*) echo shared >>"$PHASES" ;;
 esac
-for number in 1 2 3; do mkdir "$PHASES.$number" 2>/dev/null && break; done
+for number in 1 2 3 4 5; do mkdir "$PHASES.$number" 2>/dev/null && break; done
 [ "${WHICH:-$number}" = $number ] && exit $STATUS_shared
 exit 0
 """
@@ -45,14 +45,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_test(folder: Path, mpi: int, shared: int, ranks: str = "1 2", which: str = "") -> tuple[int, list[str], str]:
+def make_test(
+    folder: Path, mpi: int, shared: int, ranks: str = "1 2", which: str = "", more: str = "PROCESSES=3"
+) -> tuple[int, list[str], str]:
     """Runs `make test` with these statuses of pytest. Returns make's, the phases that ran, and what it wrote."""
     (folder / "phases").unlink(missing_ok=True)
     for taken in folder.glob("phases.*"):
         taken.rmdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PMI", "ARGS"))}
     env |= {"STATUS_mpi": str(mpi), "STATUS_shared": str(shared), "WHICH": which, "PHASES": str(folder / "phases")}
-    command = ["make", "test", "MPI=mpich", f"NPROCS={ranks}", "ARGS=-m mpi", "FULL="]
+    command = ["make", "test", "MPI=mpich", f"NPROCS={ranks}", "ARGS=-m mpi", "FULL=", more]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, (folder / "phases").read_text().split(), done.stdout + done.stderr
 
@@ -98,3 +100,12 @@ def test_tests_on_one_rank_run_beside_the_others_and_are_heard_at_the_end(folder
     status, phases, written = make_test(folder, 3, 0, "1")
     assert status != 0, written
     assert "mpi" in phases
+
+
+@pytest.mark.parametrize(("more", "processes"), [("PROCESSES=1", 1), ("PROCESSES=5", 5), ("MPI=impi", 1)])
+def test_the_number_of_processes_may_be_given(folder: Path, more: str, processes: int) -> None:
+    (folder / ".venv-impi").symlink_to(".venv")
+    (folder / ".venv" / "bin" / "mpiexec.hydra").symlink_to("mpirun")
+    status, phases, written = make_test(folder, 0, 0, "1", more=more)
+    assert status == 0, written
+    assert sorted(phases) == ["mpi", *["shared"] * processes]
