@@ -2,7 +2,7 @@
 
     cases of a test     a  b  c  d  e  f  g        a  b        a
     two of them         a           e              a  b        a
-    on ranks            3           2              2  4        3        each test begins elsewhere in the round
+    on ranks            3           2              2  4        3        each test begins elsewhere in 2 3 2 2 4 2
     and on 1 rank       1                                      1
 
 Marked `once`, as all that train are, a test runs one of its cases, which is another one in each test, so that together
@@ -14,7 +14,7 @@ begins with the first value, so that those that take long may stand where 2 rank
     values of "model"   gpt2  bert  resnet  lstm  llama  ...
     cases of the value  a b   a b   a b     a b   a b        the next ones in the next round
     one of them         a     b     a       b     b
-    on ranks            2     3     2       4     2
+    on ranks            2     3     2       2     4
     and on 1 rank             1
 
 Marked `ranks`, each runs on one of these numbers. On more ranks, which there are only over several hosts, those of 4
@@ -33,7 +33,7 @@ from zlib import crc32
 import pytest
 
 _CASES = 2
-_ROUND = (2, 3, 2, 4)  # more ranks than cores take longer
+_ROUND = (2, 3, 2, 2, 4, 2)  # more ranks than cores take two and four times as long
 _WITH_1 = 3  # what 1 rank runs: a world of one shows little beyond what others do
 _OTHERS = (1, 3, 4)  # beside 2, with --twice
 
