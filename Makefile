@@ -12,6 +12,7 @@
 # PYTHON    the interpreter to make the environment with
 # NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
 # FULL=1    test: every case, on 2 ranks and one other number of them, which takes four times as long; FULL=all: on all
+# PROCESSES  that share out the tests that need no mpirun (3)
 # ARGS      options of the example, of a benchmark or of pytest
 # CUPY      test-gpu, bench-gpu: cuda12 or cuda13, the CUDA that cupy is for
 # PIP_ARGS  options of pip, such as an index with CPU builds of torch
@@ -64,23 +65,26 @@ help:
 run: $(VENV)/.run
 	$(MPIRUN) -n $(NP) $(PY) examples/gpt2_zero3.py $(ARGS)
 
-# pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What takes one core,
-# without MPI and on 1 rank, runs beside the tests that start jobs, which leave one idle; its output comes at the end.
+# pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What needs no mpirun of
+# its own, and what starts jobs, is shared out among PROCESSES, as jobs often wait; the second one begins with the tests on
+# 1 rank. The first one's output comes as it runs, that of the others at the end. Ranks of Intel MPI do not wait, but poll.
+PROCESSES ?= $(if $(filter impi,$(MPI)),1,3)
 PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
 	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
-	alone() { echo "== tests without MPI"; exec env $(IN_STEP) $(PYTEST) --jobs none; }; \
-	jobs() { echo "== tests that start jobs"; exec env $(IN_STEP) $(PYTEST) --jobs only; }; \
-	beside() { trap 'kill $$child; exit 1' TERM; \
-	    for each in alone $(if $(filter 1,$(NPROCS)),"on 1"); do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
+	alone() { on 1; }; \
+	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) --share "$$share"; }; \
+	beside() { trap 'kill $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
+	begin() { n=$$1; shift; beside "$$@" >"$$said/$$n" 2>&1 3>"$$said/ended-$$n" & others="$$others $$!"; }; \
 	ran=; phase() { ( "$$@" ); case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
 	for n in $(filter-out 1,$(NPROCS)); do phase on $$n; done; \
-	said=$$(mktemp); ended=$$(mktemp); \
-	beside >"$$said" 2>&1 3>"$$ended" & \
-	trap "kill $$! 2>/dev/null; rm -f '$$said' '$$ended'" EXIT; \
-	phase jobs; \
-	wait $$! || echo 1 >>"$$ended"; cat "$$said"; \
-	for status in $$(cat "$$ended"); do phase exit $$status; done; \
+	share=$$(mktemp -d); said=$$(mktemp -d); others=; \
+	trap 'kill $$others 2>/dev/null; rm -rf "$$share" "$$said"' EXIT; \
+	begin 2 $(if $(filter 1,$(NPROCS)),alone) $(if $(filter-out 1,$(PROCESSES)),shared); \
+	for n in $(wordlist 3,$(PROCESSES),1 2 3 4 5 6 7 8 9); do begin $$n shared; done; \
+	phase shared; \
+	for n in $$others; do wait $$n || echo 1 >"$$said/ended-$$n"; done; cat "$$said"/[2-9]; \
+	for status in $$(cat "$$said"/ended-*); do phase exit $$status; done; \
 	[ -n "$$ran" ] || { echo "no test fits $(subst ",,$(ARGS))"; exit 5; }
 
 test-hosts: $(VENV)/.test

@@ -1,12 +1,14 @@
 """Fixtures of all tests; how tests run under mpirun is in `harness`."""
 
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import launch
 from tests.harness.plugin import Harness
+from tests.harness.share import Share
 
 FAILED = pytest.StashKey[bool]()
 
@@ -14,7 +16,7 @@ FAILED = pytest.StashKey[bool]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--brief", action="store_true", help="leave out what another case or number of ranks shows too")
     parser.addoption("--twice", action="store_true", help="run every case on 2 ranks and on one other number of them")
-    parser.addoption("--jobs", choices=["only", "none"], help="run the tests that start jobs, or all others")
+    parser.addoption("--share", metavar="FOLDER", type=Path, help="run what no other process with the folder runs")
     parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU, and no others")
 
 
@@ -25,10 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_node: is about ranks that share memory; left out over several hosts")
     config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
     config.addinivalue_line("markers", "each(parameter): with --brief a case of each of its values runs, not two")
+    config.addinivalue_line("markers", "once: with --brief one case of it runs, not two")
     config.addinivalue_line("markers", "thorough(*cases): left out with --brief, or these cases of it")
     config.addinivalue_line("markers", "gpu: needs a GPU; runs with --gpu alone")
     config.addinivalue_line("markers", "job: starts jobs under mpirun; set by itself")
     config.pluginmanager.register(Harness(config), "mpidl-harness")
+    if config.getoption("--share"):
+        config.pluginmanager.register(Share(config.getoption("--share")), "mpidl-share")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,10 +55,16 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.close()
 
 
+@pytest.fixture(scope="session")
+def brief(request: pytest.FixtureRequest) -> bool:
+    """True with --brief: a job of many runs then makes only those that the chosen tests look at."""
+    return request.config.getoption("--brief")
+
+
 @pytest.fixture
 def fewer(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """`fewer(30)`: steps of a training, all of them, or a third with --brief, which show nearly the same."""
-    return (lambda steps: steps // 3) if request.config.getoption("--brief") else (lambda steps: steps)
+    """`fewer(30)`: steps of a training, all of them, or a quarter with --brief, which show nearly the same."""
+    return (lambda steps: steps // 4) if request.config.getoption("--brief") else (lambda steps: steps)
 
 
 @pytest.fixture

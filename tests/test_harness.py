@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,41 @@ def test_mpi_tests_are_left_out_without_mpi_and_others_under_it(tmp_path: Path) 
         assert "1 passed, 1 deselected" in done.stdout
 
 
+def test_files_without_tests_for_a_kind_of_run_are_not_imported(tmp_path: Path) -> None:
+    """Each of these fails as it is imported."""
+    write_suite(tmp_path, "import pytest\n@pytest.mark.mpi\ndef test_mpi():\n    pass\ndef test_plain():\n    pass\n")
+    wrong = {"mpi": "import pytest\npytestmark = [\n    pytest.mark.mpi,\n]\n1 / 0\n", "plain": "1 / 0\n"}
+    for options, other in (((), "mpi"), (("--only-mpi",), "plain")):
+        for name in wrong:
+            (tmp_path / f"test_{name}.py").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]
+        (tmp_path / f"test_{other}.py").write_text(wrong[other])
+        done = launch.run([*command, str(tmp_path)], 30, tmp_path, launch.environment(**IMPORTABLE))
+        assert "1 passed, 1 deselected" in done.stdout, done.stdout
+        named = [*command, str(tmp_path / f"test_{other}.py")]
+        done = launch.run(named, 30, tmp_path, launch.environment(**IMPORTABLE))
+        assert "ZeroDivisionError" in done.stdout
+
+
+def test_processes_share_files_out_and_begin_with_those_that_may_take_longest(tmp_path: Path) -> None:
+    body = "import pathlib, pytest, time\n{}\n@pytest.fixture(scope='module')\ndef kept():\n    yield\n"
+    body += "    pathlib.Path({!r}).open('a').write(f'{{__name__}}\\n')\n"
+    body += "def test_one(kept): time.sleep(0.3)\ndef test_two(kept): pass\n"
+    ended = tmp_path / "ended"
+    write_suite(tmp_path, body.format("", str(ended)))
+    for name, mark in (("a", ""), ("b", "pytestmark = pytest.mark.limit(50)"), ("c", "")):
+        (tmp_path / f"test_{name}.py").write_text(body.format(mark, str(ended)))
+    (tmp_path / "claims").mkdir()
+    command = [sys.executable, *PYTEST, "-vv", "--share", str(tmp_path / "claims"), str(tmp_path)]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(launch.run, command, 60, tmp_path, launch.environment(**IMPORTABLE)) for _ in range(2)]
+        ran = [re.findall(r"test_(\w+)\.py::(\w+) PASSED", done.result().stdout) for done in both]
+    assert sorted([*ran[0], *ran[1]]) == [(file, f"test_{n}") for file in ("a", "b", "c", "it") for n in ("one", "two")]
+    assert ("b", "test_one") in (found[0] for found in ran if found)
+    assert all(found[::2] == [(file, "test_one") for file, _ in found[1::2]] for found in ran)  # a file stays together
+    assert sorted(ended.read_text().split()) == ["test_a", "test_b", "test_c", "test_it"]  # each fixture ends once
+
+
 def test_tests_for_other_numbers_of_ranks_are_left_out(suite: Callable) -> None:
     body = """
         @pytest.mark.ranks(1, 2, 4)
@@ -284,9 +320,12 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     body = """
         @pytest.mark.parametrize("case", range(8))
         def test_dealt_out(case): pass
+        @pytest.mark.once
+        @pytest.mark.parametrize("case", range(8))
+        def test_once(case): pass
         @pytest.mark.each("value")
         @pytest.mark.parametrize("way", "ab")
-        @pytest.mark.parametrize("value", range(9))
+        @pytest.mark.parametrize("value", range(12))
         def test_each(value, way): pass
         @pytest.mark.every_size
         def test_everywhere(): pass
@@ -298,6 +337,8 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
         def test_one_of_three(case): pass
         @pytest.mark.ranks(3)
         def test_here(): pass
+        @pytest.mark.ranks(2, 3)
+        def test_two_numbers(): pass
         """
     write_suite(tmp_path, SUITE + textwrap.dedent(body))
     found: dict[int, list[str]] = {}
@@ -309,12 +350,14 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     cases = {ranks: {name for name in names if "dealt" in name} for ranks, names in found.items()}
     assert len(cases[2] | cases[3] | cases[4]) == len(cases[2]) + len(cases[3]) + len(cases[4]) == 2
     assert cases[5] == cases[4]
+    assert len([name for ranks in (2, 3, 4) for name in found[ranks] if "once" in name]) == 1
     each = {ranks: [name[10:-1].split("-") for name in names if "each" in name] for ranks, names in found.items()}
-    assert sorted(value for ranks in (2, 3, 4) for value, _ in each[ranks]) == list("012345678")
+    assert sorted(value for ranks in (2, 3, 4) for value, _ in each[ranks]) == sorted(map(str, range(12)))
     assert all({way for _, way in each[ranks]} == {"a", "b"} for ranks in (2, 3, 4))
     assert each[5] == each[4]
     assert all("test_everywhere" in names for names in found.values())
     assert ["test_here" in found[ranks] for ranks in (2, 3, 4, 5)] == [False, True, False, False]
+    assert sum("test_two_numbers" in found[ranks] for ranks in (2, 3)) == 1
     assert all("test_one_of_three[short]" in names for names in found.values())
     assert not any(name in str(found) for name in ("test_when_there_is_time", "long"))
     twice: dict[int, list[str]] = {}
@@ -323,9 +366,9 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
         done = mpirun(ranks, *PYTEST, *options, cwd=tmp_path, **IMPORTABLE)
         twice[ranks] = re.findall(r"::(\S+) PASSED", done.stdout)
     others = [name for ranks in (1, 3, 4) for name in twice[ranks] if "everywhere" not in name and "three" not in name]
-    assert len(twice[2]) == 8 + 18 + 1 + 1 + 3
+    assert len(twice[2]) == 8 + 8 + 24 + 1 + 1 + 3 + 1
     assert sorted(others) == sorted([*(name for name in twice[2] if name in others), "test_here"])
-    assert len(others) == 8 + 18 + 1 + 1
+    assert len(others) == 8 + 8 + 24 + 1 + 1 + 1
 
 
 def test_mpirun_passes_on_output_status_and_changes_of_the_environment(mpirun: Launcher) -> None:
@@ -375,5 +418,5 @@ def alive(pid: int) -> bool:
 def test_make_test_shows_the_slowest_tests_of_each_phase() -> None:
     shown = subprocess.run(["make", "-n", "test"], cwd=launch.ROOT, capture_output=True, text=True)
     phases = [line for line in shown.stdout.splitlines() if "-m pytest" in line]
-    assert len(phases) == 3, shown.stdout + shown.stderr
+    assert len(phases) == 2, shown.stdout + shown.stderr
     assert all("--durations=10 --durations-min=1" in line for line in phases)

@@ -44,15 +44,6 @@ print("rank", comm.rank, "is right")
 """
 
 
-@pytest.mark.thorough("two ranks and one")
-@pytest.mark.limit(60)
-@pytest.mark.parametrize("job", [JOB, UNEVEN], ids=["two and two ranks", "two ranks and one"])
-def test_ranks_of_two_hosts_reduce_over_shared_memory_and_the_network(job: str) -> None:
-    done = on_hosts("-c", job)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("is right") == 4, done.stdout + done.stderr
-
-
 def test_a_rank_that_fails_gives_its_status() -> None:
     done = on_hosts("-c", "raise SystemExit(3)", ranks=1)
     assert done.returncode == 3, done.stdout + done.stderr
@@ -133,8 +124,17 @@ print("rank", comm.rank, "is right")
 
 
 @pytest.mark.limit(90)
-def test_parts_of_all_sizes_are_those_of_the_all_reduce_bit_by_bit() -> None:
-    done = on_hosts("-c", PARTS, timeout=80)
+def test_ranks_of_two_hosts_reduce_over_shared_memory_and_the_network() -> None:
+    """Parts of all sizes are those of the all-reduce, bit by bit."""
+    done = on_hosts("-c", JOB + PARTS, timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is right") == 2 * 4, done.stdout + done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(60)
+def test_uneven_hosts_reduce_by_messages_and_have_the_other_hierarchical_operations() -> None:
+    done = on_hosts("-c", UNEVEN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is right") == 4, done.stdout + done.stderr
 

@@ -12,15 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# In place of the environment's python, and of mpirun: notes its phase, and ends as the test wants it to.
+# In place of the environment's python, and of mpirun: notes its phase, and ends as the test wants it to; of the
+# processes that share tests, the one of number WHICH, or each if that is empty.
 PYTHON = """#!/bin/sh
 case "$*" in
-    *--only-mpi*) phase=mpi ;;
-    *"--jobs none"*) phase=alone ;;
-    *"--jobs only"*) phase=jobs ;;
+    *--only-mpi*) echo mpi >>"$PHASES"; exit $STATUS_mpi ;;
+    *--share*) echo shared >>"$PHASES" ;;
 esac
-echo "$phase" >>"$PHASES"
-eval "exit \\$STATUS_$phase"
+for number in 1 2 3 4 5; do mkdir "$PHASES.$number" 2>/dev/null && break; done
+[ "${WHICH:-$number}" = $number ] && exit $STATUS_shared
+exit 0
 """
 MPIRUN = """#!/bin/sh
 shift 2
@@ -44,50 +45,67 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_test(folder: Path, mpi: int, alone: int, jobs: int, ranks: str = "1 2") -> tuple[int, list[str], str]:
+def make_test(
+    folder: Path, mpi: int, shared: int, ranks: str = "1 2", which: str = "", more: str = "PROCESSES=3"
+) -> tuple[int, list[str], str]:
     """Runs `make test` with these statuses of pytest. Returns make's, the phases that ran, and what it wrote."""
     (folder / "phases").unlink(missing_ok=True)
-    given = {"STATUS_mpi": mpi, "STATUS_alone": alone, "STATUS_jobs": jobs}
+    for taken in folder.glob("phases.*"):
+        taken.rmdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PMI", "ARGS"))}
-    env |= {name: str(status) for name, status in given.items()} | {"PHASES": str(folder / "phases")}
-    command = ["make", "test", "MPI=mpich", f"NPROCS={ranks}", "ARGS=-m mpi", "FULL="]
+    env |= {"STATUS_mpi": str(mpi), "STATUS_shared": str(shared), "WHICH": which, "PHASES": str(folder / "phases")}
+    command = ["make", "test", "MPI=mpich", f"NPROCS={ranks}", "ARGS=-m mpi", "FULL=", more]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, (folder / "phases").read_text().split(), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "statuses", [(0, 0, 0), (0, 5, 5), (5, 0, 5), (5, 5, 0)], ids=lambda each: "-".join(map(str, each))
-)
-def test_a_phase_without_tests_is_no_error(folder: Path, statuses: tuple[int, int, int]) -> None:
+ALL = ["mpi", "mpi", "shared", "shared", "shared"]
+
+
+@pytest.mark.parametrize("statuses", [(0, 0), (0, 5), (5, 0)], ids=lambda each: "-".join(map(str, each)))
+def test_a_phase_without_tests_is_no_error(folder: Path, statuses: tuple[int, int]) -> None:
     status, phases, written = make_test(folder, *statuses)
     assert status == 0, written
-    assert sorted(phases) == ["alone", "jobs", "mpi", "mpi"]
+    assert sorted(phases) == ALL
 
 
 def test_no_tests_in_any_phase_is_an_error(folder: Path) -> None:
-    status, phases, written = make_test(folder, 5, 5, 5)
+    status, phases, written = make_test(folder, 5, 5)
     assert status != 0
-    assert sorted(phases) == ["alone", "jobs", "mpi", "mpi"]
+    assert sorted(phases) == ALL
     assert "no test fits -m mpi" in written
 
 
 @pytest.mark.parametrize(
-    "statuses",
-    [(1, 0, 0), (0, 1, 0), (0, 0, 1), (5, 1, 5), (5, 5, 1), (0, 2, 5), (139, 0, 0)],
-    ids=lambda each: "-".join(map(str, each)),
+    "statuses", [(1, 0), (0, 1), (5, 1), (0, 2), (139, 0)], ids=lambda each: "-".join(map(str, each))
 )
-def test_a_phase_that_fails_is_an_error(folder: Path, statuses: tuple[int, int, int]) -> None:
+def test_a_phase_that_fails_is_an_error(folder: Path, statuses: tuple[int, int]) -> None:
     status, phases, written = make_test(folder, *statuses)
     assert status != 0, written
     if statuses[0] not in (0, 5):
         assert phases == ["mpi"]  # and the others are not begun
 
 
-def test_tests_on_one_rank_run_beside_those_that_start_jobs_and_are_heard_at_the_end(folder: Path) -> None:
-    status, phases, written = make_test(folder, 0, 0, 0, "1")
+@pytest.mark.parametrize("which", ["1", "2", "3"])
+def test_a_failure_of_any_of_the_processes_that_share_tests_is_an_error(folder: Path, which: str) -> None:
+    status, _, written = make_test(folder, 0, 1, which=which)
+    assert status != 0, written
+
+
+def test_tests_on_one_rank_run_beside_the_others_and_are_heard_at_the_end(folder: Path) -> None:
+    status, phases, written = make_test(folder, 0, 0, "1")
     assert status == 0, written
-    assert sorted(phases) == ["alone", "jobs", "mpi"]
-    assert written.index("that start jobs") < written.index("without MPI") < written.index("on 1 ranks")
-    status, phases, written = make_test(folder, 3, 0, 0, "1")
+    assert sorted(phases) == ["mpi", "shared", "shared", "shared"]
+    assert written.index("without MPI") < written.index("on 1 ranks") < written.rindex("without MPI")
+    status, phases, written = make_test(folder, 3, 0, "1")
     assert status != 0, written
     assert "mpi" in phases
+
+
+@pytest.mark.parametrize(("more", "processes"), [("PROCESSES=1", 1), ("PROCESSES=5", 5), ("MPI=impi", 1)])
+def test_the_number_of_processes_may_be_given(folder: Path, more: str, processes: int) -> None:
+    (folder / ".venv-impi").symlink_to(".venv")
+    (folder / ".venv" / "bin" / "mpiexec.hydra").symlink_to("mpirun")
+    status, phases, written = make_test(folder, 0, 0, "1", more=more)
+    assert status == 0, written
+    assert sorted(phases) == ["mpi", *["shared"] * processes]

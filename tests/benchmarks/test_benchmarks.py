@@ -18,16 +18,17 @@ from tests.harness.launch import ROOT, environment, run
 
 TRAINING = "benchmarks/bench_training.py"
 IN_TURN = "benchmarks/bench_in_turn.py"
-OUTCOMES = "tests/examples/outcomes.py"
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "torch-ddp", "fsdp2")
 DEEPSPEED = find_spec("deepspeed") is not None
 
 
-def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
+def test_engines_train_alike(mpirun, tmp_path: Path, brief: bool) -> None:
+    engines = ["ddp", "zero3", "torch-ddp", "fsdp2"] if brief else [*ENGINES]
     path, picture = tmp_path / "rows.json", tmp_path / "picture.png"
     done = mpirun(
         2,
         TRAINING,
-        "--engines=single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2",
+        f"--engines=single,all-reduce,{','.join(engines)}",
         *("--layers=2", "--heads=2", "--embd=16", "--batch=2", "--block-size=8", "--steps=3", "--warmup=1"),
         *(f"--json={path}", f"--plot={picture}"),
         timeout=100,
@@ -43,7 +44,7 @@ def test_engines_train_alike(mpirun, tmp_path: Path) -> None:
         assert row["peak_mib"] < row["node_mib"] < 3 * row["peak_mib"]  # of two ranks, at any moment
     assert "of single + all-reduce" in done.stdout
     parallel = [row["loss_last"] for name, row in rows.items() if name not in ("single", "all-reduce")]
-    assert parallel == pytest.approx([parallel[0]] * 6, rel=1e-4)
+    assert parallel == pytest.approx([parallel[0]] * len(engines), rel=1e-4)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -178,24 +179,11 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
     assert (done.returncode, done.stderr.count("error: --engines: DeepSpeed is not installed")) == (2, 1)
 
 
-@pytest.mark.thorough
-def test_wrong_options_are_one_line_and_status_2(mpirun) -> None:
-    options = ["--engines=zero4", "--heads=7", "--steps=0", "--called=x"]
-    done = mpirun(2, OUTCOMES, TRAINING, json.dumps([option.split() for option in options]))
-    assert done.returncode == 0, done.stderr
-    for option, ranks in zip(options, json.loads(done.stdout), strict=True):
-        assert [status for status, _, _ in ranks] == [2, 2], option
-        lines = [line for _, _, errors in ranks for line in errors.splitlines()]
-        assert len([line for line in lines if line.startswith("error: ")]) == 1, option
-
-
 def test_barriers_are_timed_beside_mpi_s(mpirun) -> None:
     done = mpirun(2, "benchmarks/bench_barrier.py", "--rounds=3", "--calls=20")
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0].strip() for line in done.stdout.splitlines()[1:]] == ["counters", "MPI"]
     assert all(float(line.split()[place]) > 0 for line in done.stdout.splitlines()[1:] for place in (2, 5))
-    wrong = mpirun(2, "benchmarks/bench_barrier.py", "--rounds=0")
-    assert (wrong.returncode, wrong.stderr.count("error: ")) == (2, 1)
 
 
 @pytest.mark.thorough
@@ -226,5 +214,3 @@ def test_checkpoints_are_timed_beside_copies_and_peers(mpirun, tmp_path: Path) -
         assert row["seconds"] > 0
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
     assert list((tmp_path / "disk").iterdir()) == []  # nothing is left
-    wrong = mpirun(2, "benchmarks/bench_checkpoint.py", f"--dir={tmp_path}", "--engines=copy")
-    assert (wrong.returncode, wrong.stderr.count("error: ")) == (2, 1)

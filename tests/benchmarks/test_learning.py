@@ -37,6 +37,7 @@ def test_bytes_of_steps(comm) -> None:
     assert sent("onebit", 3) == 3 * in_full
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_methods_begin_with_the_same_loss_and_learn(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
@@ -57,9 +58,3 @@ def test_methods_begin_with_the_same_loss_and_learn(mpirun: Callable[..., Any], 
     assert losses["int8", 12] == pytest.approx(losses["fp32", 12], abs=0.05)
     assert losses["onebit", 12] == pytest.approx(losses["fp32", 12], abs=0.01)  # v is not frozen yet
     assert losses["diloco:4", 12] < losses["fp32", 0] - 0.1
-
-
-def test_an_unknown_method_is_one_line(mpirun: Callable[..., Any]) -> None:
-    done = mpirun(2, ROOT / "benchmarks/bench_learning.py", "--methods=fp32,int9", timeout=60)
-    assert done.returncode == 2
-    assert "error: --methods: compress: got 'int9'; needs one of" in done.stderr

@@ -32,6 +32,7 @@ def test_importing_mpidl_brings_in_little_beyond_torch_and_mpi4py() -> None:
     assert len(modules) <= 250, "modules of the project's own, each of which costs about a millisecond"
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(200)
 def test_the_time_to_the_first_step_is_told_by_stages(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

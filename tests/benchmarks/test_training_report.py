@@ -1,18 +1,8 @@
-"""The report of steps: ratios of the same turns, and bounds kept or missed; and that there is no GPU."""
+"""The report of steps: ratios of the same turns, and bounds kept or missed."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_one_line_and_status_2(mpirun) -> None:
-    done = mpirun(2, "benchmarks/bench_training.py", "--device=cuda")
-    assert (done.returncode, done.stdout) == (2, "")
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert lines == ["error: --device cuda: torch sees no CUDA GPU"]
 
 
 def test_a_step_is_beside_the_one_without_communication() -> None:

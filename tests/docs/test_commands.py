@@ -1,9 +1,9 @@
 """Programs and targets of make that README, CONTRIBUTING and docs start are there, with the options that they give."""
 
+import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,18 +12,20 @@ from tests.harness.launch import environment
 from .commands import Started, programs
 from .snippets import PAGES, ROOT, Snippet, snippets
 
-_AT_ONCE = 2
 _OPTION = re.compile(r"--[a-z][\w-]*")
 _MAKE = re.compile(r"^make ([a-z-]+)|`make ([a-z-]+)", re.MULTILINE)
 
 
-def help_of(program: tuple[str, ...]) -> str:
-    """The text of `python PROGRAM --help`."""
-    ran = subprocess.run(
-        [sys.executable, *program, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100
-    )
-    assert ran.returncode == 0, f"{program}: {ran.stderr}"
-    return ran.stdout
+def help_of(programs: list[tuple[str, ...]]) -> list[str]:
+    """The texts of `python PROGRAM --help`."""
+    command = [sys.executable, "-m", "tests.docs.help_texts", json.dumps(programs)]
+    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    texts = []
+    for program, (status, text) in zip(programs, json.loads(ran.stdout), strict=True):
+        assert status == 0, f"{program}: {text}"
+        texts.append(text)
+    return texts
 
 
 def test_commands_are_found_inside_others_and_through_variables() -> None:
@@ -37,8 +39,7 @@ def test_programs_have_the_options_that_the_docs_give_them() -> None:
     started = [(snippet, program) for snippet in snippets("sh") for program in programs(snippet)]
     assert len(started) > 30
     names = sorted({program.program for _, program in started})
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        known = {name: set(_OPTION.findall(text)) for name, text in zip(names, pool.map(help_of, names), strict=True)}
+    known = {name: set(_OPTION.findall(text)) for name, text in zip(names, help_of(names), strict=True)}
     unknown = [
         f"{snippet.page.name}:{snippet.line}: {' '.join(program.program)} has no {option}"
         for snippet, program in started

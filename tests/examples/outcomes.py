@@ -1,11 +1,11 @@
-"""Calls a program's main() with many command lines in one MPI job, and tells how each ended on every rank.
+"""Calls programs' main() with many command lines in one MPI job, and tells how each ended on every rank.
 
-    mpirun -n 2 python outcomes.py examples/gpt2_zero3.py '[["--batch", "0"], ...]'
+    mpirun -n 2 python outcomes.py examples/gpt2_zero3.py '[["--batch", "0"], ...]' [PROGRAM LINES]...
 
 A program is a file, or a package that `python -m` runs, such as collectives.bench. "{rank}" in an argument becomes the
 rank. "signal:3" is no argument: the last rank gets SIGUSR1 once step 3 is done, in programs with `mpidl.resuming`.
-Rank 0 prints JSON: for each command line a list over the ranks of [status (0: it returned None or 0), what was written
-to standard output, to standard error].
+Rank 0 prints JSON: for each command line, of all programs in turn, a list over the ranks of [status (0: it returned
+None or 0), what was written to standard output, to standard error].
 """
 
 import contextlib
@@ -21,12 +21,17 @@ from pathlib import Path
 import mpidl
 from mpidl.resuming import Checkpoints
 
-if sys.argv[1].endswith(".py"):
-    program = Path(__file__).resolve().parents[2] / sys.argv[1]
-    sys.path.insert(0, str(program.parent))
-    main = runpy.run_path(str(program))["main"]
-else:
-    main = importlib.import_module(f"{sys.argv[1]}.__main__").main
+
+def main_of(program):
+    """The function that a program runs."""
+    if not program.endswith(".py"):
+        return importlib.import_module(f"{program}.__main__").main
+    path = Path(__file__).resolve().parents[2] / program
+    sys.path.insert(0, str(path.parent))
+    return runpy.run_path(str(path))["main"]
+
+
+asked = [(main_of(name), json.loads(lines)) for name, lines in zip(sys.argv[1::2], sys.argv[2::2], strict=True)]
 comm = mpidl.init()
 outcomes = []
 signalled = 0
@@ -41,7 +46,7 @@ def after_a_signal(kept, done, *arguments, **settings):
 
 
 Checkpoints.after = after_a_signal
-for arguments in json.loads(sys.argv[2]):
+for main, arguments in [(main, line) for main, lines in asked for line in lines]:
     signalled = sum(int(argument[7:]) for argument in arguments if argument.startswith("signal:"))
     given = [argument for argument in arguments if not argument.startswith("signal:")]
     sys.argv[1:] = [argument.replace("{rank}", str(comm.rank)) for argument in given]

@@ -82,11 +82,13 @@ def test_three_ranks_with_seven_heads_train_as_one_process(on_three: Runs, alone
     assert "ZeRO stage 3 on 3 ranks (dp=1, tp=3, sequence parallel), " in on_three["tp=3, in pieces"].stdout
 
 
+@pytest.mark.thorough
 def test_two_times_two_ranks_train_as_one_process(on_four: Runs, alone: SimpleNamespace) -> None:
     check(on_four, alone)
     assert "DDP on 4 ranks (dp=2, tp=2), " in on_four["DDP"].stdout
 
 
+@pytest.mark.thorough
 def test_a_second_run_goes_on_to_the_bit(on_four: Runs) -> None:
     whole, again = on_four["ZeRO-3"], on_four["again"]
     assert "step-00000002, step 2, saved by " in again.stdout

@@ -228,6 +228,7 @@ def test_offload_changes_no_bit_and_a_delay_shows_a_step_late(two_ranks: dict[st
     assert late["val_loss"] < losses(late)[0] - 0.1
 
 
+@pytest.mark.thorough
 def test_three_ranks_under_mpirun_follow_a_world_of_one(
     mpirun: Callable[..., subprocess.CompletedProcess], text: Path, tmp_path: Path, alone: SimpleNamespace
 ) -> None:
@@ -243,6 +244,7 @@ def test_three_ranks_under_mpirun_follow_a_world_of_one(
     assert results["val_loss"] == pytest.approx(alone.results["val_loss"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_given_weights_are_validated_and_sampled_from_without_training(
     text: Path, tmp_path: Path, weights: Callable[[GPT2Config], Path]
 ) -> None:

@@ -45,7 +45,7 @@ def test_a_request_to_stop_is_a_checkpoint_and_a_status(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.thorough("mpirun")
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 @pytest.mark.job
 @pytest.mark.parametrize("launched", [False, True], ids=["mpirun", "mpidl.launch"])

@@ -2,8 +2,11 @@
 
     cases of a test     a  b  c  d  e  f  g        a  b        a
     two of them         a           e              a  b        a
-    on ranks            3           2              2  4        3        each test begins elsewhere in the round
-    and on 1 rank       1                             1        1
+    on ranks            3           2              2  4        3        each test begins elsewhere in 2 3 2 2 4 2
+    and on 1 rank       1                                      1
+
+Marked `once`, as all that train are, a test runs one of its cases, which is another one in each test, so that together
+they still go over all engines and stages.
 
 Marked `each`, a test runs a case of every value of the parameter that the mark names, not two in all. The round
 begins with the first value, so that those that take long may stand where 2 ranks run them:
@@ -11,10 +14,11 @@ begins with the first value, so that those that take long may stand where 2 rank
     values of "model"   gpt2  bert  resnet  lstm  llama  ...
     cases of the value  a b   a b   a b     a b   a b        the next ones in the next round
     one of them         a     b     a       b     b
-    on ranks            2     3     2       4     2
-    and on 1 rank             1             1
+    on ranks            2     3     2       2     4
+    and on 1 rank             1
 
-On more ranks, which there are only over several hosts, those of 4 run. Marked `every_size`, all cases of a test run on
+Marked `ranks`, each runs on one of these numbers. On more ranks, which there are only over several hosts, those of 4
+run. Marked `every_size`, all cases of a test run on
 all numbers. Marked `thorough`, a test, or those of its cases that the mark names, is left out: another one says nearly
 the same in less time.
 
@@ -29,7 +33,8 @@ from zlib import crc32
 import pytest
 
 _CASES = 2
-_ROUND = (2, 3, 2, 4)  # more ranks than cores take longer
+_ROUND = (2, 3, 2, 2, 4, 2)  # more ranks than cores take two and four times as long
+_WITH_1 = 3  # what 1 rank runs: a world of one shows little beyond what others do
 _OTHERS = (1, 3, 4)  # beside 2, with --twice
 
 
@@ -56,14 +61,18 @@ def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
 
 def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.Item]:
     """Lists the cases of a test that do not run on this number of ranks."""
-    turns = {case: begin + number for number, case in enumerate(cases[:: -(-len(cases) // _CASES)])}
+    chosen = cases[:: -(-len(cases) // _CASES)]
+    if cases[0].get_closest_marker("once"):
+        chosen = [cases[begin // len(_ROUND) % len(cases)]]
+    turns = {case: begin + number for number, case in enumerate(chosen)}
     if mark := cases[0].get_closest_marker("each"):
         turns = {case: number for number, case in enumerate(_one_of_each(cases, mark.args[0]))}
 
     def is_here(case: pytest.Item) -> bool:
         turn = turns[case]
-        here = turn % 2 == 1 if ranks == 1 else _ROUND[turn % len(_ROUND)] == ranks
-        return here or case.get_closest_marker("ranks") is not None
+        if mark := case.get_closest_marker("ranks"):  # it has another number only over several hosts
+            return ranks not in mark.args or mark.args[turn % len(mark.args)] == ranks
+        return _ROUND[turn % len(_ROUND)] == (_WITH_1 if ranks == 1 else ranks)
 
     return [case for case in cases if case not in turns or not is_here(case)]
 

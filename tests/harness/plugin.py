@@ -8,7 +8,7 @@
   MPIDL_TEST_LIMIT).
 - Tests marked `mpi` run under mpirun with --only-mpi; all others in one plain process.
 - Tests marked `gpu` run with --gpu, which leaves out all others; without it they are counted as not run.
-- `--jobs only` runs the tests that start jobs under mpirun, `--jobs none` the others; side by side they fill two cores.
+- `--share FOLDER`: several processes share the tests out among them (`share`).
 - `--brief` leaves out what another case or number of ranks shows as well, `--twice` what other numbers of ranks show
   (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from . import launch
 from .agreement import Agreement, ApartError, listed
 from .choice import left_out, left_out_of_twice
 from .limit import LIMIT, Limit
+from .unread import has_nothing_for
 
 _DIFFERENT_TESTS = 3  # exit status
 _SHOWN = 10  # names in a message
@@ -77,7 +79,6 @@ class Harness:
         self._choice = left_out if config.getoption("--brief") else None
         if config.getoption("--twice"):
             self._choice = left_out_of_twice
-        self._jobs = config.getoption("--jobs")
         self._on_gpu = config.getoption("--gpu")
         self._need_a_gpu = 0
         self._under_mpi = config.getoption("--only-mpi") or self._everything
@@ -94,6 +95,10 @@ class Harness:
                 # The terminal reporter has no switch for silence, and other plugins need it to be there.
                 config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
         self._limit = Limit(who, self._stderr, self._waits_for, self._end)
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Leaves files unread that have no test for this kind of run."""
+        return True if not self._everything and has_nothing_for(collection_path, self._under_mpi) else None
 
     @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -124,8 +129,6 @@ class Harness:
             terminalreporter.write_line(f"not run, as they need a GPU: {self._need_a_gpu} tests (make test-gpu)")
 
     def _shows_something_here(self, item: pytest.Item) -> bool:
-        if self._jobs and (item.get_closest_marker("job") is not None) != (self._jobs == "only"):
-            return False
         if self._agreement is None:
             return True
         over_hosts = self._agreement.hosts > 1

@@ -28,7 +28,7 @@ def engine_recipe(recipe: Recipe, engine: str, model: str) -> Recipe:
     return recipe
 
 
-@pytest.mark.every_size
+@pytest.mark.each("recipe")
 @pytest.mark.parametrize(("model", "recipe"), CASES)
 def test_losses_weights_and_state_equal_single_process_training(comm, model: str, recipe: str) -> None:
     expected = train(fresh(MODELS[model]), RECIPES[recipe])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.mark.thorough("7", "8")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [5, 7, 8])
 def test_every_algorithm_is_right(mpirun, ranks: int) -> None:
     done = mpirun(ranks, "-m", "tests.collectives.backends.oversubscribed", timeout=120)

@@ -70,6 +70,7 @@ def test_a_way_is_asked_for_and_what_was_asked_comes_back(monkeypatch: pytest.Mo
         assert os.environ.get("MPIDL_CUDA") == before
 
 
+@pytest.mark.thorough
 def test_collectives_by_ways_beside_the_limit(mpirun, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     sizes = ("--minbytes=1K", "--maxbytes=1K", "--iters=2", f"--json={path}")

@@ -106,6 +106,7 @@ def test_a_file_has_no_name_before_memory_is_reserved(
     assert names == ([] if kind == "shared" and comm.local_rank else [0])
 
 
+@pytest.mark.thorough
 def test_a_warning_says_that_descriptors_have_run_out(mpirun: Callable, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(
@@ -126,6 +127,7 @@ def test_a_warning_says_that_descriptors_have_run_out(mpirun: Callable, tmp_path
     assert "(ulimit -n)" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_killed_would_leave_no_file_of_the_mpi_library(mpirun) -> None:
     code = (
         "from collectives import Communicator\n"

@@ -70,6 +70,7 @@ def test_ranks_in_different_operations_are_told_apart(job: Callable) -> None:
     assert "one of them hangs" not in text
 
 
+@pytest.mark.thorough
 def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_told_apart(job: Callable) -> None:
     status, text, _ = job(
         """
@@ -88,6 +89,7 @@ def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_told_apart(job: Cal
     ), text
 
 
+@pytest.mark.thorough
 def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> None:
     status, text, _ = job("comm.all_reduce(np.ones(32_768 + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
     assert status != 0
@@ -97,6 +99,7 @@ def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> 
     ), text
 
 
+@pytest.mark.thorough
 def test_reductions_of_parts_are_told_apart(job: Callable) -> None:
     """As those of DDP where the ranks fill the cores."""
     status, text, _ = job(
@@ -137,6 +140,7 @@ def test_a_rank_that_has_left_an_operation_by_an_exception_is_told_at_its_end(jo
     assert "not arrived: rank 1, which is at the end of its program, after an exception in operation 2\n" in text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_closes_after_an_exception_does_not_wait_for_the_others(job: Callable) -> None:
     """Long before the limit its exception is shown, and the others are told that it has ended."""
     status, text, seconds = job(
@@ -265,6 +269,7 @@ def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> No
     assert "not arrived: rank 2, which is after barrier (operation 1)" in text
 
 
+@pytest.mark.thorough("None-any rank")
 @pytest.mark.parametrize(("source", "named"), [(2, "rank 2"), (None, "any rank")])
 def test_a_message_that_nobody_sends(job: Callable, source: int | None, named: str) -> None:
     status, text, _ = job(
@@ -282,7 +287,8 @@ def test_a_message_that_nobody_sends(job: Callable, source: int | None, named: s
 
 
 @pytest.mark.parametrize(
-    ("group", "number", "others"), [("comm", 2, f"time.sleep({LONG})"), ("comm.duplicate()", 1, "")]
+    ("group", "number", "others"),
+    [("comm", 2, f"time.sleep({LONG})"), pytest.param("comm.duplicate()", 1, "", marks=pytest.mark.thorough)],
 )
 def test_a_program_that_ends_while_an_operation_that_timed_out_is_under_way_ends_the_job(
     job: Callable, group: str, number: int, others: str
@@ -349,6 +355,7 @@ def test_a_wrong_limit_on_one_rank_is_an_error_on_all(job: Callable) -> None:
     assert text.count("got 'soon'; needs a number of seconds") == 3
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_ends_the_job_with_a_message(job: Callable) -> None:
     status, text, seconds = job("if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.all_reduce(x)")
     assert status != 0

@@ -137,6 +137,7 @@ def test_a_file_system_without_locks_is_warned_of_once(tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.thorough("it ends")
 @pytest.mark.parametrize("how", ["it ends", "it fails"])
 def test_a_job_takes_its_lock_along(
     mpirun: Callable[..., subprocess.CompletedProcess], tmp_path: Path, how: str

@@ -430,6 +430,7 @@ def test_a_worker_that_dies_ends_the_job(mpirun, tmp_path) -> None:
     assert all_end(others)
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_leaves_neither_workers_nor_their_semaphores(mpirun, tmp_path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.thorough
 def test_a_hook_that_raises_on_one_rank_ends_the_job(mpirun) -> None:
     program = """
 import torch, mpidl

@@ -190,6 +190,7 @@ def test_it_looks_at_a_job(mpirun) -> None:
     assert told["speed"]["links"] == {}
 
 
+@pytest.mark.thorough
 def test_a_mesh_that_does_not_fit_is_one_line(mpirun) -> None:
     done = mpirun(1, "-m", "mpidl.doctor", "--mesh", "dp=2,tp=2")
     assert done.returncode == 2

@@ -26,34 +26,25 @@ def job(mpirun, tmp_path: Path):
     return run
 
 
-NAMES = "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')\n"
-
-
-def test_init_leaves_the_ranks_in_the_environment_alone(job) -> None:
-    """A framework that finds them takes itself for started by torchrun, and fails on MASTER_ADDR."""
-    done = job(
-        2,
-        f"{NAMES}assert mpidl.init() is comm\n"
-        "assert not any(n in os.environ for n in names), [n for n in names if n in os.environ]\n"
-        "os.environ['RANK'] = '7'\n"
-        "mpidl.init()\n"
-        "assert os.environ['RANK'] == '7'",
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_init_exports_the_ranks_on_request(job) -> None:
-    done = job(
-        3,
-        f"{NAMES}assert mpidl.init(export_ranks=True) is comm\n"
-        "assert [os.environ[n] for n in names] == [str(comm.rank), str(comm.rank), '3', '3']\n"
-        "sys.stdout.write(f'fine{comm.rank}\\n')",
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["fine0", "fine1", "fine2"]
-
-
+# A framework that finds them takes itself for started by torchrun, and fails on MASTER_ADDR.
+LEFT_ALONE = """
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+assert mpidl.init() is comm
+assert not any(n in os.environ for n in names), [n for n in names if n in os.environ]
+os.environ["RANK"] = "7"
+mpidl.init()
+assert os.environ.pop("RANK") == "7"
+"""
+EXPORTED = """
+assert mpidl.init(export_ranks=True) is comm
+assert [os.environ[n] for n in names] == [str(comm.rank), str(comm.rank), "3", "3"]
+sys.stdout.write(f"fine{comm.rank}\\n")
+"""
+# It reads what the launchers of MPI set, too.
 ACCELERATE = """
+for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+    if comm.size > 1:
+        os.environ.pop(name, None)
 try:
     from accelerate import Accelerator
 except ImportError:  # the variables by which it would decide
@@ -68,15 +59,16 @@ comm.barrier()
 """
 
 
+def test_init_leaves_the_ranks_in_the_environment_alone_and_exports_them_on_request(job) -> None:
+    """An accelerator that is made in between, on each rank, is one process without the size of the launcher."""
+    done = job(3, LEFT_ALONE + ACCELERATE + EXPORTED)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["fine0", "fine1", "fine2"]
+
+
+@pytest.mark.thorough
 def test_an_accelerator_made_after_init_is_one_process(job) -> None:
     done = job(1, ACCELERATE)
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_accelerator_on_each_rank_is_one_process_without_the_size_of_the_launcher(job) -> None:
-    """It reads what the launchers of MPI set, too."""
-    hide = "for name in ('PMI_SIZE', 'OMPI_COMM_WORLD_SIZE'):\n    os.environ.pop(name, None)\n"
-    done = job(2, hide + ACCELERATE)
     assert done.returncode == 0, done.stderr
 
 
@@ -98,6 +90,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(job) -> None:
     assert "KeyError: 'the reason'" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_failure_of_an_engine_s_collective_ends_the_job(job) -> None:
     """A wrong argument on one rank only, while the others already wait for it."""
     done = job(2, "comm.all_reduce(torch.ones(3) if comm.rank else [1.0])")
@@ -111,7 +104,7 @@ def test_a_killed_rank_ends_the_job(job) -> None:
     assert re.search("signal:? 9", done.stdout + done.stderr, re.IGNORECASE)
 
 
-@pytest.mark.thorough("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", ["True", "comm.rank == 1"])
 def test_wrong_use_is_one_line_and_status_2_on_every_rank(job, wrong: str) -> None:
     done = job(
@@ -144,6 +137,7 @@ def test_operations_in_flight_are_finished_before_the_end(job) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_job_without_mpirun_is_a_world_of_one(job, tmp_path: Path) -> None:
     import sys
 
@@ -155,6 +149,7 @@ def test_a_job_without_mpirun_is_a_world_of_one(job, tmp_path: Path) -> None:
     assert done.stdout.split() == ["1", "3.0"], done.stderr
 
 
+@pytest.mark.thorough
 def test_an_error_that_all_ranks_have_is_told_once(job) -> None:
     done = job(3, "raise KeyError('the reason')")
     assert done.returncode == 1
@@ -202,6 +197,7 @@ print("through\\n", end="")  # in one write, as output is not buffered and ranks
 """
 
 
+@pytest.mark.thorough
 def test_a_forked_child_ends_for_itself(job) -> None:
     done = job(2, FORK)
     assert done.returncode == 0, done.stderr

@@ -123,7 +123,7 @@ def runs(pid: int) -> bool:
 
 
 ACTS = ["interrupt", "interrupt_twice", "interrupt_and_close", "interrupt_the_launcher", "close"]
-THOROUGH = [*(f"mpirun-{act}" for act in ACTS), *(f"mpidl.launch-{act}" for act in (ACTS[0], *ACTS[2:4]))]
+THOROUGH = [*(f"mpirun-{act}" for act in ACTS), *(f"mpidl.launch-{act}" for act in (ACTS[0], *ACTS[2:]))]
 
 
 def interrupt(terminal: Terminal) -> None:

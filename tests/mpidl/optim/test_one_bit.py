@@ -496,7 +496,6 @@ LEARNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of fu
 
 
 @pytest.mark.mpi
-@pytest.mark.each("name")
 @pytest.mark.parametrize("name", LEARNING)
 def test_a_language_model_learns_most_of_what_it_learns_in_full_precision(comm: Communicator, name: str) -> None:
     full, bits = (learned(comm, CLASSES[name][0], 120, **settings) for settings in LEARNING[name])

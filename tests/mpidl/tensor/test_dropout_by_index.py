@@ -43,7 +43,6 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Cut, torch.Tensor]]:
 
 
 @pytest.mark.mpi
-@pytest.mark.each("name")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cut_model_trains_as_a_whole_one_with_dropout_on(

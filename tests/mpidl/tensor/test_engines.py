@@ -69,7 +69,6 @@ def of_family(name: str) -> nn.Module:
     return adapted("gpt2", ("c_attn", "c_fc", "c_proj")) if name == "gpt2 with adapters" else build(name)
 
 
-@pytest.mark.each("engine")
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"), [("bert", True), ("t5", True), ("t5", False), ("gpt2 with adapters", True)]
 )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = """
 import time, torch, mpidl
 from mpidl.models.gpt2 import GPT2, GPT2Config
@@ -24,6 +26,7 @@ with mpidl.Mesh(tp=2) as mesh:
 """
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_come_to_a_layer_is_named_with_its_group_and_step(
     mpirun: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -69,7 +69,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.each("name")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("plan", [None, "auto"])
 @pytest.mark.parametrize("name", CASES)

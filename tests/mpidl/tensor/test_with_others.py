@@ -80,7 +80,6 @@ def test_synchronised_batch_norm_in_a_model_that_is_cut_elsewhere(comm: Communic
                 torch.testing.assert_close(dict(model.named_buffers())[name], value)
 
 
-@pytest.mark.each("engine")
 @pytest.mark.parametrize("engine", ["torch", "ddp", *WAYS])
 def test_an_average_of_the_weights(comm: Communicator, engine: str) -> None:
     """Each rank averages its parts; shown, they are those of one process's average."""

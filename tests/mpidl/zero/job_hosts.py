@@ -1,9 +1,14 @@
-"""Trains a stack of layers with ZeRO-3 over hosts; one rank of each host prints what its interface has counted."""
+"""Trains a stack of layers with ZeRO-3 over hosts; one rank of each host prints what its interface has counted.
+
+job_hosts.py STEPS [OPTIONS] [-- STEPS [OPTIONS]]...    one training after another, each with a report
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -70,14 +75,15 @@ def expected_losses(steps: int, ranks: int) -> list[float]:
     return losses
 
 
-def main() -> None:
+def main(number: int, arguments: list[str]) -> None:
+    """Trains once. number: of the training, for its report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
     parser.add_argument("--shard-group", default="world")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--compress-parameters")
     parser.add_argument("--checkpoint", type=Path, help="save there in the middle, and go on from it in a new model")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     comm = mpidl.init()
     torch.manual_seed(0)
     model = Stack()
@@ -112,6 +118,7 @@ def main() -> None:
     comm.barrier()
     if comm.local_rank == 0:
         report = {
+            "number": number,
             "received": after[0] - before[0],
             "sent": after[1] - before[1],
             "gathered_bytes": moved,
@@ -123,4 +130,5 @@ def main() -> None:
         print(json.dumps(report), flush=True)
 
 
-main()
+for number, (_, given) in enumerate(part for part in groupby(sys.argv[1:], "--".__eq__) if not part[0]):
+    main(number, list(given))

@@ -24,8 +24,17 @@ def run(number: int, ranks: int, *arguments: str, **variables: str) -> str:
 
 
 def over_hosts(*arguments: str) -> list[dict]:
-    """Each host's report."""
+    """Each host's report of a training."""
     return reports(JOB, str(STEPS), *arguments)
+
+
+@pytest.fixture(scope="module")
+def trainings() -> dict[str, list[dict]]:
+    """Each host's reports of these, which one job trains in turn."""
+    runs = {"plain": [], "int8": ["--compress-parameters", "int8"], "compared": ["--compare"]}
+    arguments = [word for options in runs.values() for word in ("--", str(STEPS), *options)]
+    found = reports(JOB, *arguments[1:])
+    return {name: [each for each in found if each["number"] == number] for number, name in enumerate(runs)}
 
 
 def reports(job: Path, *arguments: str, **variables: str) -> list[dict]:
@@ -39,12 +48,12 @@ def reports(job: Path, *arguments: str, **variables: str) -> list[dict]:
 
 
 @pytest.mark.limit(120)
-def test_a_host_gets_each_unit_once_and_each_gradient_once() -> None:
+def test_a_host_gets_each_unit_once_and_each_gradient_once(trainings: dict[str, list[dict]]) -> None:
     """Of a unit, a host has a half: forward and backward it gets the other one, and gives or gets half the gradient.
 
     The last two blocks stay whole from forward to backward, and the model's own through both.
     """
-    reports = over_hosts()
+    reports = trainings["plain"]
     assert len(reports) == 2
     for report in reports:
         blocks, own = report["block_bytes"], report["own_bytes"]
@@ -57,9 +66,10 @@ def test_a_host_gets_each_unit_once_and_each_gradient_once() -> None:
 
 
 @pytest.mark.limit(120)
-def test_a_host_gets_each_unit_in_a_quarter_of_its_bytes() -> None:
+def test_a_host_gets_each_unit_in_a_quarter_of_its_bytes(trainings: dict[str, list[dict]]) -> None:
     """Codes of 8 bits and a scale for each block of 256 of them; gradients as ever."""
-    reports = over_hosts("--compress-parameters", "int8")
+    reports = trainings["int8"]
+    assert len(reports) == 2
     for report in reports:
         blocks, own = report["block_bytes"], report["own_bytes"]
         gathers = (2 * sum(blocks) - sum(blocks[-2:]) + own) * 260 / 1024
@@ -80,11 +90,18 @@ def test_shards_inside_hosts_send_gradients_alone() -> None:
         assert report["sent"] == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.thorough("node")
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("group", ["world", "node"])
-def test_losses_are_those_of_one_process(group: str) -> None:
-    for report in over_hosts("--compare", "--shard-group", group):
+def test_losses_are_those_of_one_process(trainings: dict[str, list[dict]]) -> None:
+    reports = trainings["compared"]
+    assert len(reports) == 2
+    for report in reports:
+        assert report["losses"] == pytest.approx(report["expected"], rel=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(120)
+def test_losses_are_those_of_one_process_with_shards_inside_hosts() -> None:
+    for report in over_hosts("--compare", "--shard-group", "node"):
         assert report["losses"] == pytest.approx(report["expected"], rel=1e-5)
 
 
@@ -105,6 +122,7 @@ def test_a_checkpoint_of_offloaded_state_goes_on_over_hosts(group: str, tmp_path
     assert total == pytest.approx(3 * values, rel=0.02)  # with Adam's states: nothing twice
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 def test_three_units_are_whole_at_a_time() -> None:
     """A host's shared memory: its ranks' shards, three units, and of each rank buffers for three units' gradients.
@@ -128,7 +146,7 @@ def test_three_units_are_whole_at_a_time() -> None:
             assert peaks["training"]["own"] < shards + 1.5 * unit, name
 
 
-@pytest.mark.thorough("3 hosts of 1")
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("layout", ["3 hosts of 1", "2 hosts of 2"])
 def test_engines_give_the_same_bits_over_hosts(layout: str) -> None:
