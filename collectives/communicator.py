@@ -37,6 +37,7 @@ from .algorithms import ALGORITHMS
 from .arguments import integer, root_rank
 from .backends.backend import PartitionedCall
 from .backends.cuda.arrays import gpu_index
+from .backends.tables import Tables
 from .buffers import Buffer, DeviceBuffer, signature
 from .dropped import freed_if_mpi_fails
 from .errors import ArgumentError, OperationError
@@ -90,6 +91,15 @@ class Communicator(GroupObjects):
         if operation not in ALGORITHMS:
             raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
         return self._selection.names(operation)
+
+    @property
+    def tables(self) -> Tables:
+        """What "auto" takes, by operation: rows of (bytes up to which, algorithm), ascending.
+
+        The bytes are those of the operation's larger buffer. The first row that covers them and whose algorithm serves
+        dtype and operator counts.
+        """
+        return dict(self._selection.tables)
 
     # ---- reductions -------------------------------------------------------------------------------------------
 

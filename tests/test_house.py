@@ -102,9 +102,10 @@ LAYERS = {
         "backends": "backends partitioned",
         "messages": "message_work channels messages dropped",
         "dispatch": "backends.registry backends.dispatch backends.checks",
+        "measuring": "timing calibration",
         "group": "ordered_group group_memory group_messages group_objects",
         "API": "prepared communicator",
-        "over it": "__init__ devices deadlock diagnostics timing command_line",
+        "over it": "__init__ devices deadlock diagnostics command_line",
         "programs": "tune bench",
     },
     "mpidl": {
