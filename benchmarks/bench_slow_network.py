@@ -14,6 +14,7 @@ A row, of the slowest rank or the host that sends most:
     MB       that a host sends in a step, as its network interfaces count it, headers included; by the method's formula
              without them; and the ratio of the two
     wire     ms that the formula's bytes take at --rate, if nothing else is in the way
+    goal     of "ddp": the wire's time and that of "single", one after the other, and a tenth more; compression is free
     wait     ms in a step in which the thread that trains does not compute: it waits for messages or for a core
     cpu      ms of all threads beyond those of "single": sums, copies, compression, and the work for messages
 """
@@ -61,7 +62,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Row:
-    """All rounds of a method; see the head of this file. ratio, formula_mb, wire_ms: None where unknown."""
+    """All rounds of a method; see the head of this file. ratio, wire_ms, goal: None where unknown."""
 
     method: str
     ms: float
@@ -69,6 +70,7 @@ class Row:
     sent_mb: float
     formula_mb: float
     wire_ms: float | None
+    goal: float | None
     wait_ms: float
     cpu_ms: float
     loss: float
@@ -153,19 +155,27 @@ def rows_of(found: dict[str, list[Round]], shape: Shape, rate: float | None) -> 
     def mean(name: str, of: str) -> float:
         return statistics.fmean(getattr(each, of) for each in found[name])
 
+    def step(name: str) -> float:
+        return statistics.median(ms for each in found[name] for ms in each.ms)
+
     rows = []
     for name, rounds in found.items():
         pairs = zip(rounds, found.get(BASE, []), strict=False)
         ratios = [statistics.median(each.ms) / statistics.median(base.ms) for each, base in pairs]
         formula = method_of(name).sends(shape)
+        wire = None if rate is None else formula * 8e3 / rate
+        goal = None
+        if wire is not None and {ALONE, BASE} <= set(found):
+            goal = 1.1 * (wire + step(ALONE)) / step(BASE)
         rows.append(
             Row(
                 name,
-                statistics.median(ms for each in rounds for ms in each.ms),
+                step(name),
                 statistics.median(ratios) if ratios else None,
                 mean(name, "sent_mb"),
                 formula / MB,
-                None if rate is None else formula * 8e3 / rate,
+                wire,
+                goal,
                 mean(name, "wait_ms"),
                 mean(name, "cpu_ms") - (mean(ALONE, "cpu_ms") if ALONE in found else 0),
                 rounds[-1].loss,
@@ -176,13 +186,14 @@ def rows_of(found: dict[str, list[Round]], shape: Shape, rate: float | None) -> 
 
 def print_table(rows: Sequence[Row], say: Callable[..., None]) -> None:
     """One line a method."""
-    heads = ("ms", f"of {BASE}", "MB sent", "formula", "ratio", "wire ms", "wait ms", "cpu ms", "last loss")
+    heads = ("ms", f"of {BASE}", "MB sent", "formula", "ratio", "wire ms", "goal", "wait ms", "cpu ms", "last loss")
     say(f"# {'method':>16} " + " ".join(f"{head:>9}" for head in heads))
     for row in rows:
         over = row.sent_mb / row.formula_mb if row.formula_mb else None
         cells = (
             *(f"{row.ms:.1f}", _number(row.ratio, 3), f"{row.sent_mb:.2f}", f"{row.formula_mb:.2f}", _number(over, 3)),
-            *(_number(row.wire_ms, 0), f"{row.wait_ms:.0f}", f"{row.cpu_ms:.0f}", f"{row.loss:.4f}"),
+            *(_number(row.wire_ms, 0), _number(row.goal, 3), f"{row.wait_ms:.0f}", f"{row.cpu_ms:.0f}"),
+            f"{row.loss:.4f}",
         )
         say(f"  {row.method:>16} " + " ".join(f"{cell:>9}" for cell in cells))
 

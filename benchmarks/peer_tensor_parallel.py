@@ -21,8 +21,17 @@ from linear_gpt import Attention, LinearGPT
 
 
 def by_torch(model: LinearGPT) -> None:
-    """Cuts the blocks by torch's parallelize_module."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    """Cuts the blocks by torch's parallelize_module.
+
+    The attention's input becomes one DTensor for queries, keys and values, so their gradients of it are summed once.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     columns, rows = (
@@ -30,6 +39,7 @@ def by_torch(model: LinearGPT) -> None:
         ("attention.o", "feed_forward.down"),
     )
     plan: dict[str, Any] = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+    plan["attention"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     blocks: Any = model.blocks
     for block in blocks:
         parallelize_module(block, mesh, plan)

@@ -32,6 +32,7 @@ from typing import Any
 
 from .backends.backend import PartitionedCall
 from .backends.cuda.arrays import gpu_index
+from .backends.tables import Tables
 from .base import arguments, buffers, reduction
 from .base.arguments import root_rank
 from .base.partition import Splits
@@ -83,6 +84,15 @@ class Communicator(GroupCalls):
         if operation not in ALGORITHMS:
             raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
         return self._selection.names(operation)
+
+    @property
+    def tables(self) -> Tables:
+        """What "auto" takes, by operation: rows of (bytes up to which, algorithm), ascending.
+
+        The bytes are those of the operation's larger buffer. The first row that covers them and whose algorithm serves
+        dtype and operator counts.
+        """
+        return dict(self._selection.tables)
 
     # ---- reductions -------------------------------------------------------------------------------------------
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
+from mpi4py import MPI
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
+
+class Group(Protocol):
+    """What timing needs of a Communicator."""
+
+    mpi: MPI.Intracomm
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        """See `Communicator`."""
 
 
 def repetitions(nbytes: int) -> int:
@@ -32,7 +41,7 @@ class Clock:
 
 
 def sample(
-    comm: Communicator,
+    comm: Group,
     steps: Sequence[tuple[Callable[[], Any], Callable[[], Any]]],
     count: int,
     warmup: int = 3,
@@ -62,7 +71,7 @@ def sample(
 
 
 def measure(
-    comm: Communicator,
+    comm: Group,
     calls: Mapping[str, Callable[[], Any]],
     count: int,
     warmup: int = 3,

@@ -2,81 +2,25 @@
 
     mpirun -n 4 python -m collectives.tune
 
-For every operation and size all algorithms take turns (`timing.measure`). The table is of this layout, nodes x ranks a
-node: run it once for each number of ranks that is used here. Others that the file holds already stay in it.
+For every operation and size all algorithms take turns (`timing.measure`). The tables are of this MPI library, its major
+version, and this layout, nodes x ranks a node: run it once for each that is used here. Others that the file holds
+already stay in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from mpi4py import MPI
-
-from .backends.selection import TUNING, tuning_path
+from .backends.tables import ALWAYS, TUNING, Table, library, tuning_path, write_tables
+from .calibration import calls_of, table_of
 from .command_line import parse_together
 from .communicator import Communicator
 from .schedules.algorithms import ALGORITHMS
 from .timing import measure, repetitions
-
-_CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time
-
-
-def calls(comm: Communicator, operation: str, nbytes: int) -> dict[str, Callable[[], Any]]:
-    """A call by each algorithm on fp32 arrays, the larger one of about nbytes."""
-    each = max(1, nbytes // 4 // comm.size)
-    large, other, small = (np.zeros(n, np.float32) for n in (each * comm.size, each * comm.size, each))
-    root = comm.rank == 0
-    method = getattr(comm, operation)
-    arrays: tuple[Any, ...] = {
-        "all_reduce": (large,),
-        "broadcast": (large,),
-        "reduce": (large,),
-        "scan": (large,),
-        "exscan": (large,),
-        "reduce_scatter": (small, large),
-        "all_gather": (large, small),
-        "all_to_all": (other, large),
-        "gather": (large if root else None, small),
-        "scatter": (small, large if root else None),
-    }[operation]
-    names = [name for name in comm.algorithms(operation) if name != "auto"]
-    return {name: lambda name=name: method(*arrays, algorithm=name) for name in names}  # type: ignore[misc]
-
-
-def table(measured: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[int | None, str]]:
-    """Converts (bytes, seconds by algorithm), ascending, to (bytes up to which, algorithm); the last has no limit.
-
-    One algorithm gives way to another half-way between two sizes, on a logarithmic scale.
-    """
-    rows: list[tuple[int | None, str]] = []
-    before, current = 0, ""
-    for nbytes, times in measured:
-        best = min(times, key=lambda name: times[name])
-        if not current:
-            current = best
-        elif times[best] < _CLEARLY * times[current]:
-            rows.append((int((before * nbytes) ** 0.5), current))
-            current = best
-        before = nbytes
-    return [*rows, (None, current)]
-
-
-def write(path: Path, layout: str, tables: dict[str, list[tuple[int | None, str]]], library: str) -> None:
-    """Puts the layout's tables into the file, which is replaced as a whole."""
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    content.setdefault("tables", {}).setdefault(layout, {}).update(tables)
-    content.setdefault("measured_with", {})[layout] = library
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -110,28 +54,28 @@ def main() -> None:
     options = parse_together(comm, lambda: parse(sys.argv[1:]))
     say = print if comm.rank == 0 else lambda *_, **__: None
     layout = f"{comm.nodes}x{comm.local_size}"
-    say(f"# {comm.nodes} node(s) of {comm.local_size} ranks; microseconds; * is the fastest")
-    tables: dict[str, list[tuple[int | None, str]]] = {}
+    say(f"# {library()}, {comm.nodes} node(s) of {comm.local_size} ranks; microseconds; * is the fastest")
+    tables: dict[str, Table] = {}
     for operation in options.ops:
         measured = []
         nbytes = options.min_bytes
         while nbytes <= options.max_bytes:
-            times = measure(comm, calls(comm, operation, nbytes), options.iters or repetitions(nbytes))
+            times = measure(comm, calls_of(comm, operation, nbytes), options.iters or repetitions(nbytes))
             measured.append((nbytes, times))
             best = min(times, key=lambda name: times[name])
             texts = [f"{name} {seconds * 1e6:.0f}{'*' * (name == best)}" for name, seconds in times.items()]
             say(f"{operation:>14} {nbytes:>10}  {'  '.join(texts)}", flush=True)
             nbytes *= options.factor
-        tables[operation] = table(measured)
+        tables[operation] = table_of(measured)
         say(f"{operation:>14} auto: {', '.join(_words(row) for row in tables[operation])}", flush=True)
     if comm.rank == 0:
-        write(options.output, layout, tables, MPI.Get_library_version().splitlines()[0])
+        write_tables(options.output, library(), layout, tables)
         say(f"# written to {options.output}")
 
 
-def _words(row: tuple[int | None, str]) -> str:
+def _words(row: tuple[float, str]) -> str:
     limit, name = row
-    return name if limit is None else f"{name} up to {limit}"
+    return name if limit == ALWAYS else f"{name} up to {limit:.0f}"
 
 
 if __name__ == "__main__":

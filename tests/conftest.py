@@ -1,5 +1,6 @@
 """Fixtures of all tests; how tests run under mpirun is in `harness`."""
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from tests.harness import launch
 from tests.harness.plugin import Harness
 from tests.harness.share import Share
+
+os.environ.setdefault("MPIDL_CALIBRATE", "0")  # also for jobs: which algorithm runs must not depend on a clock
 
 FAILED = pytest.StashKey[bool]()
 

@@ -102,9 +102,10 @@ LAYERS = {
         "operations in time": "runtime",
         "ways to carry them out": "backends partitioned",
         "messages": "messages",
+        "measuring": "timing calibration",
         "groups of ranks": "group prepared",
         "API": "communicator",
-        "over it": "__init__ algorithms devices diagnostics timing command_line",
+        "over it": "__init__ algorithms devices diagnostics command_line",
         "programs": "tune bench",
     },
     "mpidl": {

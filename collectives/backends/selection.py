@@ -1,101 +1,34 @@
 """The algorithm that serves an operation: the one that is asked for, if a backend has it, or for "auto" the fastest.
 
-`auto` looks the operation up in a table of its layout (nodes x ranks a node): up to so many bytes this algorithm, up
-to so many that one. The table is the one that `python -m collectives.tune` measured and wrote, if it covers the
-layout, else the defaults below. The bytes are those of the operation's larger buffer, whose size every rank knows.
+`auto` looks the operation up in the group's tables (`tables`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache, partial
-from pathlib import Path
 
 from ..base.buffers import DType
 from ..base.reduction import Reduction
 from ..errors import ArgumentError, ArgumentTypeError
-from .backend import Backend, in_shared_memory
-
-TUNING = "MPIDL_TUNING"
-Table = Sequence[tuple[float, str]]  # bytes up to which an algorithm is taken, and its name; ascending
-_ALWAYS = float("inf")
-_LIBRARY = "mpi"  # where no table says otherwise
-
-# One node. The library's own is some microseconds of Python faster, and copies as often as `symmetric` in movements.
-# Arrays in symmetric memory gain from less than other arrays do; a limit lies between what is best for both.
-_NODE: dict[str, Table] = {
-    "all_reduce": ((128 << 10, "mpi"), (_ALWAYS, "symmetric")),
-    "reduce_scatter": ((32 << 10, "mpi"), (_ALWAYS, "symmetric")),
-    "all_gather": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
-    "all_to_all": ((512 << 10, "mpi"), (_ALWAYS, "symmetric")),
-    "broadcast": ((4 << 20, "mpi"), (_ALWAYS, "symmetric")),
-    "reduce": ((64 << 10, "mpi"), (_ALWAYS, "symmetric")),
-    "scatter": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
-}
-# Several nodes on a network that is slower than memory.
-_NODES: dict[str, Table] = {
-    "all_reduce": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
-    "reduce_scatter": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
-    "all_gather": ((2 << 20, "mpi"), (_ALWAYS, "hierarchical")),
-    "reduce": ((256 << 10, "mpi"), (_ALWAYS, "hierarchical")),
-}
-# Messages alone. Ring reductions meet MPICH's at about 4 MiB on one node.
-_MESSAGES: dict[str, Table] = {
-    "all_reduce": ((4 << 20, "mpi"), (_ALWAYS, "ring")),
-    "reduce_scatter": ((4 << 20, "mpi"), (_ALWAYS, "ring")),
-    "broadcast": ((8 << 20, "mpi"), (_ALWAYS, "double_tree")),
-    "reduce": ((1 << 20, "mpi"), (_ALWAYS, "double_tree")),
-}
-
-
-def _defaults(backends: Mapping[str, Backend]) -> dict[str, Table]:
-    """The tables of a group that has measured none."""
-    shared = in_shared_memory(backends)
-    if shared is None:
-        return _MESSAGES
-    tables = _NODE if shared == "symmetric" else _NODES
-    served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
-    if len(served) == len(tables):
-        return {operation: (*table, (_ALWAYS, _LIBRARY)) for operation, table in served.items()}
-    # Nodes of different sizes: the other operations have messages alone.
-    return {**_MESSAGES, **{o: (*table, *_MESSAGES.get(o, ())) for o, table in served.items()}}
-
-
-def tuning_path() -> Path:
-    """The path of the file with the measured tables."""
-    given = os.environ.get(TUNING)
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(given) if given else Path(base) / "mpidl" / "tuning.json"
-
-
-def read_tables(nodes: int, local_size: int) -> dict[str, Table]:
-    """The measured tables of a layout, by operation; empty where there are none."""
-    path = tuning_path()
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text())["tables"].get(f"{nodes}x{local_size}", {})
-        return {
-            operation: tuple((_ALWAYS if limit is None else float(limit), str(name)) for limit, name in rows)
-            for operation, rows in found.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"{path} is no table of `python -m collectives.tune`: {error}; make it anew") from error
+from .backend import Backend
+from .tables import ALWAYS, LIBRARY, Table, Tables, served_tables
 
 
 class Selection:
     """The choices of one group.
 
-    backends: all that it has, in the order of preference where no table knows better. tables: by operation, in place of
-    the defaults for the backend that shares memory.
+    backends: all that it has, in the order of preference where no table knows better. measured: tables in place of the
+    defaults, which may be some. defaults: those of the MPI library; the fallback where they are None.
+
+    tables: by operation. choose: see `_choose`.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], tables: Mapping[str, Table]) -> None:
+    def __init__(self, backends: Mapping[str, Backend], measured: Tables, defaults: Tables | None = None) -> None:
         self._backends = backends
-        tables = {**_defaults(backends), **tables}
-        self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, tables))
+        found = {operation: (*table, (ALWAYS, LIBRARY)) for operation, table in measured.items()}
+        self.tables: dict[str, Table] = {**served_tables(backends, defaults), **found}
+        self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, self.tables))
 
     def names(self, operation: str) -> list[str]:
         """The values that `algorithm=` may have."""
@@ -108,7 +41,7 @@ def _serving(backends: Mapping[str, Backend], operation: str) -> list[str]:
 
 def _choose(
     backends: Mapping[str, Backend],
-    tables: Mapping[str, Table],
+    tables: Tables,
     operation: str,
     requested: str,
     dtype: DType,
@@ -127,11 +60,11 @@ def _choose(
     serving = _serving(backends, operation)
     if requested == "auto":
         elements = nbytes // dtype.itemsize
-        for limit, name in tables.get(operation, ((_ALWAYS, _LIBRARY),)):
-            fits = nbytes <= limit if even else limit == _ALWAYS
+        for limit, name in tables.get(operation, ((ALWAYS, LIBRARY),)):
+            fits = nbytes <= limit if even else limit == ALWAYS
             if fits and name in serving and backends[name].suits(operation, dtype, elements, op, even):
                 return name
-        return next(name for name in serving if name != _LIBRARY)
+        return next(name for name in serving if name != LIBRARY)
     if requested not in serving:
         raise ArgumentError(f"{operation}: got algorithm {requested!r}; needs one of {', '.join(['auto', *serving])}")
     if op is not None and not backends[requested].reduces(dtype, op):

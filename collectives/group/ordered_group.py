@@ -30,7 +30,8 @@ from ..backends.checks import CheckedDispatch, is_debugging
 from ..backends.cuda.task import Task
 from ..backends.dispatch import Dispatch
 from ..backends.meeting import MeetsInMemory
-from ..backends.selection import Selection, read_tables
+from ..backends.selection import Selection
+from ..backends.tables import Tables, default_tables, library, read_tables, tuning_path
 from ..base import arguments
 from ..errors import ArgumentError, MismatchError, OperationError, OperationTimeout, WorkTimeout
 from ..memory.leftovers import remove_names
@@ -108,9 +109,8 @@ class OrderedGroup:
         self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
-        tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
-        tables, number = self._collective.bcast((tables, next(_numbers)))
-        self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
+        number = self._collective.bcast(next(_numbers))
+        self._selection = self._dispatch.selection = self._select()
         self._choose = self._selection.choose
         self._barrier = self._prepared("barrier", self._dispatch.prepare("barrier", "mpi"), NO_WORDS)
         world, named = world_ranks(self.mpi), names(self.mpi)
@@ -132,6 +132,24 @@ class OrderedGroup:
         made = mpi.Dup()
         self._made.append(made)
         return made
+
+    def _select(self) -> Selection:
+        """The choices of algorithms, the same on all ranks; measured now, if no table covers the group. Collective."""
+        layout = f"{self.nodes}x{self.local_size}"
+        tuned = self._agreed(lambda: read_tables(tuning_path(), library(), layout) if self.rank == 0 else {})
+        defaults = default_tables(library(), self.nodes, self.local_size)
+        measured: Tables | None = tuned
+        if defaults is None and self.size > 1:
+            from .. import calibration  # seldom needed
+
+            if self.rank == 0 and not tuned and calibration.is_on():
+                measured = calibration.known(layout)
+            measured = self._collective.bcast(measured)
+            if measured is None:
+                measured = calibration.calibrate(type(self), self.mpi, layout)
+        else:
+            measured = self._collective.bcast(measured)
+        return Selection(self._dispatch.backends, measured or {}, defaults)
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
         """Returns `make()`; if it raises on some rank, the first such rank's error is raised on all. Collective."""

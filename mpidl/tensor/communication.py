@@ -15,6 +15,7 @@ the all-gathers, in this same order; what is called next is queued behind them. 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class TensorGroup:
         self.traffic = Traffic()
         self.check = os.environ.get("MPIDL_DEBUG") == "1"
         self._slots: dict[torch.device, torch.Tensor] = {}
+        self._slots_at: set[int] = set()  # addresses
         self._sums = SumMemory(self._allocate_sums)
         self._shared: dict[torch.device, list[torch.Tensor]] = {}
         self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
@@ -88,7 +90,7 @@ class TensorGroup:
 
         The next call of any rank's may give the same memory again; in between comes a reduction.
         """
-        nbytes = torch.Size(shape).numel() * like.element_size()
+        nbytes = math.prod(shape) * like.element_size()
         return self._slot(nbytes, like.device)[:nbytes].view(like.dtype).view(*shape)
 
     def _slot(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -97,6 +99,7 @@ class TensorGroup:
         if slot is None or slot.numel() < nbytes:
             self._split.clear()
             slot = self._slots[device] = self.comm.empty(nbytes, torch.uint8, device=device)
+            self._slots_at = {each.data_ptr() for each in self._slots.values()}
         return slot
 
     def _allocate_sums(self, nbytes: int, of_each: int) -> torch.Tensor:
@@ -114,11 +117,10 @@ class TensorGroup:
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks. partial: from `partial` or `summand`, not to be used afterwards. Collective."""
-        self._count("all_reduces", "reduced", partial)
+        self.traffic.all_reduces += 1
+        self.traffic.reduced += partial.numel()
         self.comm.all_reduce(partial)
-        slot = self._slots.get(partial.device)
-        is_slot = slot is not None and partial.data_ptr() == slot.data_ptr()
-        return partial.clone() if is_slot else partial
+        return partial.clone() if partial.data_ptr() in self._slots_at else partial
 
     def sum(self, x: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
         """Sums a tensor over the ranks, which stays as it is. is_kept: a model keeps the sum for long. Collective."""
@@ -128,7 +130,8 @@ class TensorGroup:
 
     def reduce_rows(self, rows: torch.Tensor, op: str = "sum") -> None:
         """Sums over the ranks in place, or takes the largest with "max": of a few numbers a token. Collective."""
-        self._count("all_reduces", "reduced", rows)
+        self.traffic.all_reduces += 1
+        self.traffic.reduced += rows.numel()
         self.comm.all_reduce(rows, op)
 
     def begin_all_reduce(self, partial: torch.Tensor) -> PartitionedAllReduce:
@@ -136,7 +139,8 @@ class TensorGroup:
 
         partial: from `partial`; not to be touched in between.
         """
-        self._count("all_reduces", "reduced", partial)
+        self.traffic.all_reduces += 1
+        self.traffic.reduced += partial.numel()
         key = (partial.numel(), partial.dtype, partial.device)
         if key not in self._split:
             if len(self._split) == _KEPT:
@@ -157,7 +161,8 @@ class TensorGroup:
 
         partial: the ranks' pieces of [batch, length, width] one after the other, flat.
         """
-        self._count("reduce_scatters", "scattered", partial)
+        self.traffic.reduce_scatters += 1
+        self.traffic.scattered += partial.numel()
         pieces = self.pieces(length)
         piece = partial.new_empty(batch, pieces[self.rank], width)
         self.comm.reduce_scatter(piece.view(-1), partial.view(-1), counts=[batch * n * width for n in pieces])
@@ -175,7 +180,8 @@ class TensorGroup:
         batch, _, width = piece.shape
         pieces = self.pieces(length)
         everything = self._next_shared(batch * length * width, piece)
-        self._count("all_gathers", "gathered", everything)
+        self.traffic.all_gathers += 1
+        self.traffic.gathered += everything.numel()
         parts = everything.split([batch * n * width for n in pieces])
         parts[self.rank].copy_(piece.reshape(-1))
         work = self._gather(everything, parts)
@@ -201,7 +207,8 @@ class TensorGroup:
         pieces = self.pieces(length)
         chunks = [even_counts(n, min(_CHUNKS, *pieces)) for n in pieces]  # by rank
         everything = self._next_shared(batch * length * width, piece)
-        self._count("all_gathers", "gathered", everything)
+        self.traffic.all_gathers += 1
+        self.traffic.gathered += everything.numel()
         gathered, own, start = [], 0, 0
         for sizes in zip(*chunks, strict=True):
             counts = [batch * n * width for n in sizes]
@@ -239,10 +246,6 @@ class TensorGroup:
             self._shared[like.device] = pair
         pair.reverse()
         return pair[0][:nbytes].view(like.dtype)
-
-    def _count(self, operations: str, elements: str, tensor: torch.Tensor) -> None:
-        setattr(self.traffic, operations, getattr(self.traffic, operations) + 1)
-        setattr(self.traffic, elements, getattr(self.traffic, elements) + tensor.numel())
 
     def check_inputs(self, x: torch.Tensor) -> None:
         """Raises TrainingError on every rank if the ranks have different inputs. Collective, with MPIDL_DEBUG=1."""

@@ -12,6 +12,7 @@ rank touches another's place, as an all-reduce ends on all ranks together.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,8 +56,8 @@ class SumMemory:
         Every rank asks for as many bytes, and more than before are allocated on all of them, but one rank may get
         a place where another does not.
         """
-        nbytes = torch.Size(shape).numel() * like.element_size()
-        if nbytes < _LEAST or like.device.type != "cpu":
+        nbytes = math.prod(shape) * like.element_size()
+        if nbytes < _LEAST or not like.is_cpu:
             return None
         if not self._places or self._places[0].nbytes < nbytes:
             size = _whole_pages(nbytes)

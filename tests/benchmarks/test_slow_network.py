@@ -32,6 +32,8 @@ def test_bytes_at_the_interfaces_are_those_of_the_formulas(tmp_path: Path, brief
         assert row["sent_mb"] <= 1.08 * row["formula_mb"] + few, name
         assert row["ms"] > 0
         assert row["wire_ms"] == pytest.approx(8 * row["formula_mb"])
+        alone, base = (rows[other]["ms"] for other in ("single", "ddp"))
+        assert row["goal"] == pytest.approx(1.1 * (row["wire_ms"] + alone) / base)
     assert rows["ddp"]["ratio"] == 1.0
     losses = {name: row["loss"] for name, row in rows.items()}
     exact = ("ddp", "zero2", "zero3", "zero3-ahead", "zero3-keep", "zero3-node")

@@ -13,10 +13,11 @@ from collectives.backends.backend import Backend
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.backends.mpi import Library
 from collectives.backends.schedule_backend import ScheduleBackend
-from collectives.backends.selection import Selection, read_tables
+from collectives.backends.selection import Selection
 from collectives.backends.symmetric.backend import Symmetric
+from collectives.backends.tables import ALWAYS, library, read_tables, write_tables
 from collectives.base.buffers import describe
-from collectives.tune import table, write
+from collectives.calibration import table_of
 
 TUNE = ("-m", "collectives.tune")
 FLOAT = describe("float32")
@@ -31,41 +32,45 @@ def backends(*kinds: type[Backend]) -> dict[str, Backend]:
     return made
 
 
-def test_a_table_changes_half_way_between_sizes_and_only_for_a_clear_gain() -> None:
+def test_a_table_changes_where_times_meet_and_only_for_a_clear_gain() -> None:
     measured = [
         (1000, {"mpi": 1.0, "ring": 2.0}),
         (4000, {"mpi": 2.0, "ring": 1.99}),  # not clearly faster
-        (16000, {"mpi": 4.0, "ring": 2.0}),
-        (64000, {"mpi": 8.0, "ring": 5.0}),
+        (16000, {"mpi": 8.0, "ring": 4.0}),
+        (64000, {"mpi": 16.0, "ring": 5.0}),
     ]
-    assert table(measured) == [(8000, "mpi"), (None, "ring")]
+    ((limit, first), last) = table_of(measured)
+    assert (first, last) == ("mpi", (ALWAYS, "ring"))
+    assert limit == pytest.approx(4000, rel=0.03), "the two are nearly equal there"
+    measured[1] = (4000, {"mpi": 2.0, "ring": 4.0})
+    assert table_of(measured) == ((8000, "mpi"), (ALWAYS, "ring")), "as far from equal at both sizes"
 
 
-def test_the_tuner_writes_what_auto_reads(mpirun: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuner_writes_what_auto_reads(mpirun: Callable, tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "tuning.json"
     options = ("--ops", "all_reduce,all_gather", "--max-bytes", "65536", "--factor", "8", "--iters", "3")
     done = mpirun(2, *TUNE, *options, MPIDL_TUNING=str(path))
     assert done.returncode == 0, done.stderr
     assert f"# written to {path}" in done.stdout
     assert done.stdout.count("auto: ") == 2
-    tables = json.loads(path.read_text())["tables"]
+    tables = json.loads(path.read_text())["tables"][library()]
     assert set(tables) == {"1x2"}
     assert set(tables["1x2"]) == {"all_reduce", "all_gather"}
     assert all(rows[-1][0] is None for rows in tables["1x2"].values())
-    monkeypatch.setenv("MPIDL_TUNING", str(path))
-    assert set(read_tables(1, 2)) == {"all_reduce", "all_gather"}
-    assert read_tables(1, 3) == {}
+    assert set(read_tables(path, library(), "1x2")) == {"all_reduce", "all_gather"}
+    assert read_tables(path, library(), "1x3") == read_tables(path, "another MPI 1", "1x2") == {}
 
 
-def test_what_is_measured_for_other_layouts_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_for_other_layouts_and_libraries_stays(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    write(path, "1x2", {"all_reduce": [(100, "tree"), (None, "ring")]}, "an MPI")
-    write(path, "2x2", {"all_reduce": [(None, "mpi")]}, "an MPI")
-    monkeypatch.setenv("MPIDL_TUNING", str(path))
-    chosen = Selection(backends(Symmetric), read_tables(1, 2)).choose
+    write_tables(path, "an MPI 1", "1x2", {"all_reduce": [(100, "tree"), (ALWAYS, "ring")]})
+    write_tables(path, "an MPI 1", "2x2", {"all_reduce": [(ALWAYS, "mpi")]})
+    write_tables(path, "an MPI 2", "1x2", {"all_reduce": [(ALWAYS, "mpi")]})
+    chosen = Selection(backends(Symmetric), read_tables(path, "an MPI 1", "1x2")).choose
     assert [chosen("all_reduce", "auto", FLOAT, nbytes) for nbytes in (100, 101)] == ["tree", "ring"]
     assert chosen("all_gather", "auto", FLOAT, 1 << 30) == "symmetric", "the default where nothing was measured"
-    assert Selection(backends(Hierarchy), read_tables(2, 2)).choose("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
+    chosen = Selection(backends(Hierarchy), read_tables(path, "an MPI 1", "2x2")).choose
+    assert chosen("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
 
 
 @pytest.mark.thorough
@@ -78,12 +83,12 @@ def test_wrong_options_and_files_are_one_line_on_one_rank(mpirun: Callable, tmp_
         assert done.stderr.count(words) == 1, done.stderr
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["{}", "[]", '{"tables": {"an MPI 1": {"1x2": {"all_reduce": 1}}}}'])
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tuning.json"
-    path.write_text("{}")
-    monkeypatch.setenv("MPIDL_TUNING", str(path))
+    path.write_text(text)
     with pytest.raises(ArgumentError, match="is no table of"):
-        read_tables(1, 2)
+        read_tables(path, "an MPI 1", "1x2")
 
 
 @pytest.mark.mpi
@@ -91,7 +96,7 @@ def test_a_communicator_reads_the_table(comm: Communicator, tmp_path: Path, monk
     path = comm.mpi.bcast(str(tmp_path / "tuning.json"))
     if comm.rank == 0:
         layout = f"{comm.nodes}x{comm.local_size}"
-        write(Path(path), layout, {"broadcast": [(10, "mpi"), (None, "tree")]}, "an MPI")
+        write_tables(Path(path), library(), layout, {"broadcast": [(10, "mpi"), (ALWAYS, "tree")]})
     monkeypatch.setenv("MPIDL_TUNING", path)
     made = Communicator()
     assert [made._choose("broadcast", "auto", FLOAT, nbytes) for nbytes in (10, 11)] == ["mpi", "tree"]

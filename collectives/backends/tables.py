@@ -1,0 +1,127 @@
+"""The tables by which `auto` chooses an algorithm: up to so many bytes this one, up to so many that one.
+
+A group takes, for each operation, the first of these that covers its MPI library and its layout (nodes x ranks a node):
+
+    tuned        the file that `python -m collectives.tune` wrote
+    calibrated   the file of an earlier calibration; without one, and without a default, the group calibrates now
+    default      what was measured for this MPI library, on one node
+    fallback     for any library, by the memory that the ranks share; what is left where calibration is turned off
+
+The bytes are those of the operation's larger buffer, whose size every rank knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from ..errors import ArgumentError
+from .backend import Backend, in_shared_memory
+
+TUNING = "MPIDL_TUNING"
+Table = Sequence[tuple[float, str]]  # bytes up to which an algorithm is taken, and its name; ascending
+Tables = Mapping[str, Table]  # by operation
+ALWAYS = float("inf")
+LIBRARY = "mpi"  # where no table says otherwise
+
+# One node. The library's own is some microseconds of Python faster, and copies as often as `symmetric` in movements.
+# Arrays in symmetric memory gain from less than other arrays do; a limit lies between what is best for both.
+_NODE: Tables = {
+    "all_reduce": ((128 << 10, "mpi"), (ALWAYS, "symmetric")),
+    "reduce_scatter": ((32 << 10, "mpi"), (ALWAYS, "symmetric")),
+    "all_gather": ((8 << 20, "mpi"), (ALWAYS, "symmetric")),
+    "all_to_all": ((512 << 10, "mpi"), (ALWAYS, "symmetric")),
+    "broadcast": ((4 << 20, "mpi"), (ALWAYS, "symmetric")),
+    "reduce": ((64 << 10, "mpi"), (ALWAYS, "symmetric")),
+    "scatter": ((8 << 20, "mpi"), (ALWAYS, "symmetric")),
+}
+# Several nodes on a network that is slower than memory.
+_NODES: Tables = {
+    "all_reduce": ((1 << 20, "mpi"), (ALWAYS, "hierarchical")),
+    "reduce_scatter": ((1 << 20, "mpi"), (ALWAYS, "hierarchical")),
+    "all_gather": ((2 << 20, "mpi"), (ALWAYS, "hierarchical")),
+    "reduce": ((256 << 10, "mpi"), (ALWAYS, "hierarchical")),
+}
+# Messages alone. Ring reductions meet MPICH's at about 4 MiB on one node.
+_MESSAGES: Tables = {
+    "all_reduce": ((4 << 20, "mpi"), (ALWAYS, "ring")),
+    "reduce_scatter": ((4 << 20, "mpi"), (ALWAYS, "ring")),
+    "broadcast": ((8 << 20, "mpi"), (ALWAYS, "double_tree")),
+    "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
+}
+# Measured on one node: by library, then for up to so many ranks. An operation that is left out takes the library's own.
+DEFAULTS: Mapping[str, Mapping[int, Tables]] = {
+    "MPICH 5": {4: _NODE},
+}
+
+
+@cache
+def library() -> str:
+    """The MPI library and its major version, by which tables are kept, such as "MPICH 5"."""
+    vendor, version = MPI.get_vendor()
+    return f"{vendor} {version[0]}"
+
+
+def default_tables(mpi: str, nodes: int, local_size: int) -> Tables | None:
+    """The default tables of a library for a layout; None where none was measured."""
+    measured = DEFAULTS.get(mpi, {})
+    ranks = min((number for number in measured if number >= local_size), default=None)
+    return None if nodes > 1 or ranks is None else measured[ranks]
+
+
+def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> dict[str, Table]:
+    """The tables of a group that has measured none: the defaults, or the fallback where they are None."""
+    shared = in_shared_memory(backends)
+    if shared is None:
+        return dict(_MESSAGES)
+    fallback = _NODE if shared == "symmetric" else _NODES
+    tables = fallback if defaults is None else defaults
+    served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
+    if len(served) == len(tables):
+        return {operation: (*table, (ALWAYS, LIBRARY)) for operation, table in served.items()}
+    # Nodes of different sizes: the other operations have messages alone.
+    return {**_MESSAGES, **{o: (*table, *_MESSAGES.get(o, ())) for o, table in served.items()}}
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def tuning_path() -> Path:
+    """The path of the file that the tuner writes."""
+    given = os.environ.get(TUNING)
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(given) if given else Path(base) / "mpidl" / "tuning.json"
+
+
+def read_tables(path: Path, place: str, layout: str) -> dict[str, Table]:
+    """The tables of a file, by operation; empty where there are none.
+
+    place: what they hold for, such as the MPI library. Raises ArgumentError where the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())["tables"].get(place, {}).get(layout, {})
+        return {
+            operation: tuple((ALWAYS if limit is None else float(limit), str(name)) for limit, name in rows)
+            for operation, rows in found.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{path} is no table of `python -m collectives.tune`: {error}; make it anew") from error
+
+
+def write_tables(path: Path, place: str, layout: str, tables: Tables) -> None:
+    """Puts tables into the file, which is replaced as a whole; what it holds for other places and layouts stays."""
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    rows = {o: [(None if limit == ALWAYS else limit, name) for limit, name in table] for o, table in tables.items()}
+    content.setdefault("tables", {}).setdefault(place, {}).setdefault(layout, {}).update(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,183 @@
+"""Measures in two seconds which algorithm is fastest, for an MPI library and a layout that no table covers.
+
+It is done when the first Communicator of that kind is made, and kept in a file of the user's cache folder, so that
+later jobs on machines with such processors read it. MPIDL_CALIBRATE=0 turns it off.
+
+Sizes go up for all operations together. An operation stops where its next size might take more than the time that is
+left; for what is larger the group's other tables hold, as for operations that have one algorithm there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from .backends.tables import ALWAYS, Table, Tables, library, read_tables, write_tables
+from .errors import ArgumentError
+from .timing import Group, measure
+
+CALIBRATE = "MPIDL_CALIBRATE"
+_BUDGET_S = 2.0
+_SIZES = {4 << 10: 20, 32 << 10: 15, 256 << 10: 8, 2 << 20: 4, 16 << 20: 2}  # bytes, and repetitions of each
+_CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time
+
+
+class Measured(Group, Protocol):
+    """What a calibration needs of a Communicator."""
+
+    @property
+    def tables(self) -> Tables:
+        """See `Communicator`."""
+
+    def algorithms(self, operation: str) -> list[str]:
+        """See `Communicator`."""
+
+    def close(self) -> None:
+        """See `Communicator`."""
+
+
+_found: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
+
+
+def is_on() -> bool:
+    """Returns whether groups may calibrate."""
+    return os.environ.get(CALIBRATE, "1") != "0"
+
+
+def cache_path() -> Path:
+    """The path of the file with what was calibrated."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mpidl" / "algorithms.json"
+
+
+def machine() -> str:
+    """What a calibration holds for besides its layout: the MPI library, the processor and the number of cores."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return f"{library()}, {os.cpu_count()} x {found[1]}"
+    return f"{library()}, {os.cpu_count()} x {platform.machine()}"
+
+
+def known(layout: str) -> Tables | None:
+    """What this process or an earlier job has calibrated for the layout; None where it is to be done."""
+    key = machine(), layout
+    if key not in _found:
+        with contextlib.suppress(ArgumentError, OSError):  # a file of something else is written anew
+            tables = read_tables(cache_path(), *key)
+            if tables:
+                _found[key] = tables
+    return _found.get(key)
+
+
+def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: str) -> Tables:
+    """Measures the algorithms of a group, and keeps the tables. Collective.
+
+    make: makes the Communicator that is measured, which is closed afterwards. Where the file cannot be written, the
+    tables hold for this process.
+    """
+    key = machine(), layout
+    _found[key] = {}  # the group that is measured does not calibrate itself
+    comm: Measured = make(mpi)
+    try:
+        tables = _measured(comm)
+    finally:
+        comm.close()
+    _found[key] = tables
+    if comm.rank == 0:
+        path = cache_path()
+        with contextlib.suppress(OSError):
+            try:
+                write_tables(path, *key, tables)
+            except (ValueError, AttributeError):  # a file of something else
+                path.unlink()
+                write_tables(path, *key, tables)
+    return tables
+
+
+def _measured(comm: Measured) -> Tables:
+    begin = time.perf_counter()
+    candidates = {name: table for name, table in comm.tables.items() if len(_names(table)) > 1}
+    seconds: dict[str, list[tuple[int, dict[str, float]]]] = {operation: [] for operation in candidates}
+    for number, (nbytes, count) in enumerate(_SIZES.items()):
+        for operation, table in candidates.items():
+            rows = seconds[operation]
+            expected = sum(rows[-1][1].values()) * nbytes / rows[-1][0] * (count + 1) if rows else 0.0
+            is_next = len(rows) == number
+            if not comm.mpi.bcast(is_next and time.perf_counter() - begin + expected < _BUDGET_S):  # rank 0's clock
+                continue
+            calls = calls_of(comm, operation, nbytes)
+            taken = measure(comm, {name: calls[name] for name in _names(table) if name in calls}, count, warmup=1)
+            rows.append((nbytes, taken))
+    return {o: (*table_of(rows, _beyond(rows)), *candidates[o]) for o, rows in seconds.items() if rows}
+
+
+def _beyond(rows: Sequence[tuple[int, Any]]) -> float:
+    """The bytes up to which a measurement holds: half a step beyond the largest size, or for all with all sizes."""
+    return ALWAYS if len(rows) == len(_SIZES) else int(rows[-1][0] * 8**0.5)
+
+
+def _names(table: Table) -> list[str]:
+    return list(dict.fromkeys(name for _, name in table))
+
+
+def calls_of(comm: Measured, operation: str, nbytes: int) -> dict[str, Callable[[], Any]]:
+    """A call by each algorithm on fp32 arrays, the larger one of about nbytes."""
+    each = max(1, nbytes // 4 // comm.size)
+    large, other, small = (np.zeros(n, np.float32) for n in (each * comm.size, each * comm.size, each))
+    root = comm.rank == 0
+    method = getattr(comm, operation)
+    arrays: tuple[Any, ...] = {
+        "all_reduce": (large,),
+        "broadcast": (large,),
+        "reduce": (large,),
+        "scan": (large,),
+        "exscan": (large,),
+        "reduce_scatter": (small, large),
+        "all_gather": (large, small),
+        "all_to_all": (other, large),
+        "gather": (large if root else None, small),
+        "scatter": (small, large if root else None),
+    }[operation]
+    names = [name for name in comm.algorithms(operation) if name != "auto"]
+    return {name: lambda name=name: method(*arrays, algorithm=name) for name in names}  # type: ignore[misc]
+
+
+def table_of(measured: Sequence[tuple[int, Mapping[str, float]]], limit: float = ALWAYS) -> Table:
+    """Converts (bytes, seconds by algorithm), ascending, to a table of up to so many bytes.
+
+    Between two sizes the times of both algorithms are taken for straight lines in logarithms, and one gives way to the
+    other where they meet.
+    """
+    rows: list[tuple[float, str]] = []
+    before: tuple[int, Mapping[str, float]] | None = None
+    current = ""
+    for nbytes, times in measured:
+        best = min(times, key=lambda name: times[name])
+        if before is None:
+            current = best
+        elif times[best] < _CLEARLY * times[current]:
+            rows.append((_meeting(before, (nbytes, times), current, best), current))
+            current = best
+        before = nbytes, times
+    return (*rows, (limit, current))
+
+
+def _meeting(
+    lower: tuple[int, Mapping[str, float]], upper: tuple[int, Mapping[str, float]], leaving: str, coming: str
+) -> int:
+    """The bytes at which two algorithms take equally long."""
+    behind = math.log(lower[1][coming] / lower[1][leaving])  # above 0 where the one that comes is slower
+    ahead = math.log(upper[1][leaving] / upper[1][coming])
+    share = min(1.0, max(0.0, behind / (behind + ahead))) if behind + ahead > 0 else 0.5
+    return int(lower[0] ** (1 - share) * upper[0] ** share)
