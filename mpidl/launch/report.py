@@ -2,7 +2,8 @@
 
     while it runs   `look`: which process is which rank, and which processes have ended, in their order
     once it ended   `close`: where the ranks were, from the pages of their positions (`collectives.diagnostics`)
-    then            `cause`: from a rank's own line, else the watchdog's, the launcher's, or the status
+    then            `cause`: from a rank's own line, else the watchdog's, the launcher's, or the status; where a rank's
+                    line is that another one's memory is gone, what became of that one
 
 When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of
 processes in their order, also to one who asks later (epoll on descriptors of processes):
@@ -43,6 +44,7 @@ _OPEN_MPI = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on
 _OPEN_MPI_END = re.compile(r"\bsignal (\d+)\b")
 _SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)")
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+_GONE = re.compile(r"the memory of local rank \d+ \(process (\d+)\) is out of reach")
 _FRAME = re.compile(r"\s|Traceback |During handling|The above exception|$")
 
 
@@ -110,8 +112,7 @@ class Report:
         found = {rank: name for rank, (name, number) in self.processes.items() if number == process}
         there = [rank for rank, name in found.items() if name.split(".")[0] == node.split(".")[0]]
         named = next(iter(there or (found if len(found) == 1 else ())), None)
-        own = platform.node()
-        here = {number: rank for rank, (name, number) in self.processes.items() if name == own} or self.ranks
+        here = self._ranks_here()
         return here.get(self.first(process, here)) if named is None or here.get(process) == named else named
 
     def last_seen(self, rank: int) -> str:
@@ -138,11 +139,27 @@ class Report:
 
         killed_for_memory: True if the kernel has killed a process of this control group meanwhile, as memory ran out.
         """
-        said = _said_by_a_rank(lines) or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
+        said = _said_by_a_rank(lines)
+        gone = _GONE.search(said)
+        said = (gone and self._end_of(int(gone[1]), lines)) or said
+        said = said or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
         said = said or ": ".join(filter(None, [_meaning(status), _said_by_all(status, lines)]))
         if killed_for_memory:
             said += "; the kernel has killed a process because memory ran out"
         return f"status {status}: {said}" if said else f"status {status}"
+
+    def _end_of(self, process: int, lines: Sequence[str]) -> str:
+        """Tells of the rank with this process, which another one missed; empty if it was not the first to end."""
+        here = self._ranks_here()
+        if process not in here or process not in self._ended or self.first(process, here) != process:
+            return ""
+        told = f"rank {here[process]} ended before the others"
+        return self._said_by_the_launcher(lines) or ": ".join(filter(None, [told, self.last_seen(here[process])]))
+
+    def _ranks_here(self) -> Mapping[int, int]:
+        """Ranks on this machine by their processes."""
+        own = platform.node()
+        return {number: rank for rank, (name, number) in self.processes.items() if name == own} or self.ranks
 
     def _said_by_the_launcher(self, lines: Sequence[str]) -> str:
         if intel := _INTEL.findall("\n".join(lines)):

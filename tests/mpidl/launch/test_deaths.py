@@ -94,3 +94,29 @@ def test_the_rank_that_ended_first_is_the_one_where_the_launcher_names_another()
     finally:
         job.end()
     assert [job.report.rank(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]
+
+
+def test_a_rank_that_missed_another_s_memory_is_not_the_cause(processes: list[subprocess.Popen[bytes]]) -> None:
+    watched = Report()
+    watched.ranks = {process.pid: rank for rank, process in enumerate(processes)}
+    for process in processes:
+        watched.watch(process.pid)
+    killed = processes[1].pid
+    missed = (
+        "mpidl: rank 2 of 3, in all_reduce (operation 7), ends the job: "
+        f"OperationError: the memory of local rank 1 (process {killed}) is out of reach: No such process"
+    )
+    assert watched.cause(1, [missed]).startswith("status 1: rank 2, in all_reduce"), "it runs"
+    for number in (1, 2, 0):
+        kill(processes[number])
+    watched.look()
+    assert watched.cause(1, [missed]) == "status 1: rank 1 ended before the others"
+    node = platform.node()
+    launcher = [
+        f"=   PID {killed} RUNNING AT {node}",
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+    ]
+    assert watched.cause(9, [missed, *launcher]) == f"status 9: rank 1 on {node} was ended by SIGKILL"
+    own = "mpidl: rank 0 of 3 ends the job: ValueError: before"
+    assert watched.cause(1, [own, missed]) == "status 1: rank 0: ValueError: before"
+    watched.close()
