@@ -11,11 +11,12 @@
     cuda/       arrays on GPUs, by whatever name; they come back to the others for what the host does of them
     registry    makes the backends of a group, by the names that `algorithm=` takes
     selection   "auto": which of them serves an operation of so many bytes
+    tables      by which "auto" chooses: tuned, calibrated, or the defaults of an MPI library
     dispatch    one rank's view of a group: its backends, its memory, and the way to its GPUs (`cuda.backend`)
     checks      the same with MPIDL_DEBUG=1: the ranks compare what they are about to do
 
 A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
 `collectives.schedules.algorithms` and its lines there. A new operation is declared in `Backend` and defined in every
-backend that has it. Besides, names of backends stand in two places, where one is preferred: the tables of `selection`,
+backend that has it. Besides, names of backends stand in two places, where one is preferred: `tables`,
 by which "auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the one that adds in the order of ranks.
 """

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | 1 | whole | whole; the mean of a shard | shard | 2 Psi (N - 1) / N |
 | 2 | whole | shard | shard | 2 Psi (N - 1) / N |
-| 3 | shard, whole a unit at a time | shard | shard | 3 Psi (N - 1) / N |
+| 3 | shard, whole a unit at a time | shard | shard | 3 Psi (N - 1) / N over nodes; a node has them once |
 
     unit    a part of the model, by default each repeated block, whose parameters are gathered and released together
     shard   a rank's part of the flattened parameters, or gradients, of a unit or bucket (`parameter_shard`)

@@ -17,6 +17,9 @@ sections            a remainder for each bucket's section, and where it goes whe
 remainders          the remainder of one section: what was not sent, added to the next step's gradients
 states              remainders and compressor states by parameter, as checkpoints have them
 undo                takes back what a skipped step has left
+
+A new method is a file with a subclass of `Compressor`, its line in `settings.COMPRESSORS`, and its name in
+tests/mpidl/gradients/compression/methods.py, by which all tests of methods run with it.
 """
 
 from .compressor import Compressor, Exchange, Matrix, OwnedCompressor, Section
