@@ -58,6 +58,9 @@ SLOWEST := --durations=10 --durations-min=1
 # One thread a rank where cores are shared, output as it comes where it goes through a pipe, and modules compiled once.
 IN_STEP := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
+# Tests run on more ranks than cores. One of MPICH that waits yields its core at each look, in place of each thousandth.
+YIELDING := MPIR_CVAR_POLLS_BEFORE_YIELD=1
+
 .PHONY: help run test test-hosts test-gpu lint bench bench-collectives bench-training bench-gpu clean
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -71,7 +74,7 @@ run: $(VENV)/.run
 PROCESSES ?= $(if $(filter impi,$(MPI)),1,3)
 PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
-	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
+	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(YIELDING) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
 	alone() { on 1; }; \
 	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) --share "$$share"; }; \
 	beside() { trap 'kill $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \

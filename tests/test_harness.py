@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import launch
+from tests.harness.unread import has_nothing_for
 
 SUITE = """
 import ctypes, sys, threading, time, pytest
@@ -254,6 +255,7 @@ def test_mpi_tests_are_left_out_without_mpi_and_others_under_it(tmp_path: Path) 
 def test_files_without_tests_for_a_kind_of_run_are_not_imported(tmp_path: Path) -> None:
     """Each of these fails as it is imported."""
     write_suite(tmp_path, "import pytest\n@pytest.mark.mpi\ndef test_mpi():\n    pass\ndef test_plain():\n    pass\n")
+    assert not has_nothing_for(Path(__file__), under_mpi=False)  # though a suite in it has the mark
     wrong = {"mpi": "import pytest\npytestmark = [\n    pytest.mark.mpi,\n]\n1 / 0\n", "plain": "1 / 0\n"}
     for options, other in (((), "mpi"), (("--only-mpi",), "plain")):
         for name in wrong:

@@ -22,15 +22,15 @@ def parallelism(*options: str, timeout: float = 200) -> subprocess.CompletedProc
     return run([sys.executable, "benchmarks/bench_parallelism.py", *options], timeout, ROOT, environment(PATH=path))
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(240)
-def test_all_libraries_train_alike(tmp_path: Path, brief: bool) -> None:
-    """Each engine in jobs of its own; with --brief one process, and the two that cut layers."""
-    engines, path = ["threads", "tp", "torch-tp"] if brief else ENGINES, tmp_path / "rows.json"
+def test_all_libraries_train_alike(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
     steps = ("--steps=3", "--warmup=1", "--launches=1")
-    done = parallelism(f"--engines={','.join(engines)}", "--shapes=2x8x128x1", *steps, f"--json={path}")
+    done = parallelism(f"--engines={','.join(ENGINES)}", "--shapes=2x8x128x1", *steps, f"--json={path}")
     assert done.returncode == 0, done.stderr
     rows = {row["engine"]: row for row in json.loads(path.read_text())["shapes"]}
-    assert rows.keys() == set(engines)
+    assert rows.keys() == set(ENGINES)
     losses = [row["loss"] for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-4)
     assert rows["tp"]["params"] < rows["threads"]["params"]

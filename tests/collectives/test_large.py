@@ -35,7 +35,7 @@ else:
 """
 
 
-@pytest.mark.thorough("all_gather ring", "send")
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["all_reduce auto", "all_gather ring", "send"])
 def test_counts_past_two_to_the_31(mpirun: Callable, tmp_path: Path, what: str) -> None:
     path = tmp_path / "program.py"

@@ -75,6 +75,7 @@ def check(runs: Runs, alone: SimpleNamespace) -> None:
             assert done.stdout.split("a sample of")[1] == alone.stdout.split("a sample of")[1]
 
 
+@pytest.mark.thorough
 def test_three_ranks_with_seven_heads_train_as_one_process(on_three: Runs, alone: SimpleNamespace) -> None:
     check(on_three, alone)
     assert [done.results["tp"] for done in on_three.values()] == [1, 3, 3]

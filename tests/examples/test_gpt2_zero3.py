@@ -135,6 +135,7 @@ RUNS = {  # on two ranks
     "lamb": ["--zero", "1", "--batch", "3", "--optimizer", "lamb", "--lr", "1e-2"],
     "sgd": ["--zero", "2", "--batch", "3", "--optimizer", "sgd", "--lr", "0.3"],
     "auto": ["--zero", "2", "--batch", "3", "--compress", "auto"],
+    "cut": ["--zero", "2", "--batch", "6", "--tp", "2"],
     "dropout": ["--zero", "3", "--batch", "3", "--dropout", "0.1"],
     "dropout, checkpoints": ["--zero", "3", "--batch", "3", "--dropout", "0.1", "--checkpoint-activations"],
     "dropout, on disk": ["--batch", "3", "--dropout", "0.1", "--checkpoint-activations", "2", *ON_DISK],
@@ -179,6 +180,17 @@ def test_every_stage_on_two_ranks_follows_a_world_of_one(
     assert done.results["params"] == alone.results["params"]
     np.testing.assert_allclose(losses(done.results), losses(alone.results), rtol=1e-5)
     assert done.results["val_loss"] == pytest.approx(alone.results["val_loss"], rel=1e-5)
+
+
+def test_layers_that_are_cut_over_two_ranks_follow_a_world_of_one(
+    alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace]
+) -> None:
+    """On more ranks, with heads that they do not divide: `test_gpt2_tensor_parallel.py`."""
+    done = two_ranks["cut"]
+    assert "ZeRO stage 2 on 2 ranks (dp=1, tp=2)," in done.stdout
+    assert (done.results["tp"], done.results["params"]) == (2, alone.results["params"])
+    np.testing.assert_allclose(losses(done.results), losses(alone.results), rtol=1e-5)
+    assert done.stdout.split("a sample of")[1] == two_ranks["ZeRO stage 2"].stdout.split("a sample of")[1]
 
 
 def test_all_stages_sample_the_same_text(two_ranks: dict[str, SimpleNamespace]) -> None:

@@ -52,7 +52,7 @@ def figures(path: Path) -> list[dict[str, float]]:
         ),
     ],
 )
-@pytest.mark.thorough("resnet_ddp")
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_a_signal_stops_it_in_the_middle_and_it_goes_on_to_the_bit(text: Path, tmp_path: Path, name: str) -> None:
     common, kept = options(name, text), tmp_path / "kept"
