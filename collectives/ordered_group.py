@@ -109,7 +109,7 @@ class OrderedGroup:
         self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
         tables = self._agreed(lambda: read_tables(place.nodes, place.local_size) if self.rank == 0 else {})
         tables, number = self._collective.bcast((tables, next(_numbers)))
-        self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables)
+        self._selection = self._dispatch.selection = Selection(self._dispatch.backends, tables, place)
         self._choose = self._selection.choose
         self._barrier = self._prepared("barrier", self._dispatch.prepare("barrier", "mpi"), NO_WORDS)
         world, named = world_ranks(self.mpi), names(self.mpi)

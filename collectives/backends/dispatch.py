@@ -64,7 +64,7 @@ class Dispatch:
         meetings = self._meetings()
         self.resources = Resources(comm, place, self.allocator, self.scratch, meetings, self.positions)
         self.backends = make_backends(self.resources)
-        self.selection = Selection(self.backends, {})
+        self.selection = Selection(self.backends, {}, place)
         self._symmetric_packing: Array | None = None
         self._gpu: GpuBackend | None = None
         self._parts: list[Dispatch] = []

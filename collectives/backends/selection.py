@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
+from mpi4py import MPI
+
 from ..buffers import DType
 from ..errors import ArgumentError, ArgumentTypeError
 from ..reduction import Reduction
+from ..topology import Topology
 from .backend import Backend, in_shared_memory
 
 TUNING = "MPIDL_TUNING"
@@ -34,6 +37,29 @@ _NODE: dict[str, Table] = {
     "reduce": ((64 << 10, "mpi"), (_ALWAYS, "symmetric")),
     "scatter": ((8 << 20, "mpi"), (_ALWAYS, "symmetric")),
 }
+# One node of several ranks, by the library and whether they are more than its cores. Ranks with small arrays meet once
+# in shared memory, and one that waits lets others run; only a quick library, with a core for each rank, is as fast.
+_GATHERED: Table = ((512 << 10, "symmetric"), (8 << 20, "mpi"), (_ALWAYS, "symmetric"))
+_REDUCED: Table = ((_ALWAYS, "symmetric"),)
+_BROADCAST: Table = ((1 << 20, "symmetric"), (4 << 20, "mpi"), (_ALWAYS, "symmetric"))
+_ON_CROWDED_NODE = {"all_reduce": _REDUCED, "reduce_scatter": _REDUCED, "all_gather": _GATHERED}
+_OF_LIBRARY: dict[tuple[str, bool], dict[str, Table]] = {
+    ("MPICH", False): {
+        **_ON_CROWDED_NODE,
+        "all_gather": ((8 << 10, "mpi"), *_GATHERED),
+        "broadcast": ((8 << 10, "mpi"), *_BROADCAST),
+    },
+    ("MPICH", True): {
+        **_ON_CROWDED_NODE,
+        "broadcast": _BROADCAST,
+        "all_to_all": ((256 << 10, "symmetric"), (512 << 10, "mpi"), (_ALWAYS, "symmetric")),
+    },
+    ("Intel MPI", False): {
+        "all_reduce": ((8 << 10, "mpi"), (_ALWAYS, "symmetric")),
+        "reduce_scatter": ((8 << 10, "mpi"), (_ALWAYS, "symmetric")),
+    },
+    ("Intel MPI", True): _ON_CROWDED_NODE,
+}
 # Several nodes on a network that is slower than memory.
 _NODES: dict[str, Table] = {
     "all_reduce": ((1 << 20, "mpi"), (_ALWAYS, "hierarchical")),
@@ -50,12 +76,16 @@ _MESSAGES: dict[str, Table] = {
 }
 
 
-def _defaults(backends: Mapping[str, Backend]) -> dict[str, Table]:
+def _defaults(backends: Mapping[str, Backend], place: Topology | None) -> dict[str, Table]:
     """The tables of a group that has measured none."""
     shared = in_shared_memory(backends)
     if shared is None:
         return _MESSAGES
-    tables = _NODE if shared == "symmetric" else _NODES
+    tables = _NODES
+    if shared == "symmetric":
+        tables = _NODE
+        if place is not None and place.local_size > 1:
+            tables = {**_NODE, **_OF_LIBRARY.get((MPI.get_vendor()[0], place.crowded), {})}
     served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
     if len(served) == len(tables):
         return {operation: (*table, (_ALWAYS, _LIBRARY)) for operation, table in served.items()}
@@ -89,12 +119,14 @@ class Selection:
     """The choices of one group.
 
     backends: all that it has, in the order of preference where no table knows better. tables: by operation, in place of
-    the defaults for the backend that shares memory.
+    the defaults for the backend that shares memory. place: of this rank.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], tables: Mapping[str, Table]) -> None:
+    def __init__(
+        self, backends: Mapping[str, Backend], tables: Mapping[str, Table], place: Topology | None = None
+    ) -> None:
         self._backends = backends
-        tables = {**_defaults(backends), **tables}
+        tables = {**_defaults(backends, place), **tables}
         self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, tables))
 
     def names(self, operation: str) -> list[str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from collectives import ArgumentError, Communicator
+from collectives.backends import selection
 from collectives.backends.backend import Backend
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.backends.mpi import Library
@@ -66,6 +69,20 @@ def test_what_is_measured_for_other_layouts_stays(tmp_path: Path, monkeypatch: p
     assert [chosen("all_reduce", "auto", FLOAT, nbytes) for nbytes in (100, 101)] == ["tree", "ring"]
     assert chosen("all_gather", "auto", FLOAT, 1 << 30) == "symmetric", "the default where nothing was measured"
     assert Selection(backends(Hierarchy), read_tables(2, 2)).choose("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
+
+
+def test_defaults_go_by_the_library_and_whether_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(library: str, ranks: int, nbytes: int, *, crowded: bool) -> str:
+        monkeypatch.setattr(selection, "MPI", SimpleNamespace(get_vendor=lambda: (library, (1, 0, 0))))
+        place: Any = SimpleNamespace(local_size=ranks, crowded=crowded)
+        return Selection(backends(Symmetric), {}, place).choose("all_gather", "auto", FLOAT, nbytes)
+
+    assert chosen("MPICH", 2, 1 << 10, crowded=False) == "mpi"
+    assert chosen("MPICH", 4, 1 << 10, crowded=True) == "symmetric"
+    assert chosen("MPICH", 2, 64 << 10, crowded=False) == "symmetric"
+    assert chosen("Intel MPI", 2, 64 << 10, crowded=False) == "mpi"
+    assert chosen("MPICH", 1, 64 << 10, crowded=False) == "mpi"
+    assert chosen("another", 4, 64 << 10, crowded=True) == "mpi"
 
 
 @pytest.mark.thorough
