@@ -28,8 +28,9 @@ _OPS = ("none", *KERNELS)
 _DTYPE_CODES = {name: code for code, name in enumerate(_DTYPES)}
 _OP_CODES = {name: code for code, name in enumerate(_OPS)}
 _ROW = struct.Struct("12qd")
-# Fields of a row: allocation and place of x, of out; their addresses; copied in; factor.
-_X, _OUT, _ADDRESSES, _FILLED, _FACTOR = 5, 7, 9, 11, 12
+# Fields of a row: allocation and place of x, of out; their addresses; flags; factor.
+_X, _OUT, _ADDRESSES, _FLAGS, _FACTOR = 5, 7, 9, 11, 12
+_FILLED, _SHARED = 1, 2  # flags
 _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and of what comes from there
 
 
@@ -97,6 +98,7 @@ class Meetings:
         x and out in its memory. filled: whether its first chunk is in the scratch already.
         """
         operation, dtype, op, root, elements, factor = entry
+        shared = any(place is not None and not place[0].stride for place in (x, out))
         return _ROW.pack(
             CODES[operation],
             _DTYPE_CODES[dtype],
@@ -106,7 +108,7 @@ class Meetings:
             *((x[0].number, x[1]) if x else (0, 0)),
             *((out[0].number, out[1]) if out else (0, 0)),
             *addresses,
-            filled,
+            filled * _FILLED | shared * _SHARED,
             factor,
         )
 
@@ -139,8 +141,8 @@ class Meeting:
     rows: from `publish`, with ranges if `moves`. names: as of Meetings. inputs, outputs: the allocations of this
     rank's arrays.
 
-    pull, push: whether all inputs, all outputs lie in one allocation, which all ranks map. filled: whether the first
-    chunks of all ranks are in the scratch.
+    pull, push: whether all inputs, all outputs lie in one allocation, which all ranks map. shared: whether an array of
+    any rank lies in memory that is one for all. filled: whether the first chunks of all ranks are in the scratch.
     """
 
     def __init__(
@@ -159,7 +161,8 @@ class Meeting:
         self._check()
         self.pull = self._one_allocation(_X)
         self.push = self._one_allocation(_OUT)
-        self.filled = all(row[_FILLED] for row in self._table)
+        self.shared = any(row[_FLAGS] & _SHARED for row in self._table)
+        self.filled = all(row[_FLAGS] & _FILLED for row in self._table)
 
     def _one_allocation(self, column: int) -> bool:
         first = self._table[0][column]

@@ -55,10 +55,31 @@ _MESSAGES: Tables = {
     "broadcast": ((8 << 20, "mpi"), (ALWAYS, "double_tree")),
     "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
 }
-# Measured on one node: by library, then for up to so many ranks. An operation that is left out takes the library's own.
-DEFAULTS: Mapping[str, Mapping[int, Tables]] = {
-    "MPICH 5": {4: _NODE},
+# One node of several ranks, by the library and whether they are more than its cores. Ranks with small arrays meet once
+# in shared memory, and one that waits lets others run; only a quick library, with a core for each rank, is as fast.
+_GATHERED: Table = ((512 << 10, "symmetric"), (8 << 20, "mpi"), (ALWAYS, "symmetric"))
+_REDUCED: Table = ((ALWAYS, "symmetric"),)
+_BROADCAST: Table = ((1 << 20, "symmetric"), (4 << 20, "mpi"), (ALWAYS, "symmetric"))
+_ON_CROWDED_NODE: Tables = {**_NODE, "all_reduce": _REDUCED, "reduce_scatter": _REDUCED, "all_gather": _GATHERED}
+DEFAULTS: Mapping[tuple[str, bool], Tables] = {
+    ("MPICH 5", False): {
+        **_ON_CROWDED_NODE,
+        "all_gather": ((8 << 10, "mpi"), *_GATHERED),
+        "broadcast": ((8 << 10, "mpi"), *_BROADCAST),
+    },
+    ("MPICH 5", True): {
+        **_ON_CROWDED_NODE,
+        "broadcast": _BROADCAST,
+        "all_to_all": ((256 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
+    },
+    ("Intel MPI 2021", False): {
+        **_NODE,
+        "all_reduce": ((8 << 10, "mpi"), (ALWAYS, "symmetric")),
+        "reduce_scatter": ((8 << 10, "mpi"), (ALWAYS, "symmetric")),
+    },
+    ("Intel MPI 2021", True): _ON_CROWDED_NODE,
 }
+_MEASURED_RANKS = 4  # up to which the defaults hold
 
 
 @cache
@@ -68,11 +89,12 @@ def library() -> str:
     return f"{vendor} {version[0]}"
 
 
-def default_tables(mpi: str, nodes: int, local_size: int) -> Tables | None:
-    """The default tables of a library for a layout; None where none was measured."""
-    measured = DEFAULTS.get(mpi, {})
-    ranks = min((number for number in measured if number >= local_size), default=None)
-    return None if nodes > 1 or ranks is None else measured[ranks]
+def default_tables(mpi: str, nodes: int, local_size: int, crowded: bool) -> Tables | None:
+    """The default tables of a library for a layout; None where none was measured.
+
+    crowded: whether the ranks of a node are more than its cores.
+    """
+    return DEFAULTS.get((mpi, crowded)) if nodes == 1 and local_size <= _MEASURED_RANKS else None
 
 
 def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> dict[str, Table]:

@@ -137,7 +137,7 @@ class OrderedGroup:
         """The choices of algorithms, the same on all ranks; measured now, if no table covers the group. Collective."""
         layout = f"{self.nodes}x{self.local_size}"
         tuned = self._agreed(lambda: read_tables(tuning_path(), library(), layout) if self.rank == 0 else {})
-        defaults = default_tables(library(), self.nodes, self.local_size)
+        defaults = default_tables(library(), self.nodes, self.local_size, self._crowded)
         measured: Tables | None = tuned
         if defaults is None and self.size > 1:
             from .. import calibration  # seldom needed

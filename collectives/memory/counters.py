@@ -34,7 +34,7 @@ STRIDE = 64  # bytes from one rank's number to the next one's
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _LOOKS, _YIELDS = 50, 2000  # before a rank sleeps: about 2 ms
-_CROWDED_LOOKS, _CROWDED_YIELDS = 5, 20  # where the node has more ranks than cores
+_CROWDED_LOOKS, _CROWDED_YIELDS = 5, 100  # where the node has more ranks than cores
 _GLANCE = 64  # yields between two looks of MPI
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 16e-3  # seconds between them; the shortest while the program waits
 _NAP = 5e-5  # seconds, where there is no futex

@@ -1,7 +1,7 @@
 """Reads and writes the private memory of a node's other ranks, in one copy that the kernel makes.
 
 Linux lets processes of one user do that (process_vm_readv) unless a sandbox forbids it; `connect` tries it out. An
-array from elsewhere then needs no detour through symmetric memory: from about a hundred KiB on that is faster, and it
+array from elsewhere then needs no detour through symmetric memory: from about a mebibyte on that is faster, and it
 needs no barriers between. MPI libraries move large messages inside a node in the same way.
 """
 

@@ -114,12 +114,19 @@ class Allocator:
         self._live: list[weakref.ref[SharedMemory]] = []
 
     def allocate(
-        self, nbytes: int, *, shared: bool = False, reserved: bool = True, keep_file: bool = False
+        self,
+        nbytes: int,
+        *,
+        shared: bool = False,
+        reserved: bool = True,
+        keep_file: bool = False,
+        optional: bool = False,
     ) -> SharedMemory | None:
         """Room for the largest `nbytes` that a rank asks for, a part for each rank or one for all. Collective.
 
         reserved: False: no pages yet; a user of some reserves them first, by `file`. keep_file: have a `file` in any
-        case. None on all ranks where no file system has room for it.
+        case. optional: it can be done without: only the first directory is tried, and nothing is said. None on all
+        ranks where no file system has room for it.
         """
         self._made += 1
         part = _pages(max(1, self._node.allreduce(nbytes, MPI.MAX)))
@@ -129,6 +136,8 @@ class Allocator:
             try:
                 memory = self._map(directory, part, wanted, shared=shared, reserved=reserved, keep_file=keep_file)
             except OSError as error:
+                if optional:
+                    return None
                 failure = failure or explained(directory, error)
                 continue
             if failure:

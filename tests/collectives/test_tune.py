@@ -15,7 +15,7 @@ from collectives.backends.mpi import Library
 from collectives.backends.schedule_backend import ScheduleBackend
 from collectives.backends.selection import Selection
 from collectives.backends.symmetric.backend import Symmetric
-from collectives.backends.tables import ALWAYS, library, read_tables, write_tables
+from collectives.backends.tables import ALWAYS, default_tables, library, read_tables, write_tables
 from collectives.base.buffers import describe
 from collectives.calibration import table_of
 
@@ -71,6 +71,20 @@ def test_what_is_measured_for_other_layouts_and_libraries_stays(tmp_path: Path) 
     assert chosen("all_gather", "auto", FLOAT, 1 << 30) == "symmetric", "the default where nothing was measured"
     chosen = Selection(backends(Hierarchy), read_tables(path, "an MPI 1", "2x2")).choose
     assert chosen("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
+
+
+def test_defaults_go_by_the_library_and_whether_ranks_share_cores() -> None:
+    def chosen(mpi: str, ranks: int, nbytes: int, *, crowded: bool) -> str:
+        defaults = default_tables(mpi, 1, ranks, crowded)
+        return Selection(backends(Symmetric), {}, defaults).choose("all_gather", "auto", FLOAT, nbytes)
+
+    assert chosen("MPICH 5", 2, 1 << 10, crowded=False) == "mpi"
+    assert chosen("MPICH 5", 4, 1 << 10, crowded=True) == "symmetric"
+    assert chosen("MPICH 5", 2, 64 << 10, crowded=False) == "symmetric"
+    assert chosen("Intel MPI 2021", 2, 64 << 10, crowded=False) == "mpi"
+    assert chosen("another 1", 4, 64 << 10, crowded=True) == "mpi"
+    assert default_tables("MPICH 4", 1, 2, False) is default_tables("MPICH 5", 1, 8, False) is None
+    assert default_tables("MPICH 5", 2, 2, False) is None
 
 
 @pytest.mark.thorough

@@ -126,7 +126,15 @@ class DeviceAllocator(Allocator):
         super().__init__(node)
         self._host, self._device, self._retired = host, device, retired
 
-    def allocate(self, nbytes: int, *, shared: bool = False, reserved: bool = True, keep_file: bool = False) -> Any:
+    def allocate(
+        self,
+        nbytes: int,
+        *,
+        shared: bool = False,
+        reserved: bool = True,
+        keep_file: bool = False,
+        optional: bool = False,
+    ) -> Any:
         """Implements `Allocator.allocate`; None on all ranks if a GPU lacks room or cannot map others'. Collective."""
         self._made += 1
         self._retired.sweep()

@@ -33,8 +33,7 @@ class GpuProcessor(Processor):
     """Queues on a stream of a GPU."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
-        super().__init__()
-        self.chunk_bytes = CHUNK_BYTES
+        super().__init__(CHUNK_BYTES)
         self._device, self._stream = device, stream
 
     def copy(self, target: Array, source: Array) -> None:

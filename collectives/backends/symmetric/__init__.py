@@ -6,7 +6,18 @@ others (`Meetings.publish`). Then all of them see the same rows, and take the sa
     pull      every rank's input is symmetric: read the peers' inputs
     push      every rank's output is symmetric: write the peers' outputs (movements only)
     direct    any arrays: the kernel copies from and to the peers' private memory, if it may (`peer_memory`)
-    staged    else: through a scratch of symmetric memory, in chunks that stay in the cache (`staging`)
+    staged    any arrays: through a scratch of symmetric memory, in chunks that stay in the cache (`staging`)
+
+Where there are several ways, bytes decide (`group.StagedSizes`). Of n bytes on p ranks, in private arrays, a rank
+copies and adds:
+
+    direct              2 (p - 1) / p n by the kernel, (p - 1) / p n added
+    staged, in slices   (2 (p - 1) + 1) / p n in its program, (p - 1) / p n added
+    staged, whole       n in its program, (p - 1) n added
+
+The kernel's copies take two to three times as long, as it looks up each page, and a call a piece. In slices there is a
+meeting for each chunk and one more. Whole, there is one in all: it is for small arrays, wherever they lie, as pull and
+push take two.
 
 Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however the data is cut; fp16 and bf16 are added
 in fp32 and rounded once. So results do not depend on slices, chunks or buckets, and are the same bits on every rank.

@@ -8,11 +8,38 @@ from ...base.buffers import Buffer, DeviceBuffer
 from ...base.reduction import Reduction
 from ...memory.counters import ORDERED
 from ...memory.peer_memory import connect
+from ...process.topology import Topology
 from ..backend import Backend, Resources
-from .group import Group
+from .group import Group, StagedSizes
 from .movements import Movements
 from .partitioned import PartitionedReduction, Pool, position_of
+from .processor import Processor
 from .reductions import Reductions
+
+# Bytes of an operation. Up to so many, and so many of all ranks together, it costs less to reduce all of it than to
+# meet once more. Private arrays that fit into one chunk go through the scratch, as the kernel's copies cost more than
+# the copies that they save; in several chunks the ranks wait for each other's caches as long.
+_WHOLE, _WHOLE_TOGETHER = 64 << 10, 256 << 10
+_CHUNK, _SMALLER_CHUNK, _FEW_RANKS = 1 << 20, 512 << 10, 8
+_EXCHANGED = 256 << 10  # whose copies the scratch doubles
+_CROWDED = 16 << 10  # symmetric arrays, of ranks that share cores: to meet costs them more than the copies
+
+
+def chunk_bytes(place: Topology) -> int:
+    """Returns the bytes of scratch for each rank and buffer: not too much in all where there are many ranks."""
+    return _CHUNK if place.local_size <= _FEW_RANKS else _SMALLER_CHUNK
+
+
+def staged_sizes(place: Topology) -> StagedSizes:
+    """Returns what takes the staged way. Ranks of several nodes meet by MPI, for which its meetings are too many."""
+    if place.nodes > 1:
+        return StagedSizes()
+    return StagedSizes(
+        symmetric=_CROWDED if place.crowded else 0,
+        private=chunk_bytes(place),
+        exchanged=_EXCHANGED,
+        whole=min(_WHOLE, _WHOLE_TOGETHER // place.local_size),
+    )
 
 
 class Symmetric(Reductions, Movements, Backend):
@@ -36,7 +63,9 @@ class Symmetric(Reductions, Movements, Backend):
         """Makes the backend of this node's ranks; None if the ranks of some node share no memory. Collective."""
         if resources.meetings is None:
             return None
-        return cls(resources.meetings, resources.allocator, connect(resources.topology.node))
+        place = resources.topology
+        processor = Processor(chunk_bytes(place))
+        return cls(resources.meetings, resources.allocator, connect(place.node), processor, staged_sizes(place))
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
         """Makes the reduction if the ranks fill the node's cores and share the memory of all parts; else None."""

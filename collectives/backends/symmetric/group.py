@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from ...base.buffers import Buffer, address, unowned
+from ...base.buffers import DTYPES, Buffer, address, unowned
 from ...base.reduction import Call, Reduction
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
@@ -19,10 +20,29 @@ from .staging import Staging
 Array = np.ndarray[Any, Any]
 
 
+_UNEVEN = ("all_to_all", "gather", "scatter")  # of which each rank may have another size
+_SMALL = 64 << 10  # bytes of an operation; its scratch is made apart, as many groups have no larger ones
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSizes:
+    """The largest operations, in bytes, that take the staged way although the ranks could reach the arrays otherwise.
+
+    symmetric: on symmetric arrays. private: on arrays that the kernel could copy. exchanged: the same of all_to_all, in
+    which each byte is for one rank. whole: of reductions of which each rank reduces all, if they are staged.
+    """
+
+    symmetric: float = 0
+    private: float = 0
+    exchanged: float = 0
+    whole: float = 0
+
+
 class Group:
     """One group of ranks that share memory, as seen by one of them.
 
-    peers: access to the ranks' private memory, on all of them or on none. processor: copies and reduces.
+    peers: access to the ranks' private memory, on all of them or on none. processor: copies and reduces. staged: what
+    takes the staged way all the same.
     """
 
     def __init__(
@@ -31,22 +51,45 @@ class Group:
         allocator: Allocator,
         peers: PeerMemory | None = None,
         processor: Processor | None = None,
+        staged: StagedSizes | None = None,
     ) -> None:
         self.meetings = meetings
         self.processor = processor or Processor()
-        self.staging = Staging(meetings, allocator, self.processor.chunk_bytes)
+        optional = peers is not None
+        self._staging = Staging(meetings, allocator, self.processor.chunk_bytes, optional=optional)
+        self._small_staging = Staging(meetings, allocator, _SMALL, optional=optional) if staged else self._staging
         self.rank, self.ranks = meetings.rank, meetings.ranks
         self._allocator = allocator
         self._peers = peers
+        self.staged = staged or StagedSizes()
 
     def find(self, data: Buffer | None) -> tuple[SharedMemory, int] | None:
         """The symmetric memory that an array lies in, and where in this rank's part of it."""
         return None if data is None or not data.size else self._allocator.find(data.address, data.nbytes)
 
-    @property
-    def is_direct(self) -> bool:
-        """Returns whether arrays from elsewhere are left to the kernel's copies."""
-        return self._peers is not None
+    def staging_of(self, entry: Entry) -> Staging:
+        """Returns the scratch that an operation takes if it is staged; the same on all ranks."""
+        is_small = entry.elements * DTYPES[entry.dtype].itemsize <= _SMALL and entry.operation not in _UNEVEN
+        return self._small_staging if is_small else self._staging
+
+    def may_stage(self, operation: str, nbytes: int, *, symmetric: bool) -> bool:
+        """Returns whether an operation of so many bytes takes the staged way, if there is memory for it.
+
+        symmetric: whether the ranks' arrays are.
+        """
+        sizes = self.staged
+        if symmetric:
+            return nbytes <= sizes.symmetric
+        return self._peers is None or nbytes <= (sizes.exchanged if operation == "all_to_all" else sizes.private)
+
+    def stages(self, meeting: Meeting, entry: Entry, nbytes: int) -> bool:
+        """Returns whether the operation takes the staged way, as `may_stage`; the same on all ranks. Collective."""
+        symmetric = meeting.pull or meeting.push
+        if not symmetric and self._peers is None:
+            return True
+        # What is written to memory that is one for all must be there for all when any rank goes on.
+        may = not meeting.shared and self.may_stage(entry.operation, nbytes, symmetric=symmetric)
+        return may and self.staging_of(entry).is_possible()
 
     @property
     def _barrier(self) -> Call:

@@ -59,7 +59,7 @@ class Movements(Group):
         some = x or out
         assert some is not None
         itemsize, me = some.dtype.itemsize, self.rank
-        stages = self._staged_movement(some, out, x, movement)
+        stages, staging = self._staged_movement(entry, some, out, x, movement), self.staging_of(entry)
 
         def own() -> Program:
             (low, high), (start, stop) = movement.leaving[me], movement.coming[me]
@@ -71,6 +71,11 @@ class Movements(Group):
                 return []
             if meeting.shared_output:  # one out for all: each puts its part there; if it is there, to meet was all
                 return [] if meeting.in_place else [*own(), self._barrier]
+            nbytes = itemsize * (entry.elements or largest * self.ranks)
+            if self.stages(meeting, entry, nbytes):
+                stages.chunks = -(-largest // self._share(entry, some, movement))
+                staged: Call = (staging.run, (stages, some.dtype, meeting.filled))
+                return [*own(), staged]
             if meeting.pull:
                 calls = own()
                 assert x is not None
@@ -89,42 +94,46 @@ class Movements(Group):
                     start = meeting.coming(peer, me)
                     calls += self._copied(x.flat[low:high], targets[peer][start : start + high - low])
                 return [*calls, self._barrier]
-            if self.is_direct:
-                calls, places = own(), meeting.addresses(outputs=False)
-                for peer, (low, high) in self._others(movement.coming):
-                    assert out is not None
-                    assert self._peers is not None
-                    place = places[peer] + meeting.leaving(peer, me) * itemsize
-                    calls.append(self._peers.read(peer, place, out.flat[low:high]))
-                return [*calls, self._barrier]
-            stages.chunks = -(-largest // self._share(some, movement))
-            staged: Call = (self.staging.run, (stages, some.dtype, meeting.filled))
-            return [*own(), staged]
+            assert self._peers is not None
+            calls, places = own(), meeting.addresses(outputs=False)
+            for peer, (low, high) in self._others(movement.coming):
+                assert out is not None
+                place = places[peer] + meeting.leaving(peer, me) * itemsize
+                calls.append(self._peers.read(peer, place, out.flat[low:high]))
+            return [*calls, self._barrier]
 
         return Operation(self, entry, x, out, stages, program, movement)
 
-    def _share(self, data: Buffer, movement: Movement) -> int:
+    def _share(self, entry: Entry, data: Buffer, movement: Movement) -> int:
         """Elements of a chunk that one rank gets."""
-        return max(1, self.staging.chunk_bytes // data.dtype.itemsize // movement.fan)
+        return max(1, self.staging_of(entry).chunk_bytes // data.dtype.itemsize // movement.fan)
 
-    def _staged_movement(self, some: Buffer, out: Buffer | None, x: Buffer | None, movement: Movement) -> Stages:
-        size = self._share(some, movement)
+    def _staged_movement(
+        self, entry: Entry, some: Buffer, out: Buffer | None, x: Buffer | None, movement: Movement
+    ) -> Stages:
+        size = self._share(entry, some, movement)
         slots = [0] * self.ranks if movement.fan == 1 else [peer * size for peer in range(self.ranks)]
         leaving = {slots[peer]: movement.leaving[peer] for peer, _ in self._others(movement.leaving)}
         coming, copy = self._others(movement.coming), self.processor.copy
 
-        def copy_in(chunk: int, scratch: list[Array]) -> None:
+        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+            calls: Program = []
             for slot, (start, stop) in leaving.items():
                 assert x is not None
                 part = x.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
-                copy(scratch[self.rank][slot : slot + part.size], part)
+                if part.size:
+                    calls.append((copy, (scratch[self.rank][slot : slot + part.size], part)))
+            return calls
 
-        def copy_out(chunk: int, scratch: list[Array]) -> None:
+        def copy_out(chunk: int, scratch: list[Array]) -> Program:
+            calls: Program = []
             for peer, (start, stop) in coming:
                 assert out is not None
                 part = out.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
                 slot = slots[self.rank]
-                copy(part, scratch[peer][slot : slot + part.size])
+                if part.size:
+                    calls.append((copy, (part, scratch[peer][slot : slot + part.size])))
+            return calls
 
         return Stages(1, [copy_in, copy_out])
 

@@ -43,7 +43,8 @@ class Operation(MeetsInMemory):
         movement: Movement | None = None,
     ) -> None:
         self._group, self._entry, self._x, self._out = group, entry, x, out
-        self._stages, self._make_program = stages, program
+        self._stages, self._make_program, self._staging = stages, program, group.staging_of(entry)
+        self._nbytes = max(data.nbytes for data in (x, out) if data is not None)
         some = x or out
         assert some is not None
         self._dtype = some.dtype
@@ -55,22 +56,23 @@ class Operation(MeetsInMemory):
         """Finds the arrays' allocations. Holds them weakly: the arrays keep the memory."""
         found = [self._group.find(data) for data in (self._x, self._out)]
         self._memories = [None if place is None else weakref.ref(place[0]) for place in found]
+        self._is_symmetric = found != [None, None]
         self._rows = [
             self._group.meetings.pack(self._entry, found[0], found[1], self._addresses, filled)
             for filled in (False, True)
         ]
-        self._may_fill = found == [None, None] and not self._group.is_direct
+        self._may_fill = self._group.may_stage(self._entry.operation, self._nbytes, symmetric=self._is_symmetric)
         self._seen = b""
         self._program: Program = []
 
     def __call__(self) -> None:
         """Carries it out. Collective. Raises MismatchError on all ranks if they are in different operations."""
         group = self._group
-        if any(memory is not None and memory() is None for memory in self._memories):
+        if self._is_symmetric and any(memory is not None and memory() is None for memory in self._memories):
             self._find()  # it was freed, and another array has taken its address
-        filled = self._may_fill and group.staging.is_ready
+        filled = self._may_fill and self._staging.is_ready
         if filled:
-            group.staging.fill(self._stages, self._dtype)
+            self._staging.fill(self._stages, self._dtype)
         seen = group.meetings.publish(self._rows[filled], self._ranges)
         if seen != self._seen:
             self._program = self._work_out(seen)
@@ -81,7 +83,8 @@ class Operation(MeetsInMemory):
     def _work_out(self, seen: bytes) -> Program:
         x, out = (None if memory is None else memory() for memory in self._memories)
         meeting = Meeting(seen, self._group.meetings.names, x, out, moves=bool(self._ranges))
+        self._stages.forget()
         program = self._make_program(meeting)
         if program is None:
-            return [(self._group.staging.run, (self._stages, self._dtype, meeting.filled))]
+            return [(self._staging.run, (self._stages, self._dtype, meeting.filled))]
         return program

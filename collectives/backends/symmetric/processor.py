@@ -18,10 +18,9 @@ Program = list[Call]  # that carries out one rank's part of an operation
 class Processor:
     """The host's processor. chunk_bytes: of scratch for each rank and buffer, for arrays in private memory."""
 
-    chunk_bytes = 512 << 10
-
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = 512 << 10) -> None:
         self.blocks = Scratch()
+        self.chunk_bytes = chunk_bytes
 
     def copy(self, target: Array, source: Array) -> None:
         """target = source."""

@@ -27,87 +27,114 @@ class Reductions(Group):
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Operation:
         """Each rank reduces its slice of all inputs and stores it into all outputs."""
-        return self._reduce_slices(entry_of("all_reduce", x, op, elements=x.size), x, op, range(self.ranks))
+        return self._reduce(entry_of("all_reduce", x, op, elements=x.size), x, op, range(self.ranks))
 
     def reduce(self, x: Buffer, root: int, op: Reduction) -> Operation:
         """Each rank reduces its slice of all inputs and stores it into the root's."""
-        return self._reduce_slices(entry_of("reduce", x, op, root, x.size), x, op, (root,))
+        return self._reduce(entry_of("reduce", x, op, root, x.size), x, op, (root,))
 
-    def _reduce_slices(self, entry: Entry, x: Buffer, op: Reduction, takers: Sequence[int]) -> Operation:
-        size = self.staging.chunk_bytes // x.dtype.itemsize
-        me, takes = self.rank, self.rank in takers
-        first, last = starts_of(even_counts(x.size, self.ranks))[me : me + 2]
+    def _reduce(self, entry: Entry, x: Buffer, op: Reduction, takers: Sequence[int]) -> Operation:
+        takes = self.rank in takers
+        first, last = starts_of(even_counts(x.size, self.ranks))[self.rank : self.rank + 2]
         factors = [op.factor] * self.ranks
-        copy, combine = self.processor.copy, self.processor.combine
-
-        def slices(chunk: int) -> tuple[Array, list[slice]]:
-            part = x.flat[chunk * size : (chunk + 1) * size]
-            return part, [slice(low, high) for low, high in pairwise(starts_of(even_counts(part.size, self.ranks)))]
-
-        def copy_in(chunk: int, scratch: list[Array]) -> None:
-            part, mine = slices(chunk)
-            for peer, piece in enumerate(mine):
-                if peer != me:
-                    copy(scratch[me][piece], part[piece])
-
-        def work(chunk: int, scratch: list[Array]) -> None:
-            part, mine = slices(chunk)
-            inputs = [s[mine[me]] for s in scratch]
-            inputs[me] = part[mine[me]]
-            outputs = [scratch[me][mine[me]]] if any(taker != me for taker in takers) else []
-            combine(op, [*inputs], [inputs[me], *outputs] if takes else outputs, x.dtype, factors)
-
-        def copy_out(chunk: int, scratch: list[Array]) -> None:
-            if takes:
-                part, mine = slices(chunk)
-                for peer, piece in enumerate(mine):
-                    if peer != me:
-                        copy(part[piece], scratch[peer][piece])
 
         def program(meeting: Meeting) -> Program | None:
             factors[:] = meeting.factors
+            if self.stages(meeting, entry, x.nbytes):
+                return None
             if meeting.pull:
                 whole = [a[first:last] for a in self._arrays(meeting, x)]
                 calls = self.processor.calls(op, whole, [whole[taker] for taker in takers], x.dtype, factors)
                 return [*calls, self._barrier]
-            if self.is_direct:
-                return self._reduce_direct(
-                    meeting, x, (first, last), x.part(first, last) if takes else None, op, takers
-                )
-            return None
+            return self._reduce_direct(meeting, x, (first, last), x.part(first, last) if takes else None, op, takers)
 
-        stages = Stages(-(-x.size // size), [copy_in, work, copy_out])
+        if 0 < x.nbytes <= self.staged.whole:
+            stages = self._whole(x, op, takers, factors)
+        else:
+            stages = self._slices(x, op, takers, factors, self.staging_of(entry).chunk_bytes)
         return Operation(self, entry, x, None, stages, program)
+
+    def _whole(self, x: Buffer, op: Reduction, takers: Sequence[int], factors: Sequence[float]) -> Stages:
+        """Each taker reduces all of x: more work than a slice of it, and one meeting less.
+
+        All of them make the same calls on the same memory, which gives the same bits, of NaNs too.
+        """
+        me, takes = self.rank, self.rank in takers
+
+        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+            return [(self.processor.copy, (scratch[me][: x.size], x.flat))]
+
+        def work(chunk: int, scratch: list[Array]) -> Program:
+            inputs = [s[: x.size] for s in scratch]
+            return self.processor.calls(op, inputs, [x.flat], x.dtype, factors) if takes else []
+
+        return Stages(1, [copy_in, work])
+
+    def _slices(
+        self, x: Buffer, op: Reduction, takers: Sequence[int], factors: Sequence[float], chunk_bytes: int
+    ) -> Stages:
+        """Each rank reduces its slice of each chunk, into the scratch, and the takers copy the others' slices out."""
+        size = chunk_bytes // x.dtype.itemsize
+        me, takes = self.rank, self.rank in takers
+        copy = self.processor.copy
+
+        def slices(chunk: int) -> tuple[Array, slice, list[slice]]:
+            """The chunk of x, this rank's slice of it, and what lies before and after that."""
+            part = x.flat[chunk * size : (chunk + 1) * size]
+            low, high = starts_of(even_counts(part.size, self.ranks))[me : me + 2]
+            rest = [run for run in (slice(0, low), slice(high, part.size)) if run.stop > run.start]
+            return part, slice(low, high), rest
+
+        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+            part, _, rest = slices(chunk)
+            return [(copy, (scratch[me][run], part[run])) for run in rest]
+
+        def work(chunk: int, scratch: list[Array]) -> Program:
+            part, mine, _ = slices(chunk)
+            inputs = [s[mine] for s in scratch]
+            inputs[me] = part[mine]
+            # Only this rank reads its slice of anyone's scratch, so that all results can take the place of rank 0's.
+            outputs = [scratch[0][mine]] if any(taker != me for taker in takers) else []
+            outputs = [part[mine], *outputs] if takes else outputs
+            return self.processor.calls(op, inputs, outputs, x.dtype, factors)
+
+        def copy_out(chunk: int, scratch: list[Array]) -> Program:
+            part, _, rest = slices(chunk)
+            return [(copy, (part[run], scratch[0][run])) for run in rest] if takes else []
+
+        return Stages(-(-x.size // size), [copy_in, work, copy_out])
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Operation:
         """Each rank reduces its part of all inputs."""
         starts, me = starts_of(counts), self.rank
-        size = max(1, self.staging.chunk_bytes // x.dtype.itemsize // self.ranks)
+        entry = entry_of("reduce_scatter", x, op, elements=x.size)
+        size = max(1, self.staging_of(entry).chunk_bytes // x.dtype.itemsize // self.ranks)
         factors = [op.factor] * self.ranks
-        copy, combine = self.processor.copy, self.processor.combine
+        copy = self.processor.copy
 
-        def copy_in(chunk: int, scratch: list[Array]) -> None:
-            for peer, (low, high) in enumerate(_pieces(starts, chunk, size)):
-                if peer != me:
-                    copy(scratch[me][peer * size : peer * size + high - low], x.flat[low:high])
+        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+            return [
+                (copy, (scratch[me][peer * size : peer * size + high - low], x.flat[low:high]))
+                for peer, (low, high) in enumerate(_pieces(starts, chunk, size))
+                if peer != me and high > low
+            ]
 
-        def work(chunk: int, scratch: list[Array]) -> None:
+        def work(chunk: int, scratch: list[Array]) -> Program:
             low, high = _pieces(starts, chunk, size)[me]
             inputs = [s[me * size : me * size + high - low] for s in scratch]
             inputs[me] = x.flat[low:high]
             target = out.flat[low - starts[me] : high - starts[me]]
-            combine(op, inputs, [target], x.dtype, factors)
+            return self.processor.calls(op, inputs, [target], x.dtype, factors)
 
         def program(meeting: Meeting) -> Program | None:
             factors[:] = meeting.factors
+            if self.stages(meeting, entry, x.nbytes):
+                return None
             if meeting.pull:
                 mine = [a[starts[me] : starts[me + 1]] for a in self._arrays(meeting, x)]
                 return [*self.processor.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
-            if self.is_direct:
-                return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
-            return None
+            return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
 
-        entry = entry_of("reduce_scatter", x, op, elements=x.size)
         return Operation(self, entry, x, None, Stages(-(-max(counts) // size), [copy_in, work]), program)
 
     def _reduce_direct(

@@ -14,8 +14,8 @@ next operation begins with the next buffer, and by its second chunk all ranks ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,70 +23,107 @@ import numpy as np
 from ...base.buffers import DType
 from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
+from ...reduction import Call
 from ..meeting import Meetings
+from .processor import Program
 
 Array = np.ndarray[Any, Any]
 
 _BUFFERS = 3
+_KEPT_CHUNKS = 64  # of an operation, whose calls are kept for the next time
 
 
 @dataclass(slots=True)
 class Stages:
-    """The steps done with each chunk, one after the other: step(chunk, every rank's buffer for it)."""
+    """The steps done with each chunk, one after the other: step(chunk, every rank's buffer for it) gives its calls.
+
+    fillings, programs: calls that were worked out, by the buffer that the first chunk goes to.
+    """
 
     chunks: int
-    steps: list[Callable[[int, list[Array]], None]]
+    steps: list[Callable[[int, list[Array]], Program]]
+    fillings: dict[int, Program] = field(default_factory=dict)
+    programs: dict[int, Program] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Forgets all calls, as the operation has changed."""
+        self.fillings.clear()
+        self.programs.clear()
 
 
 class Staging:
     """The scratch of one group, and its pipeline. All methods but `fill` are collective.
 
-    chunk_bytes: of scratch, a rank and buffer.
+    chunk_bytes: of scratch, a rank and buffer. optional: whether there is another way, so that it need not be had.
+
+    is_ready: whether `fill` can be called: there is memory, since an earlier operation.
     """
 
-    def __init__(self, meetings: Meetings, allocator: Allocator, chunk_bytes: int) -> None:
-        self._meetings = meetings
+    def __init__(self, meetings: Meetings, allocator: Allocator, chunk_bytes: int, *, optional: bool = False) -> None:
+        self._meetings, self._optional = meetings, optional
         self.chunk_bytes = chunk_bytes
         self._allocator = allocator
         self._memory: SharedMemory | None = None
+        self.is_ready = self._tried = False
         self._views: dict[str, list[list[Array]]] = {}
         self._turn = 0  # the buffer that the next chunk goes to
 
-    @property
-    def is_ready(self) -> bool:
-        """Returns whether `fill` can be called: there is memory, since the first `run`."""
-        return self._memory is not None
+    def is_possible(self) -> bool:
+        """Returns whether there is memory for it, which it asks for the first time. Collective."""
+        if not self._tried:
+            self._memory = self._allocator.allocate(_BUFFERS * self.chunk_bytes, optional=self._optional)
+            self._tried, self.is_ready = True, self._memory is not None
+        return self.is_ready
 
     def fill(self, stages: Stages, dtype: DType) -> None:
         """Copies the first chunk in, before the ranks meet."""
         if stages.chunks:
-            stages.steps[0](0, self._buffers(dtype)[self._turn])
+            filling = stages.fillings.get(self._turn)
+            if filling is None:
+                filling = stages.fillings[self._turn] = stages.steps[0](0, self._buffers(dtype)[self._turn])
+            _run(filling)
 
     def run(self, stages: Stages, dtype: DType, filled: bool) -> None:
         """Runs every stage on every chunk; the same on all ranks, also on one that has nothing to do in a stage.
 
         filled: whether all ranks have called `fill`.
         """
+        program = stages.programs.get(self._turn)
+        if program is not None:
+            _run(program)
+        elif stages.chunks <= _KEPT_CHUNKS:
+            program = stages.programs[self._turn] = list(self._calls(stages, dtype, filled))
+            _run(program)
+        else:
+            _run(self._calls(stages, dtype, filled))
+        self._turn = (self._turn + stages.chunks) % _BUFFERS
+
+    def _calls(self, stages: Stages, dtype: DType, filled: bool) -> Iterator[Call]:
+        """The calls of `run`, as they are worked out."""
         buffers, chunks = self._buffers(dtype), stages.chunks
         last = chunks + len(stages.steps) - 2
         for tick in range(int(filled), last + 1):
             for delay, step in enumerate(stages.steps):
                 if 0 <= tick - delay < chunks:
-                    step(tick - delay, buffers[(self._turn + tick - delay) % _BUFFERS])
+                    yield from step(tick - delay, buffers[(self._turn + tick - delay) % _BUFFERS])
             if tick < last:
-                self._meetings.barrier()
-        self._turn = (self._turn + chunks) % _BUFFERS
+                yield self._meetings.barrier, ()
 
     def _buffers(self, dtype: DType) -> list[list[Array]]:
         """Every rank's memory for one chunk, and that again for chunks under way at the same time."""
         made = self._views.get(dtype.storage.char)
         if made is None:
-            memory = self._memory = self._memory or self._allocator.allocate(_BUFFERS * self.chunk_bytes)
-            if memory is None:
+            if not self.is_possible():
                 raise OperationError("the node has run out of shared memory")
-            nbytes, ranks = self.chunk_bytes, range(self._meetings.ranks)
+            memory, nbytes, ranks = self._memory, self.chunk_bytes, range(self._meetings.ranks)
+            assert memory is not None
             made = self._views[dtype.storage.char] = [
                 [memory.view(rank, turn * nbytes, nbytes // dtype.itemsize, dtype.storage) for rank in ranks]
                 for turn in range(_BUFFERS)
             ]
         return made
+
+
+def _run(program: Iterable[Call]) -> None:
+    for function, arguments in program:
+        function(*arguments)

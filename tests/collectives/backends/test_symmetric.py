@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator, MismatchError, even_counts
+from collectives.backends.symmetric.group import StagedSizes
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
@@ -25,10 +26,13 @@ LARGE = 1_000_003  # elements; more than a chunk of the scratch, and nothing div
 def node(comm: Communicator, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
     """The ranks of this node, in a group of their own: there the one-copy collectives serve.
 
-    With and without access to each other's private memory.
+    "direct": they reach each other's arrays wherever these lie, and do so at every size. "staged": private ones they do
+    not reach, and small symmetric ones go through the scratch as well.
     """
     if request.param == "staged":
         monkeypatch.setattr("collectives.backends.symmetric.backend.connect", lambda node: None)
+    else:
+        monkeypatch.setattr("collectives.backends.symmetric.backend.staged_sizes", lambda place: StagedSizes())
     group = comm.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
     assert group is not None
     yield group
