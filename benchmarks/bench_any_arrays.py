@@ -27,7 +27,7 @@ from collectives import Communicator
 from collectives.backends.symmetric import backend
 from collectives.backends.symmetric.group import StagedSizes
 from collectives.memory.shared_memory import Allocator
-from collectives.topology import discover
+from collectives.process.topology import discover
 from mpidl.cli import ArgumentParser, at_least
 
 _SECONDS = 2e-3  # of a repetition
