@@ -70,13 +70,13 @@ run: $(VENV)/.run
 
 # pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What needs no mpirun of
 # its own, and what starts jobs, is shared out among PROCESSES, as jobs often wait; the second one begins with the tests on
-# 1 rank. The first one's output comes as it runs, that of the others at the end. Ranks of Intel MPI do not wait, but poll.
+# 1 rank. (A folder after "--share " would count as one of tests.) The first one's output comes as it runs, that of the others at the end. Ranks of Intel MPI do not wait, but poll.
 PROCESSES ?= $(if $(filter impi,$(MPI)),1,3)
 PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
 	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(YIELDING) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
 	alone() { on 1; }; \
-	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) --share "$$share"; }; \
+	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) "--share=$$share"; }; \
 	beside() { trap 'kill $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
 	begin() { n=$$1; shift; beside "$$@" >"$$said/$$n" 2>&1 3>"$$said/ended-$$n" & others="$$others $$!"; }; \
 	ran=; phase() { ( "$$@" ); case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
