@@ -70,7 +70,8 @@ run: $(VENV)/.run
 
 # pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What needs no mpirun of
 # its own, and what starts jobs, is shared out among PROCESSES, as jobs often wait; the second one begins with the tests on
-# 1 rank. (A folder after "--share " would count as one of tests.) The first one's output comes as it runs, that of the others at the end. Ranks of Intel MPI do not wait, but poll.
+# 1 rank. The first one's output comes as it runs, that of the others at the end. A folder after "--share " would count as
+# one of tests. Ranks of Intel MPI do not wait, but poll.
 PROCESSES ?= $(if $(filter impi,$(MPI)),1,3)
 PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
