@@ -23,7 +23,7 @@ import numpy as np
 from ...base.buffers import DType
 from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...reduction import Call
+from ...base.reduction import Call
 from ..meeting import Meetings
 from .processor import Program
 
