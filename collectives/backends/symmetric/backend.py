@@ -21,7 +21,8 @@ from .reductions import Reductions
 # the copies that they save; in several chunks the ranks wait for each other's caches as long.
 _WHOLE, _WHOLE_TOGETHER = 64 << 10, 256 << 10
 _CHUNK, _SMALLER_CHUNK, _FEW_RANKS = 1 << 20, 512 << 10, 8
-_EXCHANGED = 256 << 10  # whose copies the scratch doubles
+_REDUCED = 512 << 10  # all_reduce and reduce of ranks with a core each
+_EXCHANGED = 256 << 10  # all_to_all, whose copies the scratch doubles
 _CROWDED = 16 << 10  # symmetric arrays, of ranks that share cores: to meet costs them more than the copies
 
 
@@ -37,6 +38,7 @@ def staged_sizes(place: Topology) -> StagedSizes:
     return StagedSizes(
         symmetric=_CROWDED if place.crowded else 0,
         private=chunk_bytes(place),
+        reduced=chunk_bytes(place) if place.crowded else _REDUCED,
         exchanged=_EXCHANGED,
         whole=min(_WHOLE, _WHOLE_TOGETHER // place.local_size),
     )

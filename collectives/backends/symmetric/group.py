@@ -28,12 +28,14 @@ _SMALL = 64 << 10  # bytes of an operation; its scratch is made apart, as many g
 class StagedSizes:
     """The largest operations, in bytes, that take the staged way although the ranks could reach the arrays otherwise.
 
-    symmetric: on symmetric arrays. private: on arrays that the kernel could copy. exchanged: the same of all_to_all, in
-    which each byte is for one rank. whole: of reductions of which each rank reduces all, if they are staged.
+    symmetric: on symmetric arrays. private: on arrays that the kernel could copy. reduced, exchanged: the same of
+    all_reduce and reduce, whose results go through the scratch too, and of all_to_all, in which each byte is for one
+    rank. whole: of reductions of which each rank reduces all, if they are staged.
     """
 
     symmetric: float = 0
     private: float = 0
+    reduced: float = 0
     exchanged: float = 0
     whole: float = 0
 
@@ -80,7 +82,11 @@ class Group:
         sizes = self.staged
         if symmetric:
             return nbytes <= sizes.symmetric
-        return self._peers is None or nbytes <= (sizes.exchanged if operation == "all_to_all" else sizes.private)
+        if operation in ("all_reduce", "reduce"):
+            limit = sizes.reduced
+        else:
+            limit = sizes.exchanged if operation == "all_to_all" else sizes.private
+        return self._peers is None or nbytes <= limit
 
     def stages(self, meeting: Meeting, entry: Entry, nbytes: int) -> bool:
         """Returns whether the operation takes the staged way, as `may_stage`; the same on all ranks. Collective."""
