@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from ...base.buffers import DType
+from ...base.reduction import Call
 from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
-from ...base.reduction import Call
 from ..meeting import Meetings
 from .processor import Program
 
