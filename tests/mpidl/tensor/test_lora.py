@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("plan", [None, "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_in_one_process(
-    comm: Communicator, name: str, plan: str | None, sequence_parallel: bool, fewer: Callable[[int], int]
+    comm: Communicator, name: str, plan: str | None, sequence_parallel: bool
 ) -> None:
     whole, model = CASES[name](), CASES[name]()
     with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
@@ -89,8 +89,7 @@ def test_adapters_train_as_in_one_process(
         assert trained >= 4
         whole.zero_grad()
         model.zero_grad()
-        steps = fewer(20)
-        assert train(model, steps) == pytest.approx(train(whole, steps), abs=1e-10)
+        assert train(model, 3) == pytest.approx(train(whole, 3), abs=1e-10)
         assert largest_difference(model, whole) < 1e-10
         if comm.size > 1:
             cut = {at.split(".")[-3] for at, p in model.named_parameters() if ".lora_" in at and placement(p).cut}
