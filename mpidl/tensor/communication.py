@@ -43,6 +43,21 @@ class Traffic:
     all_gathers: int = 0
     gathered: int = 0
 
+    def count_all_reduce(self, tensor: torch.Tensor) -> None:
+        """Counts the sum of a tensor."""
+        self.all_reduces += 1
+        self.reduced += tensor.numel()
+
+    def count_reduce_scatter(self, tensor: torch.Tensor) -> None:
+        """Counts the sum of a whole tensor of which each rank has its piece."""
+        self.reduce_scatters += 1
+        self.scattered += tensor.numel()
+
+    def count_all_gather(self, tensor: torch.Tensor) -> None:
+        """Counts the gathering of a whole tensor."""
+        self.all_gathers += 1
+        self.gathered += tensor.numel()
+
     def sent(self, ranks: int) -> float:
         """Elements that a rank sends for all this by algorithms that send the least, such as a ring."""
         return (2 * self.reduced + self.scattered + self.gathered) * (ranks - 1) / ranks
@@ -117,8 +132,7 @@ class TensorGroup:
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks. partial: from `partial` or `summand`, not to be used afterwards. Collective."""
-        self.traffic.all_reduces += 1
-        self.traffic.reduced += partial.numel()
+        self.traffic.count_all_reduce(partial)
         self.comm.all_reduce(partial)
         return partial.clone() if partial.data_ptr() in self._slots_at else partial
 
@@ -130,8 +144,7 @@ class TensorGroup:
 
     def reduce_rows(self, rows: torch.Tensor, op: str = "sum") -> None:
         """Sums over the ranks in place, or takes the largest with "max": of a few numbers a token. Collective."""
-        self.traffic.all_reduces += 1
-        self.traffic.reduced += rows.numel()
+        self.traffic.count_all_reduce(rows)
         self.comm.all_reduce(rows, op)
 
     def begin_all_reduce(self, partial: torch.Tensor) -> PartitionedAllReduce:
@@ -139,8 +152,7 @@ class TensorGroup:
 
         partial: from `partial`; not to be touched in between.
         """
-        self.traffic.all_reduces += 1
-        self.traffic.reduced += partial.numel()
+        self.traffic.count_all_reduce(partial)
         key = (partial.numel(), partial.dtype, partial.device)
         if key not in self._split:
             if len(self._split) == _KEPT:
@@ -161,8 +173,7 @@ class TensorGroup:
 
         partial: the ranks' pieces of [batch, length, width] one after the other, flat.
         """
-        self.traffic.reduce_scatters += 1
-        self.traffic.scattered += partial.numel()
+        self.traffic.count_reduce_scatter(partial)
         pieces = self.pieces(length)
         piece = partial.new_empty(batch, pieces[self.rank], width)
         self.comm.reduce_scatter(piece.view(-1), partial.view(-1), counts=[batch * n * width for n in pieces])
@@ -180,8 +191,7 @@ class TensorGroup:
         batch, _, width = piece.shape
         pieces = self.pieces(length)
         everything = self._next_shared(batch * length * width, piece)
-        self.traffic.all_gathers += 1
-        self.traffic.gathered += everything.numel()
+        self.traffic.count_all_gather(everything)
         parts = everything.split([batch * n * width for n in pieces])
         parts[self.rank].copy_(piece.reshape(-1))
         work = self._gather(everything, parts)
@@ -207,8 +217,7 @@ class TensorGroup:
         pieces = self.pieces(length)
         chunks = [even_counts(n, min(_CHUNKS, *pieces)) for n in pieces]  # by rank
         everything = self._next_shared(batch * length * width, piece)
-        self.traffic.all_gathers += 1
-        self.traffic.gathered += everything.numel()
+        self.traffic.count_all_gather(everything)
         gathered, own, start = [], 0, 0
         for sizes in zip(*chunks, strict=True):
             counts = [batch * n * width for n in sizes]
