@@ -16,6 +16,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ _CLEARLY = 0.97  # a table changes to another algorithm only where that takes no
 
 
 class Measured(Group, Protocol):
-    """What a calibration needs of a Communicator."""
+    """Part of a Communicator that a calibration uses."""
 
     @property
     def tables(self) -> Tables:
@@ -60,8 +61,9 @@ def cache_path() -> Path:
     return Path(base) / "mpidl" / "algorithms.json"
 
 
+@cache
 def machine() -> str:
-    """What a calibration holds for besides its layout: the MPI library, the processor and the number of cores."""
+    """The MPI library, the number of cores and the processor, by which calibrations are kept besides their layout."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:
@@ -70,7 +72,7 @@ def machine() -> str:
 
 
 def known(layout: str) -> Tables | None:
-    """What this process or an earlier job has calibrated for the layout; None where it is to be done."""
+    """Returns the tables that this process or an earlier job has calibrated for the layout; None if none has."""
     key = machine(), layout
     if key not in _found:
         with contextlib.suppress(ArgumentError, OSError):  # a file of something else is written anew

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 
 class Group(Protocol):
-    """What timing needs of a Communicator."""
+    """Part of a Communicator that timing uses."""
 
     mpi: MPI.Intracomm
     rank: int

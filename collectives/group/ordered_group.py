@@ -139,17 +139,16 @@ class OrderedGroup:
         tuned = self._agreed(lambda: read_tables(tuning_path(), library(), layout) if self.rank == 0 else {})
         defaults = default_tables(library(), self.nodes, self.local_size, self._crowded)
         measured: Tables | None = tuned
-        if defaults is None and self.size > 1:
-            from .. import calibration  # seldom needed
+        if self.rank == 0 and not tuned and defaults is None and self.size > 1:
+            from ..calibration import is_on, known  # seldom needed
 
-            if self.rank == 0 and not tuned and calibration.is_on():
-                measured = calibration.known(layout)
-            measured = self._collective.bcast(measured)
-            if measured is None:
-                measured = calibration.calibrate(type(self), self.mpi, layout)
-        else:
-            measured = self._collective.bcast(measured)
-        return Selection(self._dispatch.backends, measured or {}, defaults)
+            measured = known(layout) if is_on() else {}
+        measured = self._collective.bcast(measured)
+        if measured is None:
+            from ..calibration import calibrate
+
+            measured = calibrate(type(self), self.mpi, layout)
+        return Selection(self._dispatch.backends, measured, defaults)
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
         """Returns `make()`; if it raises on some rank, the first such rank's error is raised on all. Collective."""

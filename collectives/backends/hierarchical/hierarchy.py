@@ -64,9 +64,7 @@ class Hierarchy(Backend):
 
     @classmethod
     def of_nodes(cls, resources: Resources) -> Hierarchy | None:
-        """The levels of a group; None unless it has several nodes whose ranks share memory. Collective."""
-        if resources.topology.nodes == 1:
-            return None
+        """The levels of a group of several nodes; None unless the ranks of each share memory. Collective."""
         symmetric = Symmetric.inside_node(resources)
         return None if symmetric is None else cls(resources, symmetric)
 

@@ -36,15 +36,3 @@ class Processor:
     ) -> list[Call]:
         """The calls that make each of outputs = inputs[0] (op) inputs[1] (op) ...; see `Reduction.calls`."""
         return op.calls(inputs, outputs, dtype, factors, self.blocks)
-
-    def combine(
-        self,
-        op: Reduction,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        dtype: DType,
-        factors: Sequence[float],
-    ) -> None:
-        """Combines at once."""
-        for function, arguments in self.calls(op, inputs, outputs, dtype, factors):
-            function(*arguments)
