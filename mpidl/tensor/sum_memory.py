@@ -5,15 +5,16 @@
     row-parallel layer 3   product ─▶ [ place 0 ], if the first y is gone by then; else a copy of the sum
 
 A residual connection adds a sum to its input and drops it, so two places are enough for most models. A place is taken
-as long as the tensor's storage lives: views of it count, and what autograd keeps for backward. Which places are free is
-each rank's own matter: the ranks of an all-reduce tell each other where their summands lie. Between two all-reduces no
-rank touches another's place, as an all-reduce ends on all ranks together.
+as long as the tensor's storage lives: views of it count, and what autograd keeps for backward. The storage refers to an
+array, whose references tell it; the array is kept for the next sum of this shape, as making one takes long beside a
+small sum. Which places are free is each rank's own matter: the ranks of an all-reduce tell each other where their
+summands lie. Between two all-reduces no rank touches another's place, as an all-reduce ends on all ranks together.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,46 @@ import torch
 _PLACES = 2
 _PAGE = 4096  # bytes, by which places are aligned
 _LEAST = 1 << 15  # bytes, below which a copy costs less than a tensor over given memory
+_VIEWS = 64  # of a place, for sums of so many shapes
+_IN_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
+
+
+class _Place:
+    """Memory for one sum at a time."""
+
+    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+        self.memory = memory
+        self._views: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
+        self._given = self._view(memory.shape, torch.uint8)  # what the last tensor refers to, if it still lives
+        self._without_tensor = self._references()
+
+    def _references(self) -> int:
+        return sys.getrefcount(self._given)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no storage of a tensor refers to it."""
+        return self._references() == self._without_tensor
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Takes the place. The tensor is no view, as those could not be written into behind a function of autograd."""
+        self._given = view = self._view(shape, dtype)
+        if dtype in _IN_NUMPY:
+            return torch.from_numpy(view)
+        return torch.frombuffer(view, dtype=dtype).resize_(shape)
+
+    def _view(self, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray[Any, Any]:
+        """Returns the array over as many bytes: of this dtype and shape, or of bytes where NumPy has not the dtype."""
+        key = (*shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) == _VIEWS:
+                self._views.clear()
+            view = self.memory[: math.prod(shape) * dtype.itemsize]
+            if dtype in _IN_NUMPY:
+                view = view.view(_IN_NUMPY[dtype]).reshape(shape)
+            self._views[key] = view
+        return view
 
 
 class SumMemory:
@@ -34,13 +75,12 @@ class SumMemory:
 
     def __init__(self, allocate: Callable[[int, int], torch.Tensor]) -> None:
         self._allocate = allocate
-        self._places: list[np.ndarray[Any, Any]] = []
-        self._taken: list[Callable[[], Any]] = []  # weak references to what the storages of sums hold
+        self._places: list[_Place] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all places."""
-        return sum(place.nbytes for place in self._places)
+        return sum(place.memory.nbytes for place in self._places)
 
     @staticmethod
     def nbytes_for(nbytes: int) -> int:
@@ -59,17 +99,13 @@ class SumMemory:
         nbytes = math.prod(shape) * like.element_size()
         if nbytes < _LEAST or not like.is_cpu:
             return None
-        if not self._places or self._places[0].nbytes < nbytes:
+        if not self._places or self._places[0].memory.nbytes < nbytes:
             size = _whole_pages(nbytes)
             memory = self._allocate(_PLACES * size, size).numpy()
-            self._places = [memory[start : start + size] for start in range(0, memory.nbytes, size)]
-            self._taken = [lambda: None] * _PLACES
-        for number, taken in enumerate(self._taken):
-            if taken() is None:
-                owner = self._places[number][:nbytes]
-                self._taken[number] = weakref.ref(owner)
-                found = torch.frombuffer(owner, dtype=like.dtype)  # its storage keeps `owner` as long as it lives
-                return found.resize_(shape)  # a view could not be written into behind a function of autograd
+            self._places = [_Place(memory[start : start + size]) for start in range(0, memory.nbytes, size)]
+        for place in self._places:
+            if place.is_free:
+                return place.tensor(shape, like.dtype)
         return None
 
 

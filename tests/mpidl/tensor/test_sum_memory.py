@@ -81,6 +81,33 @@ def test_what_autograd_keeps_is_there_in_backward(comm: Communicator) -> None:
             torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32])
+def test_a_place_is_free_when_no_tensor_is_left(dtype: torch.dtype) -> None:
+    """In any order of shapes, more of them than are remembered, and with memory that grows meanwhile."""
+    memory, like = sum_memory.SumMemory(lambda nbytes, of_each: torch.empty(nbytes, dtype=torch.uint8)), torch.empty(0)
+    like = like.to(dtype)
+    for number in [*range(100), 3, 99, 0]:
+        shape = (100 + number, 1, 331)
+        kept = [memory.take(shape, like) for _ in range(sum_memory._PLACES)]
+        assert memory.take(shape, like) is None
+        first, second = (each for each in kept if each is not None)
+        assert (first.shape, first.dtype, first.is_contiguous()) == (shape, dtype, True)
+        assert not first._is_view()
+        first.fill_(1)
+        second.fill_(2)
+        part, place = first[2:3].detach(), first.data_ptr()
+        del first
+        kept[0] = None
+        assert memory.take(shape, like) is None
+        assert bool((part == 1).all())
+        del part
+        again = memory.take(shape, like)
+        assert again is not None
+        assert again.data_ptr() == place
+        del again, second, kept
+
+
 @pytest.mark.parametrize("name", ["gpt2", "hf gpt2"])
 def test_a_model_trains_as_one_process_whatever_the_sums_lie_in(
     comm: Communicator, name: str, monkeypatch: pytest.MonkeyPatch
