@@ -12,7 +12,8 @@
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
 windows of all ranks together. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text are trained on
 a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any number of ranks.
-Bytes are those that a rank sends, by the method's formula.
+Bytes are those that a rank sends, by the method's formula. All methods have run with a seed before the next one begins.
+A job that is ended goes on by the same command: what the file of --json has is not run again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=250, help="steps from one validation to the next")
     parser.add_argument("--validation", type=int, default=200, help="windows of a validation")
-    parser.add_argument("--json", type=Path, help="write every point of the curves")
+    parser.add_argument("--json", type=Path, help="keep every point of the curves, and go on from those that it has")
     parser.add_argument("--plot", type=Path, help="draw them")
     return parser.parse_args(arguments)
 
@@ -185,8 +186,27 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def checked(options: argparse.Namespace, comm: Communicator) -> str:
-    """Reads the text, and checks the methods. Raises UsageError."""
+def kept(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
+    """Reads the points that an earlier job has kept. Raises UsageError where it ran by other settings."""
+    if not options.json or not options.json.exists():
+        return []
+    try:
+        found = json.loads(options.json.read_text())
+        settings, points = found["settings"], found["points"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise mpidl.UsageError(f"--json {options.json}: is no file of this benchmark") from None
+    if settings != settings_of(options, ranks):
+        raise mpidl.UsageError(f"--json {options.json}: was written with {settings}; needs the same, or another file")
+    return list(points)
+
+
+def settings_of(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """What all runs of a table have in common."""
+    return {"data": options.data, "steps": options.steps, "every": options.every, "ranks": ranks}
+
+
+def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[dict[str, Any]]]:
+    """Reads the text and the points there are, and checks the methods. Raises UsageError."""
     for method in options.methods.split(","):
         name = method.removesuffix(WITHOUT)
         if method != "fp32" and name != "onebit" and DILOCO.fullmatch(method) is None:
@@ -194,22 +214,34 @@ def checked(options: argparse.Namespace, comm: Communicator) -> str:
                 mpidl.Compression(name)
             except mpidl.ConfigurationError as error:
                 raise mpidl.UsageError(f"--methods: {error}") from None
-    return read_corpus(options.data, comm)
+    text = read_corpus(options.data, comm)
+    return text, kept(options, comm.size) if comm.rank == 0 else []
+
+
+def write_whole(path: Path, content: Any) -> None:
+    """Writes a file so that a job that is ended in between leaves the former one."""
+    path.with_suffix(".part").write_text(json.dumps(content))
+    path.with_suffix(".part").replace(path)
 
 
 def main() -> None:
     """Trains every method with every seed, and prints the table."""
     options = parse()
     comm = mpidl.init()
-    text = tokens_of(mpidl.agree_or_exit(comm, lambda: checked(options, comm)))
-    points: list[dict[str, Any]] = []
-    for method in options.methods.split(","):
-        for seed in range(options.seeds):
-            points += train(method, seed, text, options)
+    text, points = mpidl.agree_or_exit(comm, lambda: checked(options, comm))
+    tokens = tokens_of(text)
+    runs = [(method, seed) for seed in range(options.seeds) for method in options.methods.split(",")]
+    there = mpidl.broadcast_object(comm, {(point["method"], point["seed"]) for point in points})
+    for method, seed in runs:
+        if (method, seed) in there:
+            continue
+        points += train(method, seed, tokens, options)
+        if comm.rank == 0 and options.json:
+            write_whole(options.json, {"settings": settings_of(options, comm.size), "points": points})
     if comm.rank == 0:
+        asked = options.methods.split(",")
+        points = sorted((p for p in points if p["method"] in asked), key=lambda p: asked.index(p["method"]))
         print("\n".join(table(points, options.steps)), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(points))
         if options.plot:
             draw(points, options.plot)
 

@@ -52,9 +52,31 @@ def test_methods_begin_with_the_same_loss_and_learn(mpirun: Callable[..., Any], 
     ]
     done = mpirun(2, ROOT / "benchmarks/bench_learning.py", *options, timeout=200)
     assert done.returncode == 0, done.stderr
-    losses = {(point["method"], point["step"]): point["loss"] for point in json.loads(out.read_text())}
+    points = json.loads(out.read_text())["points"]
+    losses = {(point["method"], point["step"]): point["loss"] for point in points}
     assert losses["fp32", 0] == losses["int8", 0] == losses["onebit", 0] == losses["diloco:4", 0]
     assert losses["fp32", 12] < losses["fp32", 0] - 0.1
     assert losses["int8", 12] == pytest.approx(losses["fp32", 12], abs=0.05)
     assert losses["onebit", 12] == pytest.approx(losses["fp32", 12], abs=0.01)  # v is not frozen yet
     assert losses["diloco:4", 12] < losses["fp32", 0] - 0.1
+
+
+def test_a_job_goes_on_from_the_runs_that_were_kept(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("abcdefgh" * 100)
+
+    def job(*more: str) -> Any:
+        options = [f"--data={text}", f"--json={out}", "--every=1", "--validation=2", "--steps=1", *more]
+        return mpirun(2, ROOT / "benchmarks/bench_learning.py", *options, timeout=120)
+
+    assert job("--methods=fp32").returncode == 0
+    first = json.loads(out.read_text())["points"]
+    done = job("--methods=int8,fp32")
+    assert done.returncode == 0, done.stderr
+    points = json.loads(out.read_text())["points"]
+    assert [point for point in points if point["method"] == "fp32"] == first
+    assert {point["method"] for point in points} == {"fp32", "int8"}
+    assert "fp32                     seed 0  step" not in done.stdout
+    wrong = job("--steps=2")
+    assert wrong.returncode != 0
+    assert "was written with" in wrong.stderr

@@ -37,9 +37,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh"), pytest
 
 RECIPES = {
     "plain": Recipe(),
-    "clipped": Recipe(steps=5, clip=0.05),
-    "accumulated": Recipe(steps=4, micro=3, clip=0.05),
-    "frozen": Recipe(steps=4, frozen=("wte", "embed", "ln_1", "input_layernorm", "c_attn.bias", "k_proj"), clip=0.05),
+    "clipped": Recipe(clip=0.05),
+    "accumulated": Recipe(micro=3, clip=0.05),
+    "frozen": Recipe(frozen=("wte", "embed", "ln_1", "input_layernorm", "c_attn.bias", "k_proj"), clip=0.05),
 }
 
 
@@ -53,16 +53,21 @@ def trained_alone(name: str, recipe: Recipe) -> Trained:
 @pytest.mark.parametrize("name", ["gpt2", "llama, two key heads"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_train_a_cut_model_as_one_process(
-    comm: Communicator, engine: str, name: str, sequence_parallel: bool, recipe: str
+    comm: Communicator, engine: str, name: str, sequence_parallel: bool, recipe: str, fewer: Callable[[int], int]
 ) -> None:
+    chosen = replace(RECIPES[recipe], steps=fewer(20))
     with all_in_float64():
-        expected = trained_alone(name, RECIPES[recipe])
+        expected = trained_alone(name, chosen)
         for dp, tp in MESHES[comm.size]:
             if engine == "torch" and dp > 1:
                 continue
             with Mesh(dp=dp, tp=tp, comm=comm) as mesh:
                 model = mpidl.parallelize(build(name), mesh, sequence_parallel=sequence_parallel)
-                assert_same(train_cut(engine, model, mesh, RECIPES[recipe]), expected)
+                assert_same(train_cut(engine, model, mesh, chosen), expected)
+
+
+# Adam divides by the size of a gradient: where adapters have next to none, it makes rounding as large as the others.
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
 
 
 def of_family(name: str) -> nn.Module:
@@ -73,8 +78,12 @@ def of_family(name: str) -> nn.Module:
     ("name", "sequence_parallel"), [("bert", True), ("t5", True), ("t5", False), ("gpt2 with adapters", True)]
 )
 @pytest.mark.parametrize("engine", ENGINES)
-def test_engines_train_the_other_families(comm: Communicator, engine: str, name: str, sequence_parallel: bool) -> None:
-    recipe = Recipe(steps=6, micro=2, clip=0.05)
+def test_engines_train_the_other_families(
+    comm: Communicator, engine: str, name: str, sequence_parallel: bool, fewer: Callable[[int], int]
+) -> None:
+    recipe = Recipe(steps=fewer(20), micro=2, clip=0.05)
+    if name == "gpt2 with adapters":
+        recipe = replace(recipe, optimizer=torch.optim.SGD, settings=MOMENTUM)
     with all_in_float64():
         expected = train_alone(of_family(name), recipe)
         for dp, tp in MESHES[comm.size]:

@@ -73,8 +73,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("plan", [None, "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_in_one_process(
-    comm: Communicator, name: str, plan: str | None, sequence_parallel: bool
+    comm: Communicator, name: str, plan: str | None, sequence_parallel: bool, fewer: Callable[[int], int]
 ) -> None:
+    """By gradient descent with momentum, as Adam makes rounding large where adapters have next to no gradient."""
     whole, model = CASES[name](), CASES[name]()
     with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         mpidl.parallelize(model, mesh, plan, sequence_parallel=sequence_parallel)
@@ -89,7 +90,11 @@ def test_adapters_train_as_in_one_process(
         assert trained >= 4
         whole.zero_grad()
         model.zero_grad()
-        assert train(model, 3) == pytest.approx(train(whole, 3), abs=1e-10)
+        losses = []
+        for each in (model, whole):
+            optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+            losses.append(train(each, fewer(20), optimizer))
+        assert losses[0] == pytest.approx(losses[1], abs=1e-10)
         assert largest_difference(model, whole) < 1e-10
         if comm.size > 1:
             cut = {at.split(".")[-3] for at, p in model.named_parameters() if ".lora_" in at and placement(p).cut}
