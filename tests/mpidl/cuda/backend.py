@@ -5,9 +5,10 @@
     operator     runs on the inner tensors at its place in the current stream: after all that this was told to wait for
     collectives  run in the stand-in's own threads, at any time that their streams allow
 
-So a use of a collective's result before the stream has waited reads old values. That is also
-told without luck: each operator notes on which stream it reads and writes what memory, and must be ordered after those
-that wrote and read it before (`Order`).
+So a use of a collective's result before the stream has waited reads old values. That is also told without luck: each
+operator notes on which stream it reads and writes what memory, and must be ordered after those that wrote and read it
+before (`Order`). Memory goes, as by torch's allocator of GPU memory, in the order of the stream in which it was taken,
+and of those for which it was kept (`Block`): a use on another one that nothing orders before that is told as well.
 
 The engine of autograd makes its threads when it is first used: this module must be imported before.
 """
@@ -15,11 +16,11 @@ The engine of autograd makes its threads when it is first used: this module must
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
+import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from collectives.backends.cuda import device
-from collectives.base.buffers import DType, describe
-from collectives.base.reduction import Reduction
+from collectives.base.buffers import describe
 from tests.collectives.backends.cuda import standin
 
-Range = tuple[int, int]  # addresses
 NAME = "standin"
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -41,8 +39,67 @@ _WAITS = frozenset({"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "_u
 _MIXES = frozenset({"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_"})
 
 
+class Block(standin.Region):
+    """The memory of a storage, from when it comes until it goes. streams: in whose order it goes."""
+
+    kind, on_device = "device memory", True
+
+    def __init__(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        super().__init__(storage.data_ptr(), storage.nbytes())
+        self.streams = [stream]
+
+    def give_back(self, gpu: Gpu) -> bool:
+        """Returns False, and tells it, if others may still use it when the streams have come here."""
+        return gpu.order.give_back(self.range, [stream.number for stream in self.streams])
+
+    def end(self, blocks: dict[int, Block]) -> None:
+        """The memory is gone."""
+        self.is_there = False
+        if blocks.get(self.address) is self:
+            del blocks[self.address]
+
+
+def block_of(storage: Any) -> Block | None:
+    """The block of a storage; a new one where its memory is new. None where it has none, or another's."""
+    found: Block | None = getattr(storage, "block", None)
+    if found is not None and found.is_there:
+        return found
+    if not storage.nbytes() or hasattr(storage, "of_another"):
+        return None
+    gpu = current()
+    made = storage.block = gpu.blocks[storage.data_ptr()] = Block(storage, gpu.current_stream)
+    gpu.order.forget(*made.range)
+    weakref.finalize(storage, made.end, gpu.blocks).atexit = False
+    return made
+
+
+def _count(inner: torch.Tensor) -> None:
+    """Counts one more tensor over the memory. By the list's length, as finalizers run in the midst of anything."""
+    storage: Any = inner.untyped_storage()
+    block_of(storage)
+    if not hasattr(storage, "tensors"):
+        storage.tensors = []
+    storage.tensors.append(None)
+
+
+def _drop(gpu: Gpu, inner: torch.Tensor) -> None:
+    """A tensor has gone. Its memory goes with the last one, once the streams have come there."""
+    storage: Any = inner.untyped_storage()
+    storage.tensors.pop()
+    block = getattr(storage, "block", None)
+    if storage.tensors or block is None or not block.is_there:
+        return
+    block.dropped = True
+    if not block.give_back(gpu):
+        gpu.leaked.append(inner)  # an error with a name, and not a crash later
+        return
+    for stream in block.streams:
+        if stream.has_work:
+            stream.put(functools.partial(gpu.gone.append, inner))
+
+
 class Storage:
-    """A storage of which memory that comes anew counts as not used yet, and goes once the stream has come there."""
+    """A storage of which memory that comes anew counts as not used yet, and goes once the streams have come there."""
 
     def __init__(self, of: torch.UntypedStorage) -> None:
         self._of = of
@@ -52,15 +109,22 @@ class Storage:
         return getattr(self._of, name)
 
     def resize_(self, nbytes: int) -> None:
-        current().come_to_the_end_of_the_stream()
+        gpu, block = current(), block_of(self._of)
+        if block is not None:
+            if not block.give_back(gpu):
+                gpu.wait_for_all_lines()
+            for stream in (gpu.current_stream, *block.streams):
+                gpu.come_to_the_end_of(stream)
+            block.end(gpu.blocks)
         self._of.resize_(nbytes)
-        current().order.forget(self._of.data_ptr(), self._of.data_ptr() + nbytes)
+        block_of(self._of)
 
 
 class Tensor(torch.Tensor):
-    """inner: the CPU tensor with its values."""
+    """inner: the CPU tensor with its values. gone: to be called when these are no longer its values."""
 
     inner: torch.Tensor
+    gone: weakref.finalize[..., Any]
     is_cuda = True  # type: ignore[assignment]
 
     @staticmethod
@@ -74,9 +138,13 @@ class Tensor(torch.Tensor):
             device=DEVICE,
             requires_grad=False,
         )
-        made.inner = inner
-        weakref.finalize(made, current().dropped.append, inner).atexit = False
+        made._show(inner)
         return made
+
+    def _show(self, inner: torch.Tensor) -> None:
+        _count(inner)
+        self.inner, self.gone = inner, weakref.finalize(self, _drop, current(), inner)
+        self.gone.atexit = False
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
@@ -97,7 +165,9 @@ class Tensor(torch.Tensor):
     @data.setter
     def data(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.inner = value.inner
+        gone = self.gone
+        self._show(value.inner)
+        gone()
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +185,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for tensor in given:
         if not isinstance(tensor, Tensor) and tensor.dim() and name not in _MIXES:
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on {tensor.device}")
-    gpu.come_to_the_end_of_the_stream()
+    gpu.come_to_the_end_of(gpu.current_stream)
     with _disable_current_modes():
         out = function(*_unwrapped(args), **_unwrapped(inside))
     alias = [argument.alias_info for argument in function._schema.arguments]
@@ -138,11 +208,15 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         results = [leaf for leaf in tree_leaves((out, written, kwargs.get("out"))) if torch.is_tensor(leaf)]
         inner = [result.inner if isinstance(result, Tensor) else result for result in results]
         for fresh in (result for result in inner if id(result) not in by_inner):
-            gpu.order.forget(*_range(fresh))
-        gpu.order.use([t.inner for t in ours], inner)
+            if to_host:
+                gpu.order.forget(*_range(fresh))
+            else:
+                block_of(fresh.untyped_storage())
+        read = [_range(tensor.inner) for tensor in ours if tensor.numel()]
+        gpu.order.access(gpu.current_stream.number, read, [_range(tensor) for tensor in inner if tensor.numel()])
         if name in _WAITS or to_host or (name == "copy_" and not isinstance(args[0], Tensor)):
             gpu.waits += 1
-            gpu.order.host_knows(gpu.current_stream)
+            gpu.order.host_waits(gpu.order.event(gpu.current_stream.number))
     if name == "copy_" and not isinstance(args[0], Tensor):
         return args[0]
     return tree_map(wrapped, out)
@@ -167,167 +241,56 @@ _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 
 
-class Order:
-    """Order of accesses to memory, by streams, events, and the host's waits.
-
-    Each piece of work of a stream has a number. clocks: of each stream, what of all streams it comes after. Work that
-    the host queues comes after all that any of its threads has waited for.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._clocks: dict[int, dict[int, int]] = {}
-        self._host: dict[int, int] = {}
-        self._accesses: dict[Range, tuple[Any, dict[int, int]]] = {}  # the last write, and reads since
-        self._near: dict[int, set[Range]] = {}  # by page: those that lie in it
-
-    def _clock(self, stream: int) -> dict[int, int]:
-        clock = self._clocks.setdefault(stream, {stream: 0})
-        _join(clock, self._host)
-        return clock
-
-    def event(self, stream: int) -> dict[int, int]:
-        with self._lock:
-            return dict(self._clock(stream))
-
-    def wait(self, stream: int, event: dict[int, int]) -> None:
-        with self._lock:
-            _join(self._clock(stream), event)
-
-    def host_waits(self, event: dict[int, int]) -> None:
-        with self._lock:
-            _join(self._host, event)
-
-    def host_knows(self, stream: Any) -> None:
-        self.host_waits(self.event(stream.number))
-
-    def use(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """In the current stream."""
-        stream = current().current_stream.number
-        self.access(stream, [_range(t) for t in read if t.numel()], [_range(t) for t in written if t.numel()])
-
-    def access(self, stream: int, read: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]]) -> None:
-        with self._lock:
-            clock = self._clock(stream)
-            clock[stream] += 1
-            writes = set(written)
-            for place in {*read, *written}:
-                for other in self._overlapping(place):
-                    write, reads = self._accesses[other]
-                    before = {**(dict([write]) if write else {}), **(reads if place in writes else {})}
-                    for who, number in before.items():
-                        if clock.get(who, 0) < number:
-                            kind = "written" if place in writes else "read"
-                            current().errors.append(
-                                AssertionError(f"{kind} on stream {stream} while stream {who} still uses it")
-                            )
-                    if place in writes and place[0] <= other[0] and other[1] <= place[1]:
-                        self._remove(other)
-                write, reads = self._accesses.get(place, (None, {}))
-                for page in _pages(place):
-                    self._near.setdefault(page, set()).add(place)
-                if place in writes:
-                    self._accesses[place] = ((stream, clock[stream]), {})
-                else:
-                    self._accesses[place] = (write, {**reads, stream: clock[stream]})
-
-    def forget(self, start: int, stop: int) -> None:
-        """The memory is given back; what comes to lie there has not been used yet."""
-        with self._lock:
-            for other in self._overlapping((start, stop)):
-                self._remove(other)
-
-    def forget_all(self) -> None:
-        """Forgets the accesses to all memory."""
-        with self._lock:
-            self._accesses.clear()
-            self._near.clear()
-
-    def _overlapping(self, place: Range) -> set[Range]:
-        near = (o for page in _pages(place) for o in self._near.get(page, ()))
-        return {other for other in near if other[0] < place[1] and place[0] < other[1]}
-
-    def _remove(self, place: Range) -> None:
-        del self._accesses[place]
-        for page in _pages(place):
-            self._near[page].discard(place)
-
-
-def _pages(place: Range) -> range:
-    return range(place[0] >> 14, (place[1] - 1 >> 14) + 1)
-
-
-def _join(clock: dict[int, int], other: dict[int, int]) -> None:
-    for stream, number in other.items():
-        clock[stream] = max(clock.get(stream, 0), number)
-
-
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-class Event(standin.Event):
-    clock: dict[int, int]
-
-    def wait(self) -> None:
-        super().wait()
-        self._gpu.order.host_waits(self.clock)  # type: ignore[attr-defined]
-
-    def is_done(self) -> bool:
-        done = super().is_done()
-        if done:
-            self._gpu.order.host_waits(self.clock)  # type: ignore[attr-defined]
-        return done
-
-
 class Stream(standin.Stream):
-    """busy: whether something was queued since the host last waited for its end."""
+    """last: number of the last work that was queued. seen: of the last of which an operator has waited for the end."""
 
-    busy = False
+    def __init__(self, gpu: Gpu) -> None:
+        self._works = itertools.count(1)
+        self.last = self.seen = 0
+        super().__init__(gpu)
 
     def queue(self, work: Any) -> None:
-        self.busy = True
+        self.last = next(self._works)
         super().queue(work)
+        self.last = next(
+            self._works
+        )  # anew, as another thread may have waited in between for the end of what was before
 
-    def record(self) -> Event:
-        event = Event(self._gpu)
-        event.clock = self._gpu.order.event(self.number)  # type: ignore[attr-defined]
-        busy = self.busy
-        self.queue(event._passed.set)
-        self.busy = busy
-        return event
-
-    def wait(self, event: device.Event) -> None:
-        if not isinstance(event, standin.OpenedEvent):  # another process's orders nothing of this one's
-            assert isinstance(event, Event)
-            self._gpu.order.wait(self.number, event.clock)  # type: ignore[attr-defined]
-        super().wait(event)
+    @property
+    def has_work(self) -> bool:
+        """Returns whether something was queued of which no operator has waited for the end yet."""
+        return self.seen != self.last
 
 
-class _Mapping:
+class Mapping(standin.Mapping):
     """Memory like that of the collectives' stand-in, but where torch's operators can reach it."""
 
-    def __init__(self, file: int, nbytes: int) -> None:
-        self.file, self.nbytes = file, nbytes
-        self.inside = mmap.mmap(file, nbytes)
-        self.address: int = np.frombuffer(self.inside, np.uint8).ctypes.data
+    def _begin(self) -> int:
+        return self.inside
 
-    def close(self) -> None:
-        os.close(self.file)
+    def _end(self) -> None:
+        pass
 
 
 class Gpu(standin.Gpu):
     """The stand-in for a GPU whose memory torch's operators compute on. waits: how often the host waited for it."""
 
+    mapping = Mapping
+
     def __init__(self, *, seed: int | None = None, exports: bool = True) -> None:
-        self.order = Order()
         super().__init__(seed=seed, exports=exports)
+        self.blocks: dict[int, Block] = {}
         self.waits = 0
-        # Their memory goes to others in the order of the stream, as by torch's allocator of GPU memory.
-        self.dropped: list[torch.Tensor] = []
+        # Tensors to which the streams have come that gave them back. Not theirs to free: at the end of the program a
+        # thread that is in torch for that ends the process.
+        self.gone: deque[torch.Tensor] = deque()
+        self.leaked: list[torch.Tensor] = []
         self.name = "stand-in"
-        self._default = Stream(self)
 
     def stream(self) -> Stream:
         return Stream(self)
@@ -340,63 +303,23 @@ class Gpu(standin.Gpu):
         """This thread's; else the one of the main thread, which autograd's threads take over."""
         return getattr(self._local, "stream", self._default)
 
-    def come_to_the_end_of_the_stream(self) -> None:
-        stream = self.current_stream
-        if stream.busy:
-            stream.busy = False
-            standin.Event.wait(stream.record())
-            stream.busy = False
-        self.dropped.clear()
+    def come_to_the_end_of(self, stream: Stream) -> None:
+        """Blocks until the stream's work is done; what is ordered after it is so no more than before."""
+        last = stream.last
+        if stream.has_work:
+            done = threading.Event()
+            stream.put(done.set)
+            done.wait()
+            stream.seen = last
+            self.raise_errors()
+        self.gone.clear()
 
-    def copy(self, target: int, source: int, nbytes: int, stream: device.Stream) -> None:
-        assert isinstance(stream, Stream)
-        if nbytes:
-            self.order.access(stream.number, [(source, source + nbytes)], [(target, target + nbytes)])
-        super().copy(target, source, nbytes, stream)
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.gone.clear()
 
-    def combine(
-        self,
-        op: Reduction,
-        dtype: DType,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        size: int,
-        factors: Sequence[float],
-        stream: device.Stream,
-    ) -> None:
-        assert isinstance(stream, Stream)
-        if size and outputs:
-            written = dtype.wide if op.partial else dtype
-            read_ranges = [(place, place + size * dtype.itemsize) for place in inputs]
-            self.order.access(
-                stream.number, read_ranges, [(place, place + size * written.itemsize) for place in outputs]
-            )
-        super().combine(op, dtype, inputs, outputs, size, factors, stream)
-
-    def finish(
-        self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: device.Stream
-    ) -> None:
-        assert isinstance(stream, Stream)
-        if size:
-            read = (accumulated, accumulated + size * dtype.wide.itemsize)
-            self.order.access(stream.number, [read], [(out, out + size * dtype.itemsize)])
-        super().finish(op, dtype, accumulated, out, size, ranks, stream)
-
-    def _reach(self, place: int, nbytes: int, device: bool = False) -> tuple[int, bool]:
-        with self._lock:
-            pinned = any(start <= place and place + nbytes <= start + size for start, size in self._pinned.items())
-        return place, not pinned
-
-    def _map(self, file: int, nbytes: int) -> int:
-        mapping = _Mapping(file, nbytes)
-        with self._lock:
-            self._maps[mapping.address] = mapping  # type: ignore[assignment]
-        self.order.forget(mapping.address, mapping.address + nbytes)
-        return mapping.address
-
-    def _unmap(self, address: int) -> None:
-        with self._lock:
-            self._maps.pop(address).close()
+    def _region(self, place: int) -> standin.Region | None:
+        return super()._region(place) or self._find(self.blocks, place)
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
         size = int(np.prod(shape, dtype=np.int64))
@@ -404,12 +327,9 @@ class Gpu(standin.Gpu):
             return torch.empty(shape, dtype=dtype, device=DEVICE)
         memory: Any = (ctypes.c_char * (size * describe(dtype).itemsize)).from_address(address)
         memory.owner = owner
-        return Tensor(torch.frombuffer(memory, dtype=dtype).view(shape))
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        made = super().host_memory(nbytes)
-        self.order.forget(made.data_ptr(), made.data_ptr() + nbytes)
-        return made
+        made: Any = torch.frombuffer(memory, dtype=dtype)
+        made.untyped_storage().of_another = True
+        return Tensor(made.view(shape))
 
     def raise_errors(self) -> None:
         """In the main thread alone: autograd's threads cannot pass errors on for a device of this kind."""
@@ -418,6 +338,9 @@ class Gpu(standin.Gpu):
 
     def keep(self, tensor: torch.Tensor) -> None:
         assert isinstance(tensor, Tensor)
+        block = block_of(tensor.inner.untyped_storage())
+        if block is not None and self.current_stream not in block.streams:
+            block.streams.append(self.current_stream)
 
     def identity(self) -> str:
         return self.name

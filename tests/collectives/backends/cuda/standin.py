@@ -6,21 +6,21 @@
     export     the memfd's path below /proc, which other processes open and map likewise
 
 Only copies from and to pinned host memory are taken. With a seed, streams pause at random between two pieces of work.
+
+What would be a rare crash on a GPU is an error with a name here, told by all later calls:
+    - accesses on several streams that no event orders, and memory that is freed, unmapped or unpinned while a stream
+      may still use it; both whatever the timing (`order`)
+    - work that a stream comes to when its memory is not there any more: it is not done
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import itertools
 import json
 import mmap
 import os
-import queue
-import random
 import threading
-import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -33,134 +33,9 @@ from mpi4py import MPI
 from collectives.backends.cuda import device
 from collectives.base.buffers import Buffer, DType, describe, unowned
 from collectives.base.reduction import Reduction
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-class Event(device.Event):
-    def __init__(self, gpu: Gpu) -> None:
-        self._passed, self._gpu = threading.Event(), gpu
-
-    def wait(self) -> None:
-        self._passed.wait()
-        self._gpu.raise_errors()
-
-    def is_done(self) -> bool:
-        self._gpu.raise_errors()
-        return self._passed.is_set()
-
-    def waiting(self) -> Any:
-        return self._passed.wait
-
-
-class SharedEvent(device.SharedEvent):
-    """Two numbers in a memfd: how often it was recorded, and the number of the last record that has passed."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self.file = os.memfd_create("stand-in event")
-        os.ftruncate(self.file, mmap.PAGESIZE)
-        self.numbers = np.frombuffer(mmap.mmap(self.file, mmap.PAGESIZE), np.int64)[:2]
-        self.handle = f"/proc/{os.getpid()}/fd/{self.file}".encode()
-
-    def record(self, stream: device.Stream) -> None:
-        assert isinstance(stream, Stream)
-        self.numbers[0] = number = self.numbers[0] + 1
-        stream.queue(functools.partial(self.numbers.__setitem__, 1, number))
-
-    def close(self) -> None:
-        os.close(self.file)
-        self.numbers[:] = -1, -2  # what still waits for it fails
-
-
-class OpenedEvent(Event):
-    """Another process's."""
-
-    def __init__(self, gpu: Gpu, handle: bytes) -> None:
-        assert not handle.startswith(f"/proc/{os.getpid()}/".encode()), "CUDA does not open the process's own"
-        file = os.open(handle, os.O_RDWR)
-        self.numbers = np.frombuffer(mmap.mmap(file, mmap.PAGESIZE), np.int64)[:2]
-        os.close(file)
-        self._gpu = gpu
-
-    def waiting(self) -> Any:
-        """A wait for what is recorded now."""
-        number = self.numbers[0]
-
-        def wait() -> None:
-            while self.numbers[1] < number:
-                assert self.numbers[0] >= 0, "an event was ended for which a stream waits"
-                time.sleep(2e-5)
-
-        return wait
-
-
-class Stream(device.Stream):
-    numbers = itertools.count(1)
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.number = next(self.numbers)
-        self.capturing = False
-        self._gpu = gpu
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        pauses = None if gpu.seed is None else random.Random(gpu.seed + self.number)
-        threading.Thread(target=_work_off, args=(self._queue, gpu.errors, pauses), daemon=True).start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
-
-    def queue(self, work: Any) -> None:
-        self._queue.put(work)
-
-    def record(self) -> Event:
-        event = Event(self._gpu)
-        self.queue(event._passed.set)
-        return event
-
-    def wait(self, event: device.Event) -> None:
-        assert isinstance(event, Event)
-        self.queue(event.waiting())
-
-    @property
-    def is_capturing(self) -> bool:
-        return self.capturing
-
-
-def _work_off(works: queue.SimpleQueue[Any], errors: list[BaseException], pauses: random.Random | None) -> None:
-    while (work := works.get()) is not None:
-        if pauses is not None and pauses.random() < 0.3:
-            time.sleep(pauses.random() * 1e-3)
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-        del work
-
-
-def _is_shared(address: int) -> bool:
-    """Returns True if a file with a name is mapped there."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            start, stop = (int(end, 16) for end in line.split()[0].split("-"))
-            if start <= address < stop:
-                return "/mpidl-" in line
-    return False
-
-
-class _Mapping:
-    """One piece of device memory in this process. address: where it may not be touched. inside: where it may."""
-
-    def __init__(self, file: int, nbytes: int) -> None:
-        self.file, self.nbytes = file, nbytes
-        self.inside = mmap.mmap(file, nbytes)
-        found = _libc.mmap(None, nbytes, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0, mmap.MAP_SHARED, file, 0)
-        assert found not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
-        self.address: int = found
-
-    def close(self) -> None:
-        _libc.munmap(self.address, self.nbytes)
-        os.close(self.file)
+from tests.collectives.backends.cuda.order import Order
+from tests.collectives.backends.cuda.regions import Mapping, Place, Region, is_shared
+from tests.collectives.backends.cuda.streams import Event, Line, OpenedEvent, SharedEvent, Stream
 
 
 class Gpu(device.Device):
@@ -170,18 +45,19 @@ class Gpu(device.Device):
     streams wait for other processes' events. pins: what host memory of files can be pinned.
     """
 
+    mapping = Mapping
+
     def __init__(self, index: int = 0, *, seed: int | None = None, exports: bool = True) -> None:
         self.index, self.seed, self.exports = index, seed, exports
         self.aware, self.events, self.pins = "no", "yes", "any"
         self.island = 0  # memory is opened on the same one alone
         self.errors: list[BaseException] = []
+        self.order, self.lines = Order(self.errors), set[Line]()
         self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
-        self._maps: dict[int, _Mapping] = {}
-        self._starts: list[int] = []
-        self._pinned: dict[int, int] = {}
+        self._maps: dict[int, Mapping] = {}
+        self._pinned: dict[int, Region] = {}
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self._default = Stream(self)
+        self._default = self.stream()
 
     def raise_errors(self) -> None:
         """Raises the first error of queued work. As on a GPU it comes late, and is raised by all later calls."""
@@ -225,7 +101,15 @@ class Gpu(device.Device):
             self._local.stream = before
 
     def synchronize(self) -> None:
-        self._default.record().wait()
+        clock = self.order.of_all_streams()
+        self.wait_for_all_lines()
+        self.order.host_waits(clock)
+        self.raise_errors()
+
+    def wait_for_all_lines(self) -> None:
+        """Blocks until all that is queued now is done; what is ordered after it is so no more than before."""
+        for line in list(self.lines):
+            line.wait_for_end()
 
     # ---- work on a stream -------------------------------------------------------------------------------------
 
@@ -234,9 +118,11 @@ class Gpu(device.Device):
         self._must_be_current()
         if not nbytes:
             return
-        (to, into_device), (from_, from_device) = self._reach(target, nbytes), self._reach(source, nbytes)
-        self.copies.append({(1, 1): "inside", (1, 0): "to device", (0, 1): "to host"}[into_device, from_device])
-        stream.queue(lambda: ctypes.memmove(to, from_, nbytes))
+        to, from_ = self._reach(target, nbytes), self._reach(source, nbytes)
+        way = to.region.on_device, from_.region.on_device
+        self.copies.append({(True, True): "inside", (True, False): "to device", (False, True): "to host"}[way])
+        self.order.access(stream.number, [(source, source + nbytes)], [(target, target + nbytes)])
+        stream.queue(lambda: ctypes.memmove(to.now(), from_.now(), nbytes))
 
     def combine(
         self,
@@ -252,9 +138,13 @@ class Gpu(device.Device):
         self._must_be_current()
         if not size or not outputs:
             return
-        read = [self._view(place, size, dtype) for place in inputs]
-        written = [self._view(place, size, dtype.wide if op.partial else dtype) for place in outputs]
-        stream.queue(lambda: op.combine(read, written, dtype, factors))
+        result = dtype.wide if op.partial else dtype
+        read, written = self._for_kernel(inputs, outputs, size, dtype, result, stream)
+
+        def work() -> None:
+            op.combine([_view(p, size, dtype) for p in read], [_view(p, size, result) for p in written], dtype, factors)
+
+        stream.queue(work)
 
     def finish(
         self, op: Reduction, dtype: DType, accumulated: int, out: int, size: int, ranks: int, stream: device.Stream
@@ -263,26 +153,40 @@ class Gpu(device.Device):
         self._must_be_current()
         if not size:
             return
-        read, written = self._view(accumulated, size, dtype.wide), Buffer(self._view(out, size, dtype), dtype)
-        stream.queue(lambda: op.finish(read, ranks, written))
+        (read,), (written,) = self._for_kernel([accumulated], [out], size, dtype.wide, dtype, stream)
+        stream.queue(
+            lambda: op.finish(_view(read, size, dtype.wide), ranks, Buffer(_view(written, size, dtype), dtype))
+        )
 
-    def _view(self, place: int, size: int, dtype: DType) -> np.ndarray:
-        return unowned(self._reach(place, size * dtype.itemsize, device=True)[0], size, dtype.storage)
+    def _for_kernel(
+        self, inputs: Sequence[int], outputs: Sequence[int], size: int, dtype: DType, result: DType, stream: Stream
+    ) -> tuple[list[Place], list[Place]]:
+        """The arrays of a kernel, which must be on the device."""
+        sizes = size * dtype.itemsize, size * result.itemsize
+        found = [self._reach(at, sizes[0]) for at in inputs], [self._reach(at, sizes[1]) for at in outputs]
+        assert all(place.region.on_device for places in found for place in places), "a kernel on host memory"
+        read, written = [(at, at + sizes[0]) for at in inputs], [(at, at + sizes[1]) for at in outputs]
+        self.order.access(stream.number, read, written)
+        return found
 
-    def _reach(self, place: int, nbytes: int, device: bool = False) -> tuple[int, bool]:
-        """Returns the address of the bytes in this process, and True for device memory."""
-        with self._lock:
-            found = bisect_right(self._starts, place) - 1
-            if found >= 0:
-                mapping = self._maps[self._starts[found]]
-                offset = place - mapping.address
-                if offset < mapping.nbytes:
-                    assert offset + nbytes <= mapping.nbytes, "past the end of device memory"
-                    return np.frombuffer(mapping.inside, np.uint8).ctypes.data + offset, True
-            pinned = any(start <= place and place + nbytes <= start + size for start, size in self._pinned.items())
-        assert pinned, "host memory that is not pinned"
-        assert not device, "a kernel on host memory"
-        return place, False
+    def _reach(self, place: int, nbytes: int) -> Place:
+        """Returns where bytes lie that a stream is to use."""
+        region = self._region(place)
+        assert region is not None, "memory that is not of the device, nor pinned"
+        assert place + nbytes <= region.address + region.nbytes, f"past the end of {region.kind}"
+        assert not region.dropped, f"{region.kind} whose last array has gone"
+        return Place(region, place - region.address)
+
+    def _region(self, place: int) -> Region | None:
+        """Returns the region that an address lies in."""
+        return self._find(self._maps, place) or self._find(self._pinned, place)
+
+    @staticmethod
+    def _find(regions: dict[int, Any], place: int) -> Region | None:
+        starts = sorted(regions)
+        found = bisect_right(starts, place) - 1
+        region = regions.get(starts[found]) if found >= 0 else None
+        return region if region is not None and place < region.address + region.nbytes else None
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -293,26 +197,28 @@ class Gpu(device.Device):
         return self._map(file, max(nbytes, 1))
 
     def _map(self, file: int, nbytes: int) -> int:
-        mapping = _Mapping(file, nbytes)
-        with self._lock:
-            self._maps[mapping.address] = mapping
-            self._starts = sorted(self._maps)
+        mapping = self.mapping(file, nbytes)
+        self.order.forget(*mapping.range)
+        self._maps[mapping.address] = mapping
         return mapping.address
 
     def free(self, address: int) -> None:
         self._must_be_current()
-        self._unmap(address)
+        self.order.give_back(self._maps[address].range)
+        self._maps.pop(address).close()
 
-    def _unmap(self, address: int) -> None:
-        with self._lock:
-            mapping = self._maps.pop(address)
-            self._starts = sorted(self._maps)
-        mapping.close()
+    def free_in_order(self, address: int, stream: Stream) -> None:
+        """Frees memory once the stream has come there; may be called by a finalizer."""
+        mapping = self._maps[address]
+        mapping.dropped = True
+        self.order.give_back(mapping.range, [stream.number])
+        stream.queue(lambda: self._maps.pop(address).close())
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        made = torch.empty(max(nbytes, 1), dtype=torch.uint8)
-        self._pinned[made.data_ptr()] = max(nbytes, 1)
-        weakref.finalize(made.untyped_storage(), self._pinned.pop, made.data_ptr()).atexit = False
+        pages = mmap.mmap(-1, max(nbytes, 1))
+        made = torch.frombuffer(pages, dtype=torch.uint8)
+        self._pin(made.data_ptr(), len(pages)).pages = pages
+        weakref.finalize(made.untyped_storage(), self.unpin, made.data_ptr()).atexit = False
         return made[:nbytes]
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -324,9 +230,19 @@ class Gpu(device.Device):
     def pin(self, address: int, nbytes: int) -> None:
         self._must_be_current()
         assert address not in self._pinned, "pinned twice"
-        if self.pins == "none that is shared" and _is_shared(address):
+        if self.pins == "none that is shared" and is_shared(address):
             raise OSError("the stand-in pins no shared memory")
-        self._pinned[address] = nbytes
+        self._pin(address, nbytes)
+
+    def _pin(self, address: int, nbytes: int) -> Region:
+        region = Region(address, nbytes)
+        self.order.forget(*region.range)
+        self._pinned[address] = region
+        return region
+
+    def unpin(self, address: int) -> None:
+        self.order.give_back(self._pinned[address].range)
+        self._pinned.pop(address).is_there = False
 
     def shared_event(self) -> SharedEvent:
         self._must_be_current()
@@ -340,9 +256,6 @@ class Gpu(device.Device):
         if self.events == "lies":
             opened.waiting = lambda: lambda: None  # type: ignore[method-assign]
         return opened
-
-    def unpin(self, address: int) -> None:
-        del self._pinned[address]
 
     def export(self, address: int) -> bytes:
         if not self.exports:
@@ -378,7 +291,7 @@ class Gpu(device.Device):
         assert self.is_mpi_aware()
         if self.aware == "lies":
             return bytearray(nbytes)
-        place = self._reach(address, nbytes, device=True)[0] if nbytes else 0
+        place = self._reach(address, nbytes).now() if nbytes else 0
         return MPI.memory.fromaddress(place, nbytes)
 
     # ---- for the tests ----------------------------------------------------------------------------------------
@@ -402,8 +315,9 @@ class Gpu(device.Device):
             return
         kept = values.clone().contiguous()
         place = array.data_ptr() if isinstance(array, Tensor) else array.address
-        to = self._reach(place, nbytes)[0]
-        self.current_stream.queue(lambda: ctypes.memmove(to, kept.data_ptr(), nbytes))
+        to, stream = self._reach(place, nbytes), self.current_stream
+        self.order.access(stream.number, [], [(place, place + nbytes)])
+        stream.queue(lambda: ctypes.memmove(to.now(), kept.data_ptr(), nbytes))
 
     def get(self, array: Any) -> torch.Tensor:
         """Returns the array's values, once the current stream has computed them."""
@@ -415,10 +329,15 @@ class Gpu(device.Device):
         made = torch.empty(shape, dtype=dtype)
         nbytes = made.numel() * made.element_size()
         if nbytes:
-            from_ = self._reach(place, nbytes)[0]
-            self.current_stream.queue(lambda: ctypes.memmove(made.data_ptr(), from_, nbytes))
+            from_, stream = self._reach(place, nbytes), self.current_stream
+            self.order.access(stream.number, [(place, place + nbytes)], [])
+            stream.queue(lambda: ctypes.memmove(made.data_ptr(), from_.now(), nbytes))
         self.current_stream.record().wait()
         return made
+
+
+def _view(place: Place, size: int, dtype: DType) -> np.ndarray:
+    return unowned(place.now(), size, dtype.storage)
 
 
 class Memory:
@@ -430,8 +349,7 @@ class Memory:
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         with gpu.current():
             self.address = gpu.allocate(nbytes)
-        free = functools.partial(gpu._unmap, self.address)
-        weakref.finalize(self, gpu.current_stream.queue, free).atexit = False
+        weakref.finalize(self, gpu.free_in_order, self.address, gpu.current_stream).atexit = False
 
 
 class Array:

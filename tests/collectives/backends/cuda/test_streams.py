@@ -79,7 +79,7 @@ def test_wait_orders_the_stream_that_is_current_then(comm: Communicator, gpu: Gp
 
 
 def test_an_array_is_held_until_its_operation_has_ended(comm: Communicator, standin: Gpu) -> None:
-    """The stand-in ends a program that reaches for memory that was freed."""
+    """The stand-in tells of memory that is freed while a stream may use it."""
     stream, gate = blocked(standin)
     for _ in range(10):
         with standin.using(stream):
