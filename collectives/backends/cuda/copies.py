@@ -9,12 +9,15 @@ A line's copies run one after another, each after what the caller's current stre
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Protocol
 
 import torch
 
-from .device import Device, Event
+from .device import Device, Event, Stream
+
+_UnderWay = tuple[Event, torch.Tensor, torch.Tensor]
 
 
 class Arrival(Protocol):
@@ -49,13 +52,17 @@ class Copies:
 
 
 class GpuCopies(Copies):
-    """Copies from and to a GPU, on a stream of their own. Tensors are held until their copy is done."""
+    """Copies from and to a GPU, on a stream of their own. Tensors are held until their copy is done.
+
+    No allocator knows of that stream: so this object waits for its copies when it is freed.
+    """
 
     def __init__(self, gpu: Device) -> None:
         self._gpu = gpu
         with gpu.current():
             self._stream = gpu.stream()
-        self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
+        weakref.finalize(self, _finish, gpu, self._stream, self._under_way).atexit = False
 
     def room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Implements `Copies.room`."""
@@ -79,6 +86,10 @@ class GpuCopies(Copies):
 
     def finish(self) -> None:
         """Implements `Copies.finish`."""
-        with self._gpu.current():
-            self._stream.record().wait()
-        self._under_way.clear()
+        _finish(self._gpu, self._stream, self._under_way)
+
+
+def _finish(gpu: Device, stream: Stream, under_way: deque[_UnderWay]) -> None:
+    with gpu.current():
+        stream.record().wait()
+    under_way.clear()

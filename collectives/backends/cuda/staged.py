@@ -63,6 +63,16 @@ class Staged:
         self._unpin()
 
     def _run(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
+        try:
+            return self._run_chunks(operation, algorithm, arguments, begin)
+        except BaseException:
+            # The arrays are the caller's again, whose stream waits for none of the copies.
+            with contextlib.suppress(Exception):  # where it is the GPU that has failed
+                for stream in (self._down, self._up):
+                    stream.record().wait()
+            raise
+
+    def _run_chunks(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
         arrays = {"x": _first(operation, arguments), "out": _last(operation, arguments)}
         some = arrays["x"] or arrays["out"]
         assert some is not None

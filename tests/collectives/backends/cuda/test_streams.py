@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from collectives import ArgumentError, Communicator, Work, even_counts
+from collectives.backends.cuda import staged
+from collectives.backends.cuda.copies import GpuCopies
 from tests.collectives.backends.cuda.standin import Gpu, Stream
 
 pytestmark = pytest.mark.mpi
@@ -149,6 +151,33 @@ def test_copies_to_the_host_and_back_are_no_more_than_needed(
     standin.copies.clear()
     comm.all_gather(out, own)
     assert standin.copies == ["to host"] + ["to device"] * (comm.size - 1)
+
+
+def test_a_staged_operation_that_fails_uses_its_arrays_no_more(
+    comm: Communicator, standin: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second chunk is copied to the host while the host's operation on the first one fails."""
+    monkeypatch.setenv("MPIDL_CUDA", "staged")
+    monkeypatch.setattr(staged, "SLOT_BYTES", 4096)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the host's operation has failed")
+
+    monkeypatch.setattr(staged.Staged, "_call", fail)
+    x = standin.put(torch.ones(5000))
+    with pytest.raises(RuntimeError, match="the host's operation has failed"):
+        comm.all_reduce(x)
+    standin.fill(x, torch.full((5000,), 2.0))  # on a stream that waits for nothing
+    assert (standin.get(x) == 2).all()
+
+
+def test_what_is_copied_stays_until_its_copy_is_done(standin: Gpu) -> None:
+    """Also where nothing refers any more to the tensors, nor to the copies."""
+    copies, x = GpuCopies(standin), standin.put(torch.ones(1000), "tensor")
+    copies.start(copies.room(1000, torch.float32), x)
+    del copies, x
+    gc.collect()
+    standin.synchronize()
 
 
 @pytest.mark.ranks(2, 3, 4)
