@@ -29,7 +29,7 @@ from .timing import Group, measure
 
 CALIBRATE = "MPIDL_CALIBRATE"
 _BUDGET_S = 2.0
-_SIZES = {4 << 10: 20, 32 << 10: 15, 256 << 10: 8, 2 << 20: 4, 16 << 20: 2}  # bytes, and repetitions of each
+SIZES = {4 << 10: 20, 32 << 10: 15, 256 << 10: 8, 2 << 20: 4, 16 << 20: 2}  # bytes, and repetitions of each
 _CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time
 
 
@@ -111,7 +111,7 @@ def _measured(comm: Measured) -> Tables:
     begin = time.perf_counter()
     candidates = {name: table for name, table in comm.tables.items() if len(_names(table)) > 1}
     seconds: dict[str, list[tuple[int, dict[str, float]]]] = {operation: [] for operation in candidates}
-    for number, (nbytes, count) in enumerate(_SIZES.items()):
+    for number, (nbytes, count) in enumerate(SIZES.items()):
         for operation, table in candidates.items():
             rows = seconds[operation]
             expected = sum(rows[-1][1].values()) * nbytes / rows[-1][0] * (count + 1) if rows else 0.0
@@ -126,7 +126,7 @@ def _measured(comm: Measured) -> Tables:
 
 def _beyond(rows: Sequence[tuple[int, Any]]) -> float:
     """The bytes up to which a measurement holds: half a step beyond the largest size, or for all with all sizes."""
-    return ALWAYS if len(rows) == len(_SIZES) else int(rows[-1][0] * 8**0.5)
+    return ALWAYS if len(rows) == len(SIZES) else int(rows[-1][0] * 8**0.5)
 
 
 def _names(table: Table) -> list[str]:

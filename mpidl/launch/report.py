@@ -29,7 +29,7 @@ from ..job.signals import STOPPED
 
 Group = Mapping[int, Position]
 
-_TOGETHER = 1.0  # seconds: a process that ends longer before another has nothing to do with it
+TOGETHER = 1.0  # seconds: a process that ends longer before another has nothing to do with it
 _FAILED = re.compile(r"mpidl: rank (\d+) of \d+(, in [^\n]*?)? ends the job: (.*)")
 _WAITED = re.compile(r"mpidl: rank \d+ of \d+ has waited \d+ s in (.*)")
 _REASONS = {  # of the watchdog, the plainest first, and how each is told
@@ -100,7 +100,7 @@ class Report:
 
     def first(self, process: int, among: Container[int]) -> int:
         """Returns the first to end of `among`, of those that ended together with this process; else this one."""
-        since = self._ended.get(process, math.inf) - _TOGETHER
+        since = self._ended.get(process, math.inf) - TOGETHER
         return next((pid for pid, ended in self._ended.items() if ended > since and pid in among), process)
 
     def rank(self, process: int, node: str) -> int | None:

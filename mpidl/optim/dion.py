@@ -155,7 +155,7 @@ class Dion(torch.optim.Optimizer):
         for p, group in work:
             entry = self.state[p]
             if not entry:
-                entry.update(_start(p, group["rank_fraction"]))
+                entry.update(initial_state(p, group["rank_fraction"]))
             if p.grad is not None:
                 entry["momentum"] += p.grad
             entries.append(entry)
@@ -277,7 +277,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
         return float(sum(norm.double() ** 2 for norm in norms))
 
 
-def _start(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:
+def initial_state(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:
     """The state before the first step. q depends on the matrix's shape alone, on every rank and engine."""
     wide = torch.promote_types(p.dtype, torch.float32)
     rank = max(1, round(fraction * min(p.shape)))

@@ -37,7 +37,7 @@ from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
 from .parameter_distribution import Distribution, distributions, ranks_of_wholes
 
-_BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
+BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class WholeSteps(InnerOptimizer):
         for values, each in self._owned.items():
             size = each.whole.numel() * values.element_size()
             number, held = last.get((values.dtype, each.owner), (0, 0))
-            if held and held + size > _BATCH_BYTES:
+            if held and held + size > BATCH_BYTES:
                 number, held = number + 1, 0
             last[values.dtype, each.owner] = number, held + size
             batches.setdefault((values.dtype, number), []).append(each)

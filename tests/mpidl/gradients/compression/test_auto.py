@@ -109,7 +109,7 @@ def test_methods_of_every_kind_are_measured_but_those_of_too_many_bytes(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(comm, "nodes", 2)
         how = Compression("auto", where="everywhere", allow=("powersgd:2", "topk:0.9", "randomk:0.1"))
-        choice = Training(comm, "ddp", how).compressed._auto
+        choice = Training(comm, "ddp", how).compressed.choice
     if comm.size > 1:
         assert [figure.method for figure in choice.figures] == ["bf16", "powersgd:2", "randomk:0.1"]
         assert choice.left_out == ["topk:0.9"]
