@@ -29,7 +29,7 @@ from ..comm_hooks import GradBucket, Handle, Then, allreduce, completed
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
-from .trust_ratio import require
+from .setting_checks import require, require_betas
 
 _SEED = 20250407
 _TINY = 1e-30
@@ -88,8 +88,7 @@ class Dion(torch.optim.Optimizer):
         require("mu", mu, isinstance(mu, Real) and 0 <= float(mu) <= 1, "a number from 0 to 1")
         fits = isinstance(fraction, Real) and 0 < float(fraction) <= 1
         require("rank_fraction", fraction, fits, "a number above 0, at most 1")
-        fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require("betas", betas, fits, "two numbers of at least 0 and below 1")
+        require_betas(betas)
         require("rule", settings["rule"], settings["rule"] in ("dion", "adamw"), "'dion' or 'adamw'")
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:

@@ -27,7 +27,8 @@ from ...errors import ConfigurationError
 from ...gradients.scalars import values_of
 from ...mesh import placement
 from ...optimizer_trial import StepNeeds
-from ..trust_ratio import require, squared_norms
+from ..setting_checks import require
+from ..trust_ratio import squared_norms
 from .adam import FreezingOptimizer
 from .flat import FlatBucket
 from .steps import advance_first_moment, advance_moments, denominators
