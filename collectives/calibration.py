@@ -47,7 +47,7 @@ class Measured(Group, Protocol):
         """See `Communicator`."""
 
 
-_found: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
+FOUND: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
 
 
 def is_on() -> bool:
@@ -74,12 +74,12 @@ def machine() -> str:
 def known(layout: str) -> Tables | None:
     """Returns the tables that this process or an earlier job has calibrated for the layout; None if none has."""
     key = machine(), layout
-    if key not in _found:
+    if key not in FOUND:
         with contextlib.suppress(ArgumentError, OSError):  # a file of something else is written anew
             tables = read_tables(cache_path(), *key)
             if tables:
-                _found[key] = tables
-    return _found.get(key)
+                FOUND[key] = tables
+    return FOUND.get(key)
 
 
 def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: str) -> Tables:
@@ -89,13 +89,13 @@ def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: 
     tables hold for this process.
     """
     key = machine(), layout
-    _found[key] = {}  # the group that is measured does not calibrate itself
+    FOUND[key] = {}  # the group that is measured does not calibrate itself
     comm: Measured = make(mpi)
     try:
         tables = _measured(comm)
     finally:
         comm.close()
-    _found[key] = tables
+    FOUND[key] = tables
     if comm.rank == 0:
         path = cache_path()
         with contextlib.suppress(OSError):

@@ -410,6 +410,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return type(self._prototype)
 
     @property
+    def inner_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of that class which makes this rank's steps, to read what is its own, as `is_synchronised`.
+
+        Its parameters are this rank's slices, or what it steps on in their place, and its state is not to be changed.
+        None with `offload`, which has several.
+        """
+        return self._parts.inner.optimizer
+
+    @property
     def step_in_backward(self) -> bool:
         """True if the backward pass makes the step."""
         return self._steps_in_backward

@@ -128,7 +128,7 @@ def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
         self.figures = [Figure("bf16", 5.0, 0.0), Figure("int8", 1.0, 0.0)]
 
     monkeypatch.setattr(auto.AutoChoice, "_measure", measured)
-    monkeypatch.setattr(auto, "_now", clock)
+    monkeypatch.setattr(auto, "now", clock)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(comm, "nodes", 2)
         training = Training(comm, "ddp", Compression("auto", where="everywhere", allow=("int8",)))
