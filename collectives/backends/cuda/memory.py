@@ -127,9 +127,9 @@ class DeviceAllocator(Allocator):
         self._host, self._device, self._retired = host, device, retired
 
     def allocate(self, nbytes: int, *, shared: bool = False, **_: Any) -> Any:
-        """Implements `Allocator.allocate`, whose other arguments are about files; None on all ranks if a GPU lacks room.
+        """Implements `Allocator.allocate`, whose other arguments are about files. Collective.
 
-        None too if one cannot map others'. Collective.
+        None on all ranks if a GPU lacks room or cannot map others'.
         """
         self._made += 1
         self._retired.sweep()

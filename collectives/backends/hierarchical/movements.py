@@ -80,7 +80,7 @@ class Movements:
     def __init__(self, comm: MPI.Intracomm, nodes: Nodes, meetings: Meetings, allocator: Allocator) -> None:
         self.comm, self.nodes, self.meetings = comm, nodes, meetings
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.node = next(place for place, members in enumerate(nodes) if self.rank in members)
+        self.node = next(number for number, members in enumerate(nodes) if self.rank in members)
         self.members = nodes[self.node]
         self.local = {rank: number for number, rank in enumerate(self.members)}
         self._allocator = allocator

@@ -91,7 +91,7 @@ class PipelinedReduce:
         self, comm: MPI.Intracomm, nodes: Nodes, meetings: Meetings, allocator: Allocator, scratch: Scratch
     ) -> None:
         self._comm, self._rank, self._nodes = comm, comm.Get_rank(), nodes
-        self._node = next(place for place, members in enumerate(nodes) if self._rank in members)
+        self._node = next(number for number, members in enumerate(nodes) if self._rank in members)
         self._members = nodes[self._node]
         self._local, self._ranks = self._members.index(self._rank), len(self._members)
         self._meetings, self._allocator, self._scratch = meetings, allocator, scratch
