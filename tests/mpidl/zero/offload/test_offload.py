@@ -328,7 +328,7 @@ def test_a_disk_that_is_full_when_parameters_are_added_is_told_on_every_rank(com
         raise OSError(errno.ENOSPC, "deliberate")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(os, "posix_fallocate", fail)
+        monkeypatch.setattr(SwapFile, "_lengthen", fail)
     model.branches[2].requires_grad_()
     with pytest.raises(mpidl.ConfigurationError, match=r"no room for the state of these parameters: .*deliberate"):
         optimizer.add_param_group({"params": [*model.branches[2].parameters()]})
