@@ -70,24 +70,26 @@ run: $(VENV)/.run
 
 # pytest ends with 5 where ARGS leave no test of a phase: an error only if they leave none at all. What needs no mpirun of
 # its own, and what starts jobs, is shared out among PROCESSES, as jobs often wait; the second one begins with the tests on
-# 1 rank. The first one's output comes as it runs, that of the others at the end. A folder after "--share " would count as
-# one of tests. Ranks of Intel MPI do not wait, but poll.
+# 1 rank. The first one's output comes as it runs, that of the others at the end; if the first one fails, they are ended,
+# and what they said up to then comes. A folder after "--share " would count as one of tests. Ranks of Intel MPI do not
+# wait, but poll.
 PROCESSES ?= $(if $(filter impi,$(MPI)),1,3)
 PYTEST := $(PY) -m pytest -q $(CHOICE) $(SLOWEST) $(ARGS)
 test: $(VENV)/.test
 	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(YIELDING) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
 	alone() { on 1; }; \
 	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) "--share=$$share"; }; \
-	beside() { trap 'kill $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
+	beside() { trap 'kill $$child; wait $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
 	begin() { n=$$1; shift; beside "$$@" >"$$said/$$n" 2>&1 3>"$$said/ended-$$n" & others="$$others $$!"; }; \
 	ran=; phase() { ( "$$@" ); case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
 	for n in $(filter-out 1,$(NPROCS)); do phase on $$n; done; \
 	share=$$(mktemp -d); said=$$(mktemp -d); others=; \
-	trap 'kill $$others 2>/dev/null; rm -rf "$$share" "$$said"' EXIT; \
+	hear() { cat "$$said"/[2-9]; rm "$$said"/[2-9]; }; \
+	trap '{ kill $$others; wait $$others; hear; } 2>/dev/null; rm -rf "$$share" "$$said"' EXIT; \
 	begin 2 $(if $(filter 1,$(NPROCS)),alone) $(if $(filter-out 1,$(PROCESSES)),shared); \
 	for n in $(wordlist 3,$(PROCESSES),1 2 3 4 5 6 7 8 9); do begin $$n shared; done; \
 	phase shared; \
-	for n in $$others; do wait $$n || echo 1 >"$$said/ended-$$n"; done; cat "$$said"/[2-9]; \
+	for n in $$others; do wait $$n || echo 1 >"$$said/ended-$$n"; done; hear; \
 	for status in $$(cat "$$said"/ended-*); do phase exit $$status; done; \
 	[ -n "$$ran" ] || { echo "no test fits $(subst ",,$(ARGS))"; exit 5; }
 

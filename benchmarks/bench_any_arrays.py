@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--max-kib", type=at_least(1), default=4096, help="of the largest array")
     options = parser.parse_on_all_ranks(lambda _: None)
     usual = backend.staged_sizes
-    backend.staged_sizes = lambda place: StagedSizes()
+    backend.staged_sizes = lambda topology: StagedSizes()
     direct = Communicator()
     backend.staged_sizes = usual
     ways: dict[str, tuple[Communicator | None, str]] = {

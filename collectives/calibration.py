@@ -29,7 +29,7 @@ from .timing import Group, measure
 
 CALIBRATE = "MPIDL_CALIBRATE"
 _BUDGET_S = 2.0
-_SIZES = {4 << 10: 20, 32 << 10: 15, 256 << 10: 8, 2 << 20: 4, 16 << 20: 2}  # bytes, and repetitions of each
+SIZES = {4 << 10: 20, 32 << 10: 15, 256 << 10: 8, 2 << 20: 4, 16 << 20: 2}  # bytes, and repetitions of each
 _CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time
 
 
@@ -47,7 +47,7 @@ class Measured(Group, Protocol):
         """See `Communicator`."""
 
 
-_found: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
+FOUND: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
 
 
 def is_on() -> bool:
@@ -74,12 +74,12 @@ def machine() -> str:
 def known(layout: str) -> Tables | None:
     """Returns the tables that this process or an earlier job has calibrated for the layout; None if none has."""
     key = machine(), layout
-    if key not in _found:
+    if key not in FOUND:
         with contextlib.suppress(ArgumentError, OSError):  # a file of something else is written anew
             tables = read_tables(cache_path(), *key)
             if tables:
-                _found[key] = tables
-    return _found.get(key)
+                FOUND[key] = tables
+    return FOUND.get(key)
 
 
 def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: str) -> Tables:
@@ -89,13 +89,13 @@ def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: 
     tables hold for this process.
     """
     key = machine(), layout
-    _found[key] = {}  # the group that is measured does not calibrate itself
+    FOUND[key] = {}  # the group that is measured does not calibrate itself
     comm: Measured = make(mpi)
     try:
         tables = _measured(comm)
     finally:
         comm.close()
-    _found[key] = tables
+    FOUND[key] = tables
     if comm.rank == 0:
         path = cache_path()
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ def _measured(comm: Measured) -> Tables:
     begin = time.perf_counter()
     candidates = {name: table for name, table in comm.tables.items() if len(_names(table)) > 1}
     seconds: dict[str, list[tuple[int, dict[str, float]]]] = {operation: [] for operation in candidates}
-    for number, (nbytes, count) in enumerate(_SIZES.items()):
+    for number, (nbytes, count) in enumerate(SIZES.items()):
         for operation, table in candidates.items():
             rows = seconds[operation]
             expected = sum(rows[-1][1].values()) * nbytes / rows[-1][0] * (count + 1) if rows else 0.0
@@ -126,7 +126,7 @@ def _measured(comm: Measured) -> Tables:
 
 def _beyond(rows: Sequence[tuple[int, Any]]) -> float:
     """The bytes up to which a measurement holds: half a step beyond the largest size, or for all with all sizes."""
-    return ALWAYS if len(rows) == len(_SIZES) else int(rows[-1][0] * 8**0.5)
+    return ALWAYS if len(rows) == len(SIZES) else int(rows[-1][0] * 8**0.5)
 
 
 def _names(table: Table) -> list[str]:

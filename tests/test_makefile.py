@@ -13,12 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # In place of the environment's python, and of mpirun: notes its phase, and ends as the test wants it to; of the
-# processes that share tests, the one of number WHICH, or each if that is empty.
+# processes that share tests, the one of number WHICH, or each if that is empty. With FIRST, of three that share tests,
+# the one whose output comes as it runs ends when the other two have said something; these never do by themselves.
 PYTHON = """#!/bin/sh
 case "$*" in
     *--only-mpi*) echo mpi >>"$PHASES"; exit $STATUS_mpi ;;
     *--share*) echo shared >>"$PHASES" ;;
 esac
+if [ -n "$FIRST" ] && [ ! -p /dev/stdout ]; then
+    echo "a test of another process" && : >"$PHASES-$$" && exec sleep 600
+fi
+while [ -n "$FIRST" ] && [ $(ls "$PHASES"-* 2>/dev/null | wc -l) -lt 2 ]; do sleep 0.1; done
 for number in 1 2 3 4 5; do mkdir "$PHASES.$number" 2>/dev/null && break; done
 [ "${WHICH:-$number}" = $number ] && exit $STATUS_shared
 exit 0
@@ -46,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make_test(
-    folder: Path, mpi: int, shared: int, ranks: str = "1 2", which: str = "", more: str = "PROCESSES=3"
+    folder: Path, mpi: int, shared: int, ranks: str = "1 2", which: str = "", more: str = "PROCESSES=3", first: str = ""
 ) -> tuple[int, list[str], str]:
     """Runs `make test` with these statuses of pytest. Returns make's, the phases that ran, and what it wrote."""
     (folder / "phases").unlink(missing_ok=True)
@@ -54,6 +59,7 @@ def make_test(
         taken.rmdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PMI", "ARGS"))}
     env |= {"STATUS_mpi": str(mpi), "STATUS_shared": str(shared), "WHICH": which, "PHASES": str(folder / "phases")}
+    env["FIRST"] = first
     command = ["make", "test", "MPI=mpich", f"NPROCS={ranks}", "ARGS=-m mpi", "FULL=", more]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, (folder / "phases").read_text().split(), done.stdout + done.stderr
@@ -90,6 +96,12 @@ def test_a_phase_that_fails_is_an_error(folder: Path, statuses: tuple[int, int])
 def test_a_failure_of_any_of_the_processes_that_share_tests_is_an_error(folder: Path, which: str) -> None:
     status, _, written = make_test(folder, 0, 1, which=which)
     assert status != 0, written
+
+
+def test_when_the_first_process_fails_the_others_are_ended_and_heard(folder: Path) -> None:
+    status, _, written = make_test(folder, 0, 1, ranks="2", first="yes")
+    assert status != 0, written
+    assert written.count("a test of another process") == 2
 
 
 def test_tests_on_one_rank_run_beside_the_others_and_are_heard_at_the_end(folder: Path) -> None:

@@ -47,22 +47,22 @@ class _MeetingCall(partial, MeetsInMemory):  # type: ignore[type-arg]
 class Dispatch:
     """The operations of one group on checked arguments.
 
-    comm: of the group's ranks, for nothing else. place: from `topology.discover`. made: gets the communicators that are
+    comm: of the group's ranks, for nothing else. topology: from `discover`. made: gets the communicators that are
     made. Collective.
 
     backends: by name. selection: the choice among them. positions: where the ranks show what they are doing.
     """
 
-    def __init__(self, comm: MPI.Intracomm, place: Topology, made: list[MPI.Intracomm]) -> None:
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, made: list[MPI.Intracomm]) -> None:
         self.comm, self._made = comm, made
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.topology = place
-        self.allocator = Allocator(place.node)
+        self.topology = topology
+        self.allocator = Allocator(topology.node)
         self.scratch = Scratch()
         self._silently = silent()
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
         meetings = self._meetings()
-        self.resources = Resources(comm, place, self.allocator, self.scratch, meetings, self.positions)
+        self.resources = Resources(comm, topology, self.allocator, self.scratch, meetings, self.positions)
         self.backends = make_backends(self.resources)
         self.selection = Selection(self.backends, {})
         self._symmetric_packing: Array | None = None

@@ -21,13 +21,13 @@ class Selection:
     backends: all that it has, in the order of preference where no table knows better. measured: tables in place of the
     defaults, which may be some. defaults: those of the MPI library; the fallback where they are None.
 
-    tables: by operation. choose: see `_choose`.
+    tables: by operation; the library's own is the last row of each. choose: see `_choose`.
     """
 
     def __init__(self, backends: Mapping[str, Backend], measured: Tables, defaults: Tables | None = None) -> None:
         self._backends = backends
-        found = {operation: (*table, (ALWAYS, LIBRARY)) for operation, table in measured.items()}
-        self.tables: dict[str, Table] = {**served_tables(backends, defaults), **found}
+        found = {**served_tables(backends, defaults), **measured}
+        self.tables: dict[str, Table] = {o: (*table, (ALWAYS, LIBRARY)) for o, table in found.items()}
         self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, self.tables))
 
     def names(self, operation: str) -> list[str]:

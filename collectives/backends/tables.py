@@ -106,7 +106,7 @@ def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> d
     tables = fallback if defaults is None else defaults
     served = {operation: table for operation, table in tables.items() if backends[shared].serves(operation)}
     if len(served) == len(tables):
-        return {operation: (*table, (ALWAYS, LIBRARY)) for operation, table in served.items()}
+        return served
     # Nodes of different sizes: the other operations have messages alone.
     return {**_MESSAGES, **{o: (*table, *_MESSAGES.get(o, ())) for o, table in served.items()}}
 

@@ -27,7 +27,7 @@ from .options import Options
 from .sides import Side, side_of
 
 _GPU_REPETITIONS = 30
-_KEPT_CALLS = 900  # prepared calls that `Communicator` surely keeps
+KEPT_CALLS = 900  # prepared calls that `Communicator` surely keeps
 _FOR_PERCENTILES = 100  # repetitions
 PERCENTILES = (95, 99)
 
@@ -139,7 +139,7 @@ def _rotation(options: Options, case: Case, ranks: int) -> Rotation:
     """The rotation of cold calls; of at least as many sets as calls follow each other."""
     if not options.cold:
         return WARM
-    most = max(options.agg_iters, _KEPT_CALLS // (len(options.sides) * len(options.buffers) * len(options.places)))
+    most = max(options.agg_iters, KEPT_CALLS // (len(options.sides) * len(options.buffers) * len(options.places)))
     return cold(touched_bytes(case, ranks), options.cache, most)
 
 

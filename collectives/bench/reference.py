@@ -1,7 +1,7 @@
 """Inputs that every rank can compute for all ranks, and what has to come out of them, in float64 by numpy.
 
 Inputs are whole numbers so small that any order of reduction gives the same in every element type; they depend on the
-rank, the place and the iteration, so that data that is not moved, or to a wrong place, is wrong.
+rank, the index and the iteration, so that data that is not moved, or to a wrong index, is wrong.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TWOS = 6  # ranks that may give a 2 to a product: 64 is in every type
 Array = np.ndarray[Any, Any]
 
 
-def contribution(op: str, rank: Array | int, place: Array, ranks: int, iteration: int) -> Array:
-    """A rank's input at these places of its array, for an operator or "none"; float64."""
-    number = place.astype(np.uint64) + np.uint64(977) * np.asarray(rank, np.uint64) + np.uint64(131 * iteration + 1)
+def contribution(op: str, rank: Array | int, index: Array, ranks: int, iteration: int) -> Array:
+    """A rank's input at these indices of its array, for an operator or "none"; float64."""
+    number = index.astype(np.uint64) + np.uint64(977) * np.asarray(rank, np.uint64) + np.uint64(131 * iteration + 1)
     mixed = number * np.uint64(2654435761)
     bits = (mixed >> np.uint64(13)) & np.uint64(0xFFFF)
     if op == "prod":
@@ -35,12 +35,12 @@ def fill(x: torch.Tensor, case: Case, rank: int, ranks: int, iteration: int) -> 
     """Sets x to a rank's input."""
     for start in range(0, x.numel(), _CHUNK):
         some = x[start : start + _CHUNK]
-        place = np.arange(start, start + some.numel())
-        some.copy_(torch.from_numpy(contribution(case.op, rank, place, ranks, iteration)))
+        index = np.arange(start, start + some.numel())
+        some.copy_(torch.from_numpy(contribution(case.op, rank, index, ranks, iteration)))
 
 
-def expected(case: Case, place: Array, part: int, rank: int, ranks: int, iteration: int) -> Array | None:
-    """The values of a rank's result at these places, float64; None where the operation leaves it open.
+def expected(case: Case, index: Array, part: int, rank: int, ranks: int, iteration: int) -> Array | None:
+    """The values of a rank's result at these indices, float64; None where the operation leaves it open.
 
     part: elements of a rank's part.
     """
@@ -52,14 +52,14 @@ def expected(case: Case, place: Array, part: int, rank: int, ranks: int, iterati
     if name in ("reduce", "gather") and rank != case.root:
         return None
     if name in ("all_gather", "gather"):
-        return given(place // part, place % part)
+        return given(index // part, index % part)
     if name == "all_to_all":
-        return given(place // part, rank * part + place % part)
+        return given(index // part, rank * part + index % part)
     if name == "broadcast":
-        return given(case.root, place)
+        return given(case.root, index)
     if name == "scatter":
-        return given(case.root, rank * part + place)
-    at = rank * part + place if name == "reduce_scatter" else place
+        return given(case.root, rank * part + index)
+    at = rank * part + index if name == "reduce_scatter" else index
     of = range({"scan": rank + 1, "exscan": rank}.get(name, ranks))
     if not of:
         return None  # MPI leaves open what the first rank of an exscan has

@@ -21,7 +21,7 @@ from . import details
 from .division import GroupDivision
 from .ordered_group import Prepared
 
-_KEPT_CALLS = 4096  # of a few hundred bytes each
+KEPT_CALLS = 4096  # of a few hundred bytes each
 
 
 class GroupCalls(GroupDivision):
@@ -60,7 +60,7 @@ class GroupCalls(GroupDivision):
             return self._prepared(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
         call = self._prepared(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
-        if len(self._calls) >= _KEPT_CALLS:
+        if len(self._calls) >= KEPT_CALLS:
             self._calls.popitem(last=False)
         with contextlib.suppress(TypeError):  # an argument that is right and yet no key
             self._calls[key] = call

@@ -83,10 +83,10 @@ class GroupDivision(GroupObjects):
 
         Raises ArgumentError on every rank unless each node has as many ranks, numbered node by node.
         """
-        place = self._dispatch.topology
-        if not place.regular:
+        topology = self._dispatch.topology
+        if not topology.regular:
             raise ArgumentError("split_by_node: needs as many ranks on every node, numbered node by node")
-        within, across = self.split(place.members[0]), self.split(self.local_rank)
+        within, across = self.split(topology.members[0]), self.split(self.local_rank)
         assert within is not None
         assert across is not None
         return within, across

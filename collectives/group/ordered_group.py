@@ -85,7 +85,7 @@ class OrderedGroup:
         with freed_if_mpi_fails("Communicator", self._made):
             self._collective = self._duplicated(self.mpi)
             self._for_messages = self._duplicated(self.mpi)
-            place = discover(self._collective, self._made)
+            topology = discover(self._collective, self._made)
         self._progress = Progress()
         self._issued = 0
         self._calls: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
@@ -98,15 +98,15 @@ class OrderedGroup:
         self._timeout, self.name = timeout, name
         self.rank: int = self.mpi.Get_rank()
         self.size: int = self.mpi.Get_size()
-        self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
-        self.node_ranks: tuple[int, ...] = place.members
-        self.node_cores: int = place.cores
-        if mpi is None and place.local_rank == 0:  # all ranks have come through MPI_Init
+        self.local_rank, self.local_size, self.nodes = topology.local_rank, topology.local_size, topology.nodes
+        self.node_ranks: tuple[int, ...] = topology.members
+        self.node_cores: int = topology.cores
+        if mpi is None and topology.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
-        self._crowded = place.crowded
-        self._progress.may_sleep = place.nodes > 1 or place.full
-        self._progress.follows = place.full and not place.crowded and place.nodes == 1
-        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
+        self._crowded = topology.crowded
+        self._progress.may_sleep = topology.nodes > 1 or topology.full
+        self._progress.follows = topology.full and not topology.crowded and topology.nodes == 1
+        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, topology, self._made)
         self._positions = self._dispatch.positions
         self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
         number = self._collective.bcast(next(_numbers))
@@ -120,7 +120,7 @@ class OrderedGroup:
         )
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
-            seen = list(place.members) if self._positions.shared else [self.rank]
+            seen = list(topology.members) if self._positions.shared else [self.rank]
             self._guard = Guard(self._for_messages, self._positions, seen, named, limit, name=name)
             watch(self._guard)
         guard = weakref.ref(self._guard) if self._guard is not None else lambda: None

@@ -74,7 +74,7 @@ _futex = _find_futex()
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-def _let_mpi_look() -> None:
+def let_mpi_look() -> None:
     """The library goes on with what it has begun to send and to receive."""
     MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
@@ -140,14 +140,14 @@ class Counters:
                 if number[0] >= least:
                     return True
                 if turn % _GLANCE == 0:
-                    _let_mpi_look()
+                    let_mpi_look()
         self._memory[other.asleep] = 1
         sleep = _SHORTEST_SLEEP
         try:
             while (seen := number[0]) < least:
                 if unless is not None and unless(other.rank):
                     return number[0] >= least  # it may have become so just before
-                _let_mpi_look()
+                let_mpi_look()
                 if _futex is None:
                     time.sleep(_NAP)
                 else:

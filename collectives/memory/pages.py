@@ -34,7 +34,7 @@ class Pages:
     SIZE = mmap.PAGESIZE
 
     def __init__(self, mapping: mmap.mmap, file: int = -1) -> None:
-        self._mapping, self._file = mapping, file
+        self._mapping, self.file = mapping, file
         # Where the system has neither, the pages stay, and all else is the same.
         self._advice = getattr(mmap, "MADV_DONTNEED" if file < 0 else "MADV_REMOVE", None)
 
@@ -46,7 +46,7 @@ class Pages:
     @property
     def shared(self) -> bool:
         """Returns whether other processes have the same memory."""
-        return self._file >= 0
+        return self.file >= 0
 
     @property
     def address(self) -> int:
@@ -66,25 +66,25 @@ class Pages:
 
     def claim(self) -> bool:
         """Returns whether no other process that shares the memory has called this yet, and is still there."""
-        if self._file < 0:
+        if self.file < 0:
             return True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
         return True
 
     def reserve(self, start: int, nbytes: int) -> None:
         """Makes sure that there are pages for these bytes. Raises OperationError where there is no room."""
-        if self._file < 0:
+        if self.file < 0:
             self._ask_for_huge(start, nbytes)
             return
         if not nbytes:
             return
         try:
-            os.posix_fallocate(self._file, start, nbytes)
+            os.posix_fallocate(self.file, start, nbytes)
         except OSError as error:
-            why = explained(_directory(self._file), error)
+            why = explained(_directory(self.file), error)
             raise OperationError(f"the node's shared memory has no room for {nbytes} bytes more: {why}") from None
 
     def _ask_for_huge(self, start: int, nbytes: int) -> None:

@@ -57,24 +57,24 @@ class Remains:
             comm.Free()
 
 
-_dropped: dict[Key, Remains] = {}
+DROPPED: dict[Key, Remains] = {}
 
 
 def when_dropped(owner: Any, key: Key, remains: Remains) -> weakref.finalize[..., Any]:
     """Takes what `owner` leaves when it is garbage, unless the result is detached before."""
-    finalizer = weakref.finalize(owner, _dropped.__setitem__, key, remains)
+    finalizer = weakref.finalize(owner, DROPPED.__setitem__, key, remains)
     finalizer.atexit = False
     return finalizer
 
 
 def free_dropped(comm: MPI.Intracomm) -> None:
     """Frees what all its ranks have dropped, if they are all in `comm`. Collective over it."""
-    own = sorted(_dropped.copy())  # a copy at once, as the garbage collector may add to it
+    own = sorted(DROPPED.copy())  # a copy at once, as the garbage collector may add to it
     offers = dict(zip(world_ranks(comm), map(frozenset, comm.allgather(own)), strict=True))
     for key in own:
-        remains = _dropped.get(key)
+        remains = DROPPED.get(key)
         if remains is not None and all(member >= 0 and key in offers.get(member, ()) for member in remains.members):
-            del _dropped[key]
+            del DROPPED[key]
             remains.free()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONGEST = 1 << 20  # bytes of a message
-_MESSAGES = 1000  # that one call reads
+MESSAGES_AT_ONCE = 1000  # that one call reads
 _FILES = 1  # of a message
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _INT = array.array("i").itemsize
@@ -48,7 +48,7 @@ class Inbox:
     def receive(self) -> Iterator[Received]:
         """Yields the messages of this user that have arrived."""
         room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_FILES * _INT)
-        for _ in range(_MESSAGES):
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 content, ancillary, flags, _ = self._socket.recvmsg(LONGEST, room, socket.MSG_CMSG_CLOEXEC)
             except OSError:

@@ -135,12 +135,12 @@ class Positions:
         self.rank, self.ranks = rank, ranks
         self._memory = memory
         self._entered = Counters(memory, 0, self.nbytes_seen(ranks), rank, ranks, crowded=crowded)
-        place = rank * _WIDTH
+        start = rank * _WIDTH
         words = ranks * _WIDTH + rank * _WORDS
         self._words, self._written = slice(words, words + _WORDS), NO_WORDS
         program = ranks * (_WIDTH + _WORDS) + rank * _PROGRAM
         self._program = slice(program, program + _PROGRAM)
-        own = memoryview(memory)[place : place + _WIDTH].cast("q")
+        own = memoryview(memory)[start : start + _WIDTH].cast("q")
         self._collective, self._message, self._beat = own[:3], own[3:7], own[7:]
         self._waits = 0
 
@@ -176,14 +176,14 @@ class Positions:
 
     def entering(self, operation: str, detail: bytes) -> Callable[[int], None]:
         """Returns `enter` for an operation that is made again and again in the program's thread, given its number."""
-        memory, collective, place = self._memory, self._collective, self._words
+        memory, collective, of_words = self._memory, self._collective, self._words
         code, advance = CODES[operation], self._entered.advance
 
         def enter(number: int) -> None:
             collective[2] = _AFTER
             collective[1] = code
             if detail is not self._written:
-                memory[place] = self._written = detail
+                memory[of_words] = self._written = detail
             advance(number)
             collective[2] = _INSIDE
 

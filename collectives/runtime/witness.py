@@ -31,10 +31,10 @@ from .inbox import LONGEST, Inbox, Received, has_inboxes, send
 from .positions import Position, Positions
 
 _SEND_TIMEOUT = 1.0  # seconds for the other side to take what is queued
-_KEPT = 256  # pages; each is a descriptor and some kilobytes
+KEPT_PAGES = 256  # pages; each is a descriptor and some kilobytes
 _RANKS = 1 << 17  # of a group or a job; a longer list is malformed
 _NAME = 255  # characters of a node's name
-_AT_ONCE = 1000  # ranks in a message; the system takes some hundred kilobytes in one
+RANKS_AT_ONCE = 1000  # ranks in a message; the system takes some hundred kilobytes in one
 
 
 def witnessed() -> bool:
@@ -52,8 +52,8 @@ def show(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> N
 
 def tell(processes: Sequence[tuple[str, int]]) -> None:
     """Sends every rank's node and process number, in the order of ranks. Only where `witnessed`; one of a node does."""
-    for first in range(0, len(processes), _AT_ONCE):
-        _send({"first": first, "processes": processes[first : first + _AT_ONCE]})
+    for first in range(0, len(processes), RANKS_AT_ONCE):
+        _send({"first": first, "processes": processes[first : first + RANKS_AT_ONCE]})
 
 
 def _send(message: Mapping[str, Any], file: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Witness:
         for received in self._inbox.receive() if self._inbox is not None else ():
             if not self._take(received) and received.file is not None:
                 os.close(received.file)
-            if len(self._pages) > _KEPT:
+            if len(self._pages) > KEPT_PAGES:
                 os.close(self._pages.pop(1).file)  # the first is of the world
 
     def _take(self, received: Received) -> bool:
@@ -135,7 +135,7 @@ def _processes(told: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
     first, processes = told.get("first"), told.get("processes")
     if set(told) != {"first", "processes"} or not _is_number(first, _RANKS):
         return {}
-    if not isinstance(processes, list) or len(processes) > min(_AT_ONCE, _RANKS - first):
+    if not isinstance(processes, list) or len(processes) > min(RANKS_AT_ONCE, _RANKS - first):
         return {}
     if not all(_is_process(entry) for entry in processes):
         return {}

@@ -23,7 +23,7 @@ import numpy as np
 from ..mesh.placement import Cut, Run
 
 Runs = tuple[Run, ...]
-_AT_ONCE = 1 << 16  # runs of elements in memory
+RUNS_AT_ONCE = 1 << 16  # runs of elements in memory
 _FEW = 1 << 8  # runs whose comparison is remembered
 MOST_CELLS = 1 << 24  # into which the edges of all cuts of a tensor may divide it
 
@@ -90,7 +90,7 @@ def common(one: Cut, other: Cut, low: int, high: int) -> Iterator[tuple[Any, Any
     lengths = [len(index) for index, _ in outer]
     first = _row_at(low, sizes, [index for index, _ in outer])
     last = min(_row_at(high - 1, sizes, [index for index, _ in outer]) + 1, math.prod(lengths))
-    step = max(1, _AT_ONCE // len(row))
+    step = max(1, RUNS_AT_ONCE // len(row))
     for begin in range(first, last, step):
         rows = np.arange(begin, min(begin + step, last))
         places = np.unravel_index(rows, lengths) if outer else ()

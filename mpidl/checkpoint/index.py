@@ -110,7 +110,7 @@ class Index:
             check_index(content)
         except Malformed as error:
             raise CheckpointError(f"{self.file}: cannot be written as the format has it: {error}") from None
-        content["checksum"] = _sum(content)
+        content["checksum"] = content_checksum(content)
         text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
         if len(text) > LONGEST_INDEX:
             raise CheckpointError(f"{self.file}: would have {len(text)} bytes, and may have {LONGEST_INDEX}")
@@ -202,7 +202,7 @@ def _parse(path: Path, text: str) -> Index:
             f"{file}: has version {shown(version)} of the format; this mpidl reads versions 1 to {VERSION}"
         )
     said = content.pop("checksum", None)
-    if said != _sum({"format": FORMAT, "version": version, **content}):
+    if said != content_checksum({"format": FORMAT, "version": version, **content}):
         raise CheckpointError(f"{file}: is damaged: its checksum is not {shown(said)}")
     if content.pop("block_bytes", None) != BLOCK:
         raise CheckpointError(f"{file}: has checksums of blocks of another size than {BLOCK} bytes")
@@ -225,6 +225,6 @@ def number_of(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _sum(content: Mapping[str, Any]) -> str:
+def content_checksum(content: Mapping[str, Any]) -> str:
     """Checksum of the content without the checksum: of its JSON with sorted keys and no blanks, in ASCII."""
     return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -27,7 +27,7 @@ from .matching import Request
 from .schema import BLOCK
 from .tensorfile import TensorFile, as_bytes
 
-_MOST_OPEN = 64  # files; a process may not open very many
+MOST_OPEN = 64  # files; a process may not open very many
 _LONG = 64 << 10  # bytes of a run that is read by itself, and of a gap that is not read
 _AT_ONCE = 1 << 18  # elements of short runs, with what lies between them
 Overlap = tuple[TensorFile, StoredSlice, Any, Any, Any]  # places in the cut, places in the slice, lengths
@@ -185,7 +185,7 @@ class Reader:
                 raise CheckpointError(f"{path}: is not the file that the index tells of: its header differs")
             self._files[part.file] = file
         if part.file not in self._opened:
-            if len(self._opened) >= _MOST_OPEN:
+            if len(self._opened) >= MOST_OPEN:
                 self._files[self._opened.popleft()].close()
             self._opened.append(part.file)
         file = self._files[part.file]

@@ -16,8 +16,8 @@ from collectives import Communicator
 from ..errors import UsageError
 from ..job.agreement import on_rank_0
 
-_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDLIB_BYTES = 4 << 20
 
 
@@ -68,18 +68,18 @@ def tiny_shakespeare() -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpidl"
     path = cache / "tinyshakespeare.txt"
     data = path.read_bytes() if path.exists() else b""
-    if _digest(data) == _SHAKESPEARE_SHA256:
+    if _digest(data) == SHAKESPEARE_SHA256:
         return data.decode()
     try:
-        with urllib.request.urlopen(_SHAKESPEARE, timeout=30) as answer:
+        with urllib.request.urlopen(SHAKESPEARE, timeout=30) as answer:
             data = answer.read()
     except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
         reason = getattr(error, "reason", error)
         raise UsageError(
             f"tinyshakespeare: cannot be downloaded ({reason}); give a file with --data PATH, or put the text at {path}"
         ) from None
-    if _digest(data) != _SHAKESPEARE_SHA256:
-        raise UsageError(f"tinyshakespeare: the text at {_SHAKESPEARE} has another checksum than expected")
+    if _digest(data) != SHAKESPEARE_SHA256:
+        raise UsageError(f"tinyshakespeare: the text at {SHAKESPEARE} has another checksum than expected")
     # The cache saves a download, and the text is there where none can be written. A torn file has another checksum.
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)

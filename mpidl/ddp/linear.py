@@ -29,7 +29,7 @@ _OUT_IN = {
     "mpidl.models.gpt2.Projection": False,
 }
 _LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, unless it was patched
-_SMALLEST = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to call Python for it
+SMALLEST_WEIGHT = 1 << 20  # bytes of a weight: to copy fewer takes no longer than to call Python for it
 
 
 class Destination:
@@ -194,7 +194,7 @@ def destinations(
             and type(weight) is torch.nn.Parameter
             and weight.device.type == "cpu"
             and weight.is_floating_point()
-            and weight.nbytes >= _SMALLEST
+            and weight.nbytes >= SMALLEST_WEIGHT
             and _computes_as_its_class(layer)
         ):
             found[weight] = Destination(layer, weight, watch, synchronised)

@@ -441,6 +441,11 @@ class Reducer:
             self._averages.hand_in(bucket.flat)
             self._results.append((bucket, self._averages))
 
+    @property
+    def reduces_at_end(self) -> bool:
+        """True if no rank reduces a bucket before its backward pass is over."""
+        return self.hook is None and self._averages is not None and self._averages.waits
+
     def _gives(self, parameter: torch.nn.Parameter) -> bool:
         """Returns whether passes of this rank gave the parameter a gradient since the last one that was averaged."""
         arrived = parameter in self.queue.arrivals and parameter not in self._without

@@ -26,7 +26,7 @@ from ..compiling import uncompiled
 from ..engine_arguments import communicator, flag
 from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
 from ..gradients.backward import BackwardWatch, inside_backward
-from ..gradients.buckets import MIB
+from ..gradients.buckets import MIB, facts
 from ..gradients.compression import Compression, Compressor
 from ..gradients.compression.refusals import refuse_complex, refuse_mesh
 from ..gradients.compression.settings import compression
@@ -431,6 +431,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return {"gradients": self._reducer.steps.held}
         buckets = [] if self._reducer is None else self._reducer.queue.buckets
         return {"gradients": [bucket.flat for bucket in buckets if bucket.flat is not None]}
+
+    def stats(self) -> dict[str, Any]:
+        """Tells how gradients are reduced now, in what JSON has, for a log. Not collective.
+
+        buckets: the names of each bucket's parameters, in the order in which buckets are reduced; of a copy none before
+            its first pass. bucket_bytes: of each.
+        reduces_at_end: True where the ranks fill the cores of one node, and reduce together when they wait at the end
+            of the pass; False where a thread, or a communication hook, reduces meanwhile.
+        """
+        reducer = self._reducer
+        names = self._named_parameters(frozen=True)
+        found = facts([] if reducer is None else reducer.queue.buckets, names)
+        return {**found, "reduces_at_end": reducer is not None and reducer.reduces_at_end}
 
     # ---- what belongs to it -----------------------------------------------------------------------------------
 

@@ -71,10 +71,10 @@ class BucketQueue:
     def set_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Sets the buckets that passes fill from the next one on."""
         self.buckets = list(buckets)
-        self._places = {p: (b, index) for b in self.buckets for index, p in enumerate(b.parameters)}
-        for p in [p for p in self._handles if p not in self._places]:
+        self._bucket_of = {p: (b, index) for b in self.buckets for index, p in enumerate(b.parameters)}
+        for p in [p for p in self._handles if p not in self._bucket_of]:
             self._handles.pop(p).remove()
-        self.listen(self._places)
+        self.listen(self._bucket_of)
         self.reset()
 
     def listen(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -99,9 +99,9 @@ class BucketQueue:
 
     def arrive(self, parameter: torch.nn.Parameter) -> None:
         """The gradient of a parameter is complete, in a pass that has begun."""
-        if parameter not in self._places:
+        if parameter not in self._bucket_of:
             return  # it has come to train, and this pass communicates nothing
-        bucket, index = self._places[parameter]
+        bucket, index = self._bucket_of[parameter]
         times = self.arrivals.get(parameter, 0) + 1
         self.arrivals[parameter] = times
         if bucket.launched:
@@ -121,7 +121,7 @@ class BucketQueue:
 
     def mark_missing(self, parameter: torch.nn.Parameter) -> None:
         """The pass under way will not reach the parameter."""
-        self.mark_ready(*self._places[parameter])
+        self.mark_ready(*self._bucket_of[parameter])
 
     def _start(self, bucket: GradientBucket) -> None:
         self._next += 1

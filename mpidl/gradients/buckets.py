@@ -14,7 +14,7 @@ host to cache lines. Padding is zero in every buffer and shard, so sums and norm
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -26,7 +26,7 @@ from collectives import Communicator, Work
 
 MIB = 1 << 20
 FIRST_BUCKET_MB = 1.0  # of DDP
-_CACHE_LINE = 64  # bytes
+CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def layout_of(parameters: Sequence[torch.Tensor], ranks: int, block: int = 1) ->
 
 def line_of(dtype: torch.dtype) -> int:
     """Elements of a cache line."""
-    return max(1, _CACHE_LINE // dtype.itemsize)
+    return max(1, CACHE_LINE // dtype.itemsize)
 
 
 def _round_up(elements: int, line: int) -> int:
@@ -201,3 +201,11 @@ class GradientBucket:
     def nbytes(self) -> int:
         """Bytes of the storage when it is there."""
         return self.layout.padded * self.dtype.itemsize
+
+
+def facts(buckets: Sequence[GradientBucket], names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
+    """Describes the buckets of an engine for its `stats`: names of their parameters, and their bytes."""
+    return {
+        "buckets": [[names[p] for p in bucket.parameters] for bucket in buckets],
+        "bucket_bytes": [bucket.nbytes for bucket in buckets],
+    }

@@ -13,8 +13,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-_OWN = Path("/proc/self/cgroup")
-_ROOT = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
 
 
 def cpu_quota() -> float | None:
@@ -53,15 +53,15 @@ def killed_for_memory() -> int:
 def _folders(controller: str) -> Iterator[Path]:
     """The folders of the group and of those above it, the innermost first; of either version."""
     try:
-        lines = _OWN.read_text().splitlines()
+        lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            root = _ROOT / "unified" if (_ROOT / "unified").is_dir() else _ROOT
+            root = ROOT / "unified" if (ROOT / "unified").is_dir() else ROOT
         elif controller in controllers.split(","):
-            root = next((r for r in (_ROOT / controllers, _ROOT / controller) if r.is_dir()), _ROOT)
+            root = next((r for r in (ROOT / controllers, ROOT / controller) if r.is_dir()), ROOT)
         else:
             continue
         own = root / path.lstrip("/")

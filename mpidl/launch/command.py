@@ -18,27 +18,27 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 def ranks_of(command: Sequence[str]) -> int | None:
     """Returns the number of ranks in a launcher's command line; None if there is none."""
-    place = _place(command)
-    return None if place is None else int(re.sub(r"\D+", "", command[place]))
+    index = _index(command)
+    return None if index is None else int(re.sub(r"\D+", "", command[index]))
 
 
 def with_ranks(command: Sequence[str], ranks: int) -> list[str]:
     """Returns the command for another number of ranks. Raises UsageError if it names none."""
-    place = _place(command)
-    if place is None:
+    index = _index(command)
+    if index is None:
         raise UsageError(f"{' '.join(command[:4])}: needs -n, -np or --ntasks with a number, to start fewer ranks")
-    return [*command[:place], re.sub(r"\d+$", str(ranks), command[place]), *command[place + 1 :]]
+    return [*command[:index], re.sub(r"\d+$", str(ranks), command[index]), *command[index + 1 :]]
 
 
-def _place(command: Sequence[str]) -> int | None:
+def _index(command: Sequence[str]) -> int | None:
     """Finds the argument with the number, before the program that is started, which has options of its own."""
     if not is_launcher(command):
         return None
-    for place, argument in enumerate(command[1:], 1):
-        if argument in _SEPARATE and command[place + 1 : place + 2] and command[place + 1].isdigit():
-            return place + 1
+    for index, argument in enumerate(command[1:], 1):
+        if argument in _SEPARATE and command[index + 1 : index + 2] and command[index + 1].isdigit():
+            return index + 1
         if _JOINED.fullmatch(argument):
-            return place
+            return index
         if re.search(r"(^|/)python[\d.]*$|\.py$", argument):
             return None
     return None

@@ -29,7 +29,7 @@ from ..job.signals import STOPPED
 
 Group = Mapping[int, Position]
 
-_TOGETHER = 1.0  # seconds: a process that ends longer before another has nothing to do with it
+TOGETHER = 1.0  # seconds: a process that ends longer before another has nothing to do with it
 _FAILED = re.compile(r"mpidl: rank (\d+) of \d+(, in [^\n]*?)? ends the job: (.*)")
 _WAITED = re.compile(r"mpidl: rank \d+ of \d+ has waited \d+ s in (.*)")
 _REASONS = {  # of the watchdog, the plainest first, and how each is told
@@ -100,7 +100,7 @@ class Report:
 
     def first(self, process: int, among: Container[int]) -> int:
         """Returns the first to end of `among`, of those that ended together with this process; else this one."""
-        since = self._ended.get(process, math.inf) - _TOGETHER
+        since = self._ended.get(process, math.inf) - TOGETHER
         return next((pid for pid, ended in self._ended.items() if ended > since and pid in among), process)
 
     def rank(self, process: int, node: str) -> int | None:
@@ -129,7 +129,7 @@ class Report:
         together: dict[str, list[int]] = {}
         for other, there in sorted(_waiting(rank, group).items()):
             together.setdefault(there.description, []).append(other)
-        told = [f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {place}" for place, ranks in together.items()]
+        told = [f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {where}" for where, ranks in together.items()]
         return ", ".join(([f"it was {group[rank].description}"] if rank in group else []) + told)
 
     # ---- why it ended -------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Report:
     def _said_by_the_launcher(self, lines: Sequence[str]) -> str:
         if intel := _INTEL.findall("\n".join(lines)):
             return self._said_by_intel([(int(rank), int(process), node, int(by)) for rank, process, node, by in intel])
-        for place, line in enumerate(lines):
+        for index, line in enumerate(lines):
             rank: int | None = None
             if srun := _SRUN.match(line):
                 node, ranks, ended = srun.groups()
@@ -184,7 +184,7 @@ class Report:
                     who = f"process {hydra[2]}" if rank is None else f"rank {rank}"
                 else:
                     continue
-                if not (signalled := end.search("\n".join(lines[place:]))):
+                if not (signalled := end.search("\n".join(lines[index:]))):
                     continue
                 what = f"{who} on {node} was ended by {_name(int(signalled[1]))}"
             return ": ".join(filter(None, [what, "" if rank is None else self.last_seen(rank)]))
@@ -226,11 +226,11 @@ def _waiting(rank: int, group: Group) -> dict[int, Position]:
 
 
 def _said_by_a_rank(lines: Sequence[str]) -> str:
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if found := _FAILED.match(line):
             rank, where, what = found.groups()
             if what.startswith("Traceback"):  # its last line names the error
-                what = next((text for text in lines[place + 1 :] if not _FRAME.match(text)), what)
+                what = next((text for text in lines[index + 1 :] if not _FRAME.match(text)), what)
             return f"rank {rank}{where or ''}: {what.strip()}"
     return ""
 

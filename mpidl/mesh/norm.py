@@ -55,8 +55,8 @@ def norm_over_mesh(
                 others = declared.axes - {"tp"}
                 declared = Placement(others, declared.counted or not others)
             if declared.counted and counted:
-                place = placements.index(declared.axes & set(axes))
-                row[place] = max_or_nan(row[place], norm) if infinite else row[place] + norm**norm_type
+                column = placements.index(declared.axes & set(axes))
+                row[column] = max_or_nan(row[column], norm) if infinite else row[column] + norm**norm_type
         table = np.empty((mesh.comm.size, len(placements)))
         mesh.comm.all_gather(table, row)
         total = _total(table, placements, mesh, shards=shards, infinite=infinite)

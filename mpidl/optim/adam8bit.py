@@ -21,7 +21,7 @@ from ..errors import ConfigurationError
 from ..optimizer_trial import StepNeeds
 from .blockwise import BLOCK, blocks, decode, encode
 from .elementwise_state import EIGHT_BIT_LEAST, whole_size
-from .trust_ratio import require
+from .setting_checks import require, require_betas
 
 _CHUNK = 1 << 15  # elements of a parameter on a CPU at a time, so that they stay in its caches
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # by name: signed
@@ -68,9 +68,7 @@ class Adam8bit(torch.optim.Optimizer):
             value = settings[name]
             fits = isinstance(value, float | int | torch.Tensor) and bool(value >= 0)
             require(name, value, fits, "a number of at least 0")
-        betas = settings["betas"]
-        fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require("betas", betas, fits, "two numbers of at least 0 and below 1")
+        require_betas(settings["betas"])
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             require("params", p.dtype, p.dtype.is_floating_point, "floating-point tensors")

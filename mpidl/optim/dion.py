@@ -29,7 +29,7 @@ from ..comm_hooks import GradBucket, Handle, Then, allreduce, completed
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
-from .trust_ratio import require
+from .setting_checks import require, require_betas
 
 _SEED = 20250407
 _TINY = 1e-30
@@ -88,8 +88,7 @@ class Dion(torch.optim.Optimizer):
         require("mu", mu, isinstance(mu, Real) and 0 <= float(mu) <= 1, "a number from 0 to 1")
         fits = isinstance(fraction, Real) and 0 < float(fraction) <= 1
         require("rank_fraction", fraction, fits, "a number above 0, at most 1")
-        fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require("betas", betas, fits, "two numbers of at least 0 and below 1")
+        require_betas(betas)
         require("rule", settings["rule"], settings["rule"] in ("dion", "adamw"), "'dion' or 'adamw'")
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
@@ -155,7 +154,7 @@ class Dion(torch.optim.Optimizer):
         for p, group in work:
             entry = self.state[p]
             if not entry:
-                entry.update(_start(p, group["rank_fraction"]))
+                entry.update(initial_state(p, group["rank_fraction"]))
             if p.grad is not None:
                 entry["momentum"] += p.grad
             entries.append(entry)
@@ -277,7 +276,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
         return float(sum(norm.double() ** 2 for norm in norms))
 
 
-def _start(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:
+def initial_state(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:
     """The state before the first step. q depends on the matrix's shape alone, on every rank and engine."""
     wide = torch.promote_types(p.dtype, torch.float32)
     rank = max(1, round(fraction * min(p.shape)))

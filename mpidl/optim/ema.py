@@ -32,7 +32,7 @@ from ..ddp import DistributedDataParallel
 from ..errors import ConfigurationError, TrainingError, listed
 from ..replicas.start_check import check_settings_agree
 from ..trained_by import trainer_of, trainer_of_model
-from .trust_ratio import integer, require
+from .setting_checks import integer, require
 
 Tensors = dict[str, torch.Tensor]
 _HALVES = (torch.float16, torch.bfloat16)

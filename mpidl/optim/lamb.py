@@ -12,7 +12,8 @@ import torch
 
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
-from .trust_ratio import TrustRatioOptimizer, require
+from .setting_checks import require, require_betas
+from .trust_ratio import TrustRatioOptimizer
 
 
 class LAMB(TrustRatioOptimizer):
@@ -60,9 +61,8 @@ class LAMB(TrustRatioOptimizer):
         super().__init__(params, defaults, mesh)
 
     def _check(self, settings: dict[str, Any]) -> None:
-        betas, bounds = settings["betas"], settings["bounds"]
-        fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require("betas", betas, fits, "two numbers of at least 0 and below 1")
+        bounds = settings["bounds"]
+        require_betas(settings["betas"])
         require("eps", settings["eps"], settings["eps"] > 0, "above 0")
         fits = bounds is None or (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1])
         require("bounds", bounds, fits, "None or (least, most), with 0 <= least <= most")

@@ -12,7 +12,8 @@ import torch
 
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
-from .trust_ratio import TrustRatioOptimizer, require
+from .setting_checks import require
+from .trust_ratio import TrustRatioOptimizer
 
 
 class LARS(TrustRatioOptimizer):

@@ -24,7 +24,7 @@ from ..job.agreement import check_everywhere, is_anywhere
 from ..optimizer_trial import comparable
 from ..replicas.start_check import check_settings_agree
 from .rank_mean import METHODS, RankMean, Reduction, across
-from .trust_ratio import integer, require
+from .setting_checks import integer, require
 
 
 class OuterSteps:

@@ -10,7 +10,6 @@ are cut over tp, the ranks of tp add up theirs, and each element of the whole pa
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from collectives import Communicator
 from ..errors import ConfigurationError
 from ..mesh import Mesh, Placement, placement
 from ..mesh.groups import checked
+from .setting_checks import require
 
 
 def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,19 +125,3 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
             return self.squared_norms(tensors, of)
         self._refuse_parts(of)  # a copy of the optimizer has no mesh
         return summed_over_tp(squared_norms(tensors), [placement(p) for p in of], self.mesh)
-
-
-def require(name: str, value: Any, fits: bool, what: str) -> None:
-    """Raises ConfigurationError unless `fits`."""
-    if not fits:
-        raise ConfigurationError(f"{name}: got {value!r}; needs {what}")
-
-
-def integer(name: str, value: Any, least: int) -> int:
-    """Converts a value to an int. Raises ConfigurationError for one that is no integer or below `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    require(name, value, number >= least, f"an integer of at least {least}")
-    return number

@@ -8,7 +8,7 @@ import torch
 
 from collectives import Communicator
 
-_TOGETHER = 2**25  # bytes; a buffer of so many goes back to the system, where smaller ones may stay with malloc
+TOGETHER_BYTES = 2**25  # bytes; a buffer of so many goes back to the system, where smaller ones may stay with malloc
 
 
 def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
@@ -25,7 +25,7 @@ def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: 
     for group in by_dtype.values():
         chunks = _chunks(group)
         sizes = [sum(t.numel() for t in chunk) for chunk in chunks if len(chunk) > 1]
-        room = group[0].new_empty(min(sum(sizes), _TOGETHER // group[0].itemsize))
+        room = group[0].new_empty(min(sum(sizes), TOGETHER_BYTES // group[0].itemsize))
         for chunk in chunks:
             _broadcast(comm, chunk, room, root)
 
@@ -36,11 +36,11 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     together: list[list[torch.Tensor]] = []
     filled = 0
     for tensor in tensors:
-        if tensor.nbytes > _TOGETHER:
+        if tensor.nbytes > TOGETHER_BYTES:
             alone.append([tensor])
             continue
         filled += tensor.nbytes
-        if filled > _TOGETHER or not together:
+        if filled > TOGETHER_BYTES or not together:
             together.append([])
             filled = tensor.nbytes
         together[-1].append(tensor)

@@ -209,7 +209,7 @@ class TensorGroup:
     def all_gather_by_chunks(self, piece: torch.Tensor, length: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Gathers the ranks' pieces of sequences, some tokens of each rank's at a time. Collective, to its end.
 
-        Yields the place of the first token and [batch, some tokens, width], to be read before the next one: first this
+        Yields the index of the first token and [batch, some tokens, width], to be read before the next one: first this
         rank's own piece, which needs no communication, then those of others as they arrive. With `overlaps` the rest
         is gathered meanwhile.
         """
@@ -221,21 +221,21 @@ class TensorGroup:
         gathered, own, start = [], 0, 0
         for sizes in zip(*chunks, strict=True):
             counts = [batch * n * width for n in sizes]
-            segment = everything[start : start + sum(counts)]
-            parts = segment.split(counts)
+            run = everything[start : start + sum(counts)]
+            parts = run.split(counts)
             mine = sizes[self.rank]
             parts[self.rank].view(batch, mine, width).copy_(piece[:, own : own + mine])
-            gathered.append((self._gather(segment, parts), parts, sizes))
+            gathered.append((self._gather(run, parts), parts, sizes))
             own, start = own + mine, start + sum(counts)
-        places = [sum(pieces[:rank]) for rank in range(self.ranks)]
-        yield places[self.rank], piece
+        firsts = [sum(pieces[:rank]) for rank in range(self.ranks)]
+        yield firsts[self.rank], piece
         for work, parts, sizes in gathered:
             if work is not None:
                 work.wait()
             for rank, (part, n) in enumerate(zip(parts, sizes, strict=True)):
                 if rank != self.rank:
-                    yield places[rank], part.view(batch, n, width)
-                places[rank] += n
+                    yield firsts[rank], part.view(batch, n, width)
+                firsts[rank] += n
 
     def _gather(self, everything: torch.Tensor, parts: Sequence[torch.Tensor]) -> Work | None:
         counts = [part.numel() for part in parts]

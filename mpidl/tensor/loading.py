@@ -62,7 +62,7 @@ class _Files:
         self._names: dict[torch.Tensor, list[str]] = {}
         for name, t in tensors.items():
             self._names.setdefault(t, []).append(name)
-        self._places: dict[str, tuple[Path, str]] = {}
+        self._tensors_in_files: dict[str, tuple[Path, str]] = {}
         shapes = self._shapes(rename)
         problems = {
             "missing names": [names[0] for names in self._names.values() if not any(name in shapes for name in names)],
@@ -91,7 +91,7 @@ class _Files:
                     for key in file.keys():  # noqa: SIM118  (it is no dictionary)
                         name = key if rename is None else rename(key)
                         if name is not None:
-                            self._places[name] = path, key
+                            self._tensors_in_files[name] = path, key
                             shapes[name] = tuple(file.get_slice(key).get_shape())
             except (problem, OSError) as error:
                 raise ConfigurationError(f"load_safetensors: {path} cannot be read: {error}") from None
@@ -103,7 +103,7 @@ class _Files:
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
             for tensor, names in self._names.items():
-                first, *others = (name for name in names if name in self._places)
+                first, *others = (name for name in names if name in self._tensors_in_files)
                 value = self._read(stack, opened, first, tensor)
                 for name in others:
                     if not torch.equal(self._read(stack, opened, name, tensor), value):
@@ -117,7 +117,7 @@ class _Files:
                     tensor.copy_(value)
 
     def _read(self, stack: ExitStack, opened: dict[Path, Any], name: str, tensor: torch.Tensor) -> torch.Tensor:
-        path, key = self._places[name]
+        path, key = self._tensors_in_files[name]
         safe_open, problem = library()
         try:
             if path not in opened:

@@ -26,8 +26,8 @@ def matches(plan: Plan, model: nn.Module) -> Found:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False)]
     order: dict[int, int] = {}
     first: dict[int, str] = {}
-    for place, (name, module) in enumerate(named):
-        order.setdefault(id(module), place)
+    for index, (name, module) in enumerate(named):
+        order.setdefault(id(module), index)
         first.setdefault(id(module), name)
     found: dict[int, tuple[nn.Module, list[Style]]] = {}
     for pattern, styles in plan.items():
@@ -45,12 +45,12 @@ def _named(pattern: str, named: Sequence[tuple[str, nn.Module]]) -> list[tuple[s
     regexes = ["[0-9]+" if part == "-1" else "[^.]+".join(map(re.escape, part.split("*"))) for part in wanted]
     regex = re.compile(r"\.".join(regexes))
     hits = [(name.split("."), name, module) for name, module in named if regex.fullmatch(name)]
-    for place in [place for place, part in enumerate(wanted) if part == "-1"]:
+    for index in [index for index, part in enumerate(wanted) if part == "-1"]:
         last: dict[tuple[str, ...], int] = {}  # by what stands before
         for parts, _, _ in hits:
-            before = tuple(parts[:place])
-            last[before] = max(last.get(before, 0), int(parts[place]))
-        hits = [hit for hit in hits if int(hit[0][place]) == last[tuple(hit[0][:place])]]
+            before = tuple(parts[:index])
+            last[before] = max(last.get(before, 0), int(parts[index]))
+        hits = [hit for hit in hits if int(hit[0][index]) == last[tuple(hit[0][:index])]]
     return [(name, module) for _, name, module in hits]
 
 

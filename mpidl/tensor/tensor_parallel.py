@@ -307,7 +307,7 @@ class Dropouts:
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        self._places: list[tuple[Any, str]] = []
+        self._rates: list[tuple[Any, str]] = []
         seen: set[int] = set()
         for module in (inner for root in modules for inner in root.modules()):
             self._look_at(module, "Drop" in type(module).__name__)
@@ -317,14 +317,14 @@ class Dropouts:
                     self._look_at(value, is_dropout=False)
 
     def _look_at(self, owner: Any, is_dropout: bool) -> None:
-        self._places += [
+        self._rates += [
             (owner, name)
             for name, value in vars(owner).items()
             if isinstance(value, (int, float)) and ("drop" in name or (name == "p" and is_dropout))
         ]
 
     def __bool__(self) -> bool:
-        rates = (getattr(owner, name, None) for owner, name in self._places)
+        rates = (getattr(owner, name, None) for owner, name in self._rates)
         return any(isinstance(rate, (int, float)) and rate > 0.0 for rate in rates)
 
 

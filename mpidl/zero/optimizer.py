@@ -24,6 +24,7 @@ from collectives import Communicator
 from ..comm_hooks import Hook
 from ..comm_hooks import check as check_hook
 from ..errors import ConfigurationConflict, TrainingError
+from ..gradients.buckets import facts
 from ..gradients.compression import Compression, Compressor
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
@@ -409,6 +410,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return type(self._prototype)
 
     @property
+    def inner_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of that class which makes this rank's steps, to read what is its own, as `is_synchronised`.
+
+        Its parameters are this rank's slices, or what it steps on in their place, and its state is not to be changed.
+        None with `offload`, which has several.
+        """
+        return self._parts.inner.optimizer
+
+    @property
     def step_in_backward(self) -> bool:
         """True if the backward pass makes the step."""
         return self._steps_in_backward
@@ -421,6 +431,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def traffic(self) -> ZeroTraffic:
         """Counts of what this rank's collectives have moved so far for parameters and gradients."""
         return replace(self._parts.parameters.traffic, **self._parts.shard_reducer.counted)
+
+    def stats(self) -> dict[str, Any]:
+        """Tells how training is laid out now, in what JSON has, for a log. Not collective.
+
+        buckets: the names of the parameters whose gradients are reduced together, in the order in which they are; in
+            stage 3 those of one unit. bucket_bytes: of each, whole.
+        shard_ranks, replicas: the ranks over which state is cut, and those that hold the same shard.
+        steps_on: "slices"; "wholes" for classes whose step needs whole parameters, each on one rank; or "replicas" for
+            those that update whole parameters on every rank.
+        pending_update: whether a delayed update is under way that `flush` would show.
+        """
+        parts = self._parts
+        inner, replicas = parts.inner, parts.group.replicas
+        return {
+            **facts(parts.shard_reducer.queue.buckets, self.parameter_names()),
+            "shard_ranks": parts.group.size,
+            "replicas": 1 if replicas is None else replicas.size,
+            "steps_on": "wholes" if inner.needs_wholes else "replicas" if inner.updates_wholes else "slices",
+            "pending_update": parts.offloaded is not None and parts.offloaded.pending,
+        }
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +11,8 @@ import pytest
 import torch
 
 from collectives import ArgumentError, ArgumentTypeError, Communicator, MismatchError, PremulSum
+from collectives.process import topology
+from collectives.process.cores import usable
 from tests.collectives.reference import OPERATORS, assert_equal, reduced, serves, values
 
 pytestmark = pytest.mark.mpi
@@ -27,10 +28,11 @@ def two_or_more(test: Callable) -> Callable:
 
 def group_of(comm: Communicator, *, full: bool) -> Communicator:
     """The ranks of this node, which do, or do not, fill its cores."""
-    group = comm.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
+    cores = set(range(min(len(usable()), comm.local_size) if full else comm.local_size + 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "usable", lambda: cores)
+        group = comm.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
     assert group is not None
-    resources = group._dispatch.resources
-    resources.topology = dataclasses.replace(resources.topology, full=full)
     return group
 
 
@@ -232,7 +234,7 @@ def test_another_one_takes_the_place_of_what_is_given_up(node: Communicator) -> 
     """Though the ranks had handed in different numbers of arrays."""
     parts = [symmetric(node, torch.ones(size)) for size in SIZES]
     given_up = node.partitioned_all_reduce(parts)
-    for part in parts[: 1 if node._dispatch.resources.topology.full and node.rank else 2]:
+    for part in parts[: 1 if node.node_cores <= node.size and node.rank else 2]:
         given_up.hand_in(part)
     given_up.abandon()
     with pytest.raises(ArgumentError, match="got another array"):

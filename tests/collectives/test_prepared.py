@@ -158,7 +158,7 @@ def test_within_a_compound_operation_it_is_a_part(comm: Communicator) -> None:
 
 @pytest.mark.mpi(max_size=2)
 def test_kept_calls_leave_one_by_one(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_KEPT_CALLS", 8)
+    monkeypatch.setattr(calls, "KEPT_CALLS", 8)
     seen: list[Any] = []
     inspect = buffers.inspect
     monkeypatch.setattr(buffers, "inspect", lambda x, *more, **given: (seen.append(x), inspect(x, *more, **given))[1])

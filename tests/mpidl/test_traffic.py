@@ -112,7 +112,7 @@ FORMULAS = {
 @pytest.fixture(autouse=True)
 def ranks_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the ranks in step, so that none has to help another out before its turn, however busy the machine is."""
-    monkeypatch.setattr("mpidl.zero.parameters.sharded._FIRST_POLL_S", 60.0)
+    monkeypatch.setattr("mpidl.zero.parameters.sharded.FIRST_POLL_S", 60.0)
 
 
 @pytest.mark.parametrize("micro", [1, 3])

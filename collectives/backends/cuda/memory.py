@@ -126,16 +126,11 @@ class DeviceAllocator(Allocator):
         super().__init__(node)
         self._host, self._device, self._retired = host, device, retired
 
-    def allocate(
-        self,
-        nbytes: int,
-        *,
-        shared: bool = False,
-        reserved: bool = True,
-        keep_file: bool = False,
-        optional: bool = False,
-    ) -> Any:
-        """Implements `Allocator.allocate`; None on all ranks if a GPU lacks room or cannot map others'. Collective."""
+    def allocate(self, nbytes: int, *, shared: bool = False, **_: Any) -> Any:
+        """Implements `Allocator.allocate`, whose other arguments are about files. Collective.
+
+        None on all ranks if a GPU lacks room or cannot map others'.
+        """
         self._made += 1
         self._retired.sweep()
         part = -(-max(1, self._node.allreduce(nbytes, MPI.MAX)) // _ALIGNMENT) * _ALIGNMENT

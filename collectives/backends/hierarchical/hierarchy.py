@@ -48,18 +48,18 @@ class Hierarchy(Backend):
     _regular = True
 
     def __init__(self, resources: Resources, symmetric: Symmetric) -> None:
-        place, allocator, scratch = resources.topology, resources.allocator, resources.scratch
+        topology, allocator, scratch = resources.topology, resources.allocator, resources.scratch
         comm, meetings = resources.comm, symmetric.meetings
-        self._place = place
+        self._topology = topology
         self._node = symmetric
-        self._regular = place.regular
-        nodes = tuple(sorted(set(comm.allgather(place.members))))
+        self._regular = topology.regular
+        nodes = tuple(sorted(set(comm.allgather(topology.members))))
         self._reduce = PipelinedReduce(comm, nodes, meetings, allocator, scratch)
         self._movements = Movements(comm, nodes, meetings, allocator)
-        if place.regular:
-            self._all_reduce = PipelinedAllReduce(place, meetings, allocator, scratch)
-            self._reduce_scatter = PipelinedReduceScatter(place, meetings, allocator, scratch)
-        self._across = place.across
+        if topology.regular:
+            self._all_reduce = PipelinedAllReduce(topology, meetings, allocator, scratch)
+            self._reduce_scatter = PipelinedReduceScatter(topology, meetings, allocator, scratch)
+        self._across = topology.across
         self._scratch = scratch
 
     @classmethod
@@ -75,7 +75,7 @@ class Hierarchy(Backend):
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
         """Declines a reduce over so many nodes that its root receives more than it would by a tree."""
         return super().suits(operation, dtype, elements, op, even) and (
-            operation != "reduce" or self._place.nodes <= _MOST_NODES
+            operation != "reduce" or self._topology.nodes <= _MOST_NODES
         )
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
@@ -111,7 +111,7 @@ class Hierarchy(Backend):
         return self._movements.scatter(out, x, root, counts)
 
     def _gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
-        local, nodes, me = self._place.local_size, self._place.nodes, self._place.local_rank
+        local, nodes, me = self._topology.local_size, self._topology.nodes, self._topology.local_rank
         parts = list(pairwise((0, *accumulate(counts))))
         mine = parts[me::local]
         # Where out is one memory for the ranks of the node, none may write into it before all have come.
@@ -125,10 +125,10 @@ class Hierarchy(Backend):
             self._node.all_gather(out.part(first, last), out.part(*mine[node]), here)()
 
     def _distribute(self, x: Buffer, root: int) -> None:
-        local, me = self._place.local_size, self._place.local_rank
+        local, me = self._topology.local_size, self._topology.local_rank
         source_node, source = divmod(root, local)
         if me == source:
-            schedule = algorithms.schedule("broadcast", "tree", self._place.nodes, source_node)
+            schedule = algorithms.schedule("broadcast", "tree", self._topology.nodes, source_node)
             parts = even_counts(x.size, schedule.chunks)
             Execution(self._across, schedule, {Role.OUT: whole(x, parts)}, parts, self._scratch).run()
         self._node.broadcast(x, source)()

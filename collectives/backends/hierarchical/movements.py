@@ -37,7 +37,7 @@ from ..meeting import Entry, Meeting, Meetings
 Array = np.ndarray[Any, Any]
 
 _TURN_BYTES = 2 << 20  # of each rank's memory for the segments of one tick
-_LARGEST, _SMALLEST = 1 << 20, 4 << 10  # bytes of a segment
+LARGEST_SEGMENT, SMALLEST_SEGMENT = 1 << 20, 4 << 10  # bytes of a segment
 _ALIGNMENT = 64
 _TURNS = 3  # a segment is put while one is in its message and another is read
 _TABLES = 2  # so that a rank that is one operation ahead overwrites nothing that another still reads
@@ -80,12 +80,12 @@ class Movements:
     def __init__(self, comm: MPI.Intracomm, nodes: Nodes, meetings: Meetings, allocator: Allocator) -> None:
         self.comm, self.nodes, self.meetings = comm, nodes, meetings
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.node = next(place for place, members in enumerate(nodes) if self.rank in members)
+        self.node = next(number for number, members in enumerate(nodes) if self.rank in members)
         self.members = nodes[self.node]
         self.local = {rank: number for number, rank in enumerate(self.members)}
         self._allocator = allocator
         self._memory: SharedMemory | None = None
-        self._turn_bytes = max(_TURN_BYTES, 2 * len(nodes) * _SMALLEST)
+        self._turn_bytes = max(_TURN_BYTES, 2 * len(nodes) * SMALLEST_SEGMENT)
         self._table_bytes = -(-2 * self.size * 8 // _ALIGNMENT) * _ALIGNMENT
         self.turn = 0  # of the next segment
         # A rank may begin the next operation while others still read the last segments of the one before. If that had
@@ -131,7 +131,7 @@ class Movements:
     def segment_bytes(self, operation: str, root: int) -> int:
         """Bytes of a segment of each channel; the same on all ranks."""
         share = self._turn_bytes // most_channels(operation, self.nodes, root)
-        return min(share, _LARGEST) // _ALIGNMENT * _ALIGNMENT
+        return min(share, LARGEST_SEGMENT) // _ALIGNMENT * _ALIGNMENT
 
     def segment(self, rank: int, place: int, turn: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
         """The memory of a rank of this node for a segment of a channel."""

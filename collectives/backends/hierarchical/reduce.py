@@ -40,8 +40,8 @@ from .contributions import add, readable
 
 Array = np.ndarray[Any, Any]
 
-_SEGMENT_BYTES = 1 << 20  # in the accumulating dtype
-_SMALL_BYTES = 16 << 10  # of x: less than what two more meetings of the node's ranks cost
+SEGMENT_BYTES = 1 << 20  # in the accumulating dtype
+SMALL_BYTES = 16 << 10  # of x: less than what two more meetings of the node's ranks cost
 _SLOTS, _SUMS = 2, 3  # a slot is read in the tick after it is written; a sum is written, then sent or added, then free
 _SMALL_SLOTS = 2  # so that a rank that is one reduce ahead overwrites nothing that its leader still reads
 _TAG = 6
@@ -91,7 +91,7 @@ class PipelinedReduce:
         self, comm: MPI.Intracomm, nodes: Nodes, meetings: Meetings, allocator: Allocator, scratch: Scratch
     ) -> None:
         self._comm, self._rank, self._nodes = comm, comm.Get_rank(), nodes
-        self._node = next(place for place, members in enumerate(nodes) if self._rank in members)
+        self._node = next(number for number, members in enumerate(nodes) if self._rank in members)
         self._members = nodes[self._node]
         self._local, self._ranks = self._members.index(self._rank), len(self._members)
         self._meetings, self._allocator, self._scratch = meetings, allocator, scratch
@@ -101,9 +101,9 @@ class PipelinedReduce:
     def run(self, x: Buffer, root: int, op: Reduction) -> None:
         """Reduces x in place on the root; it is unchanged elsewhere."""
         direct = len(self._nodes) == self._comm.Get_size() and not op.premultiplied
-        size = _SEGMENT_BYTES // x.dtype.accumulate.itemsize
+        size = SEGMENT_BYTES // x.dtype.accumulate.itemsize
         run = _InFlight(x, root, op, size, leaders(self._nodes, root), direct)
-        small = x.nbytes <= _SMALL_BYTES
+        small = x.nbytes <= SMALL_BYTES
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         entry = Entry("reduce", x.dtype.name, op.name, root, x.size, op.factor)
         if self._ranks > 1 and self._memory is None:
@@ -216,19 +216,19 @@ class PipelinedReduce:
         if self._ranks == 1:
             return self._take(run, f"own {segment % _SUMS}", high - low)
         assert self._memory is not None
-        start = _SLOTS * _SEGMENT_BYTES + segment % _SUMS * _SEGMENT_BYTES
+        start = _SLOTS * SEGMENT_BYTES + segment % _SUMS * SEGMENT_BYTES
         head = self._members.index(run.heads[self._node])
         return self._memory.view(head, start, high - low, run.travels)
 
     def _slot(self, run: _InFlight, segment: int, rank: int) -> Array:
         """The shared memory for a local rank's segment."""
         assert self._memory is not None
-        return self._memory.view(rank, segment % _SLOTS * _SEGMENT_BYTES, run.size, run.x.dtype.storage)
+        return self._memory.view(rank, segment % _SLOTS * SEGMENT_BYTES, run.size, run.x.dtype.storage)
 
     def _small_slot(self, x: Buffer, rank: int, turn: int) -> Array:
         """The shared memory for all of a local rank's x."""
         assert self._memory is not None
-        start = (_SLOTS + _SUMS) * _SEGMENT_BYTES + turn * _SMALL_BYTES
+        start = (_SLOTS + _SUMS) * SEGMENT_BYTES + turn * SMALL_BYTES
         return self._memory.view(rank, start, x.size, x.dtype.storage)
 
     def _take(self, run: _InFlight, purpose: str, size: int) -> Array:
@@ -236,7 +236,7 @@ class PipelinedReduce:
 
     def _reserve(self) -> None:
         """Makes the shared memory. Collective over the node."""
-        nbytes = (_SLOTS + _SUMS) * _SEGMENT_BYTES + _SMALL_SLOTS * _SMALL_BYTES
+        nbytes = (_SLOTS + _SUMS) * SEGMENT_BYTES + _SMALL_SLOTS * SMALL_BYTES
         self._memory = self._allocator.allocate(nbytes)
         if self._memory is None:
             raise OperationError("the node has run out of shared memory")

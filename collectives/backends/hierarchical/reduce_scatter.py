@@ -75,10 +75,10 @@ class _InFlight:
 class PipelinedReduceScatter:
     """The reduce-scatter of one group with as many ranks on each of its nodes, numbered node by node."""
 
-    def __init__(self, place: Topology, meetings: Meetings, allocator: Allocator, scratch: Scratch) -> None:
-        self._across, self._nodes, self._node = place.across, place.nodes, place.across.Get_rank()
+    def __init__(self, topology: Topology, meetings: Meetings, allocator: Allocator, scratch: Scratch) -> None:
+        self._across, self._nodes, self._node = topology.across, topology.nodes, topology.across.Get_rank()
         self._others = others(self._node, self._nodes)
-        self._rank, self._ranks = place.local_rank, place.local_size
+        self._rank, self._ranks = topology.local_rank, topology.local_size
         self._meetings, self._allocator, self._scratch = meetings, allocator, scratch
         self._memory: SharedMemory | None = None
         parts = self._nodes * self._ranks

@@ -26,21 +26,21 @@ _EXCHANGED = 256 << 10  # all_to_all, whose copies the scratch doubles
 _CROWDED = 16 << 10  # symmetric arrays, of ranks that share cores: to meet costs them more than the copies
 
 
-def chunk_bytes(place: Topology) -> int:
+def chunk_bytes(topology: Topology) -> int:
     """Returns the bytes of scratch for each rank and buffer: not too much in all where there are many ranks."""
-    return _CHUNK if place.local_size <= _FEW_RANKS else _SMALLER_CHUNK
+    return _CHUNK if topology.local_size <= _FEW_RANKS else _SMALLER_CHUNK
 
 
-def staged_sizes(place: Topology) -> StagedSizes:
+def staged_sizes(topology: Topology) -> StagedSizes:
     """Returns what takes the staged way. Ranks of several nodes meet by MPI, for which its meetings are too many."""
-    if place.nodes > 1:
+    if topology.nodes > 1:
         return StagedSizes()
     return StagedSizes(
-        symmetric=_CROWDED if place.crowded else 0,
-        private=chunk_bytes(place),
-        reduced=chunk_bytes(place) if place.crowded else _REDUCED,
+        symmetric=_CROWDED if topology.crowded else 0,
+        private=chunk_bytes(topology),
+        reduced=chunk_bytes(topology) if topology.crowded else _REDUCED,
         exchanged=_EXCHANGED,
-        whole=min(_WHOLE, _WHOLE_TOGETHER // place.local_size),
+        whole=min(_WHOLE, _WHOLE_TOGETHER // topology.local_size),
     )
 
 
@@ -65,9 +65,9 @@ class Symmetric(Reductions, Movements, Backend):
         """Makes the backend of this node's ranks; None if the ranks of some node share no memory. Collective."""
         if resources.meetings is None:
             return None
-        place = resources.topology
-        processor = Processor(chunk_bytes(place))
-        return cls(resources.meetings, resources.allocator, connect(place.node), processor, staged_sizes(place))
+        topology = resources.topology
+        processor = Processor(chunk_bytes(topology))
+        return cls(resources.meetings, resources.allocator, connect(topology.node), processor, staged_sizes(topology))
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
         """Makes the reduction if the ranks fill the node's cores and share the memory of all parts; else None."""

@@ -66,7 +66,8 @@ def part_of_bytes(
     )
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds of a clock that never goes back."""
     return time.perf_counter()
 
 
@@ -157,11 +158,11 @@ class AutoChoice:
         changed = False
         if bucket.index() == 0:
             if self._passes > 1:
-                self._steps.append(_now() - self._begun)
+                self._steps.append(now() - self._begun)
             if self._passes == PASSES:
                 changed = True
                 self._decide()
-            self._begun, self._computed = _now(), time.thread_time()
+            self._begun, self._computed = now(), time.thread_time()
         if bucket.is_last() and self.chosen is None:
             self._passes += 1
             if self._passes > 1:

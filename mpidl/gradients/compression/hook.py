@@ -44,7 +44,7 @@ class CompressedReduction:
     shards, replicas: under hybrid sharding, the ranks with the shards of a bucket, and those with this rank's shard;
         compression is then over the replicas.
 
-    steps: number of reduced passes.
+    steps: number of reduced passes. choice: the measurements and the choice of "auto"; None without.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
     """
@@ -69,7 +69,7 @@ class CompressedReduction:
         self._sections = Sections(self._method, world, self._window, self._pipeline.drain)
         self._former_steps, self._former_states = 0, _copied(compressor)  # of the begin of the window
         self._begins_step = True
-        self._auto: AutoChoice | None = None
+        self.choice: AutoChoice | None = None
         self._candidates: dict[str, CompressedReduction] = {}
         note(self, names)
         if settings.is_auto:
@@ -86,14 +86,14 @@ class CompressedReduction:
         weakref.finalize(self, agree.give_back).atexit = False
         from .auto import AutoChoice
 
-        self._auto = AutoChoice(self._candidates, self._world, trained, shards, replicas, agree.comm)
-        if self._auto.chosen is not None and self._world.rank == 0:
-            print(self._auto.told(), flush=True)
+        self.choice = AutoChoice(self._candidates, self._world, trained, shards, replicas, agree.comm)
+        if self.choice.chosen is not None and self._world.rank == 0:
+            print(self.choice.told(), flush=True)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
-        if self._auto is not None and self._auto.chosen is None and self._auto.before(bucket):
-            self._follow(self._auto)
+        if self.choice is not None and self.choice.chosen is None and self.choice.before(bucket):
+            self._follow(self.choice)
         if bucket.index() == 0:
             self._begin_window()
         step, begins_step = self.steps, self._begins_step
@@ -137,12 +137,12 @@ class CompressedReduction:
     @property
     def chosen(self) -> str | None:
         """The method in use; "none" where "auto" chose so, None before it has chosen."""
-        return self.compressor.name if self._auto is None else self._auto.chosen
+        return self.compressor.name if self.choice is None else self.choice.chosen
 
     @property
     def chooses_none(self) -> bool:
         """Returns whether "auto" has chosen to send in full precision, which an engine does without this hook."""
-        return self._auto is not None and self._auto.chooses_none
+        return self.choice is not None and self.choice.chooses_none
 
     def forget(self) -> None:
         """Forgets all that was not sent, as after a trial. On every rank."""

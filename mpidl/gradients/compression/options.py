@@ -44,13 +44,13 @@ def read(
     values = values or {}
     whole = method if text is None else f"{method}:{text}"
     number, found_words, found_values = None, set(), {}
-    for place, part in enumerate([] if text is None else text.split(",")):
+    for number, part in enumerate([] if text is None else text.split(",")):
         name, equals, value = part.partition("=")
         if equals and name in values:
             found_values[name] = _checked(whole, name, values[name], value)
         elif not equals and name in words:
             found_words.add(name)
-        elif place == 0 and not equals:
+        elif number == 0 and not equals:
             number = _checked(whole, *first, part)
         else:
             allowed = [*words, *(f"{known}=..." for known in values)]

@@ -1,9 +1,9 @@
-"""Random-k: values of a section at random places, the same ones on every rank.
+"""Random-k: values of a section at random indices, the same ones on every rank.
 
-    section    [ . x . . | x . . . | . . x . | . . . x ]       one place in each of k even runs, drawn anew each step
+    section    [ . x . . | x . . . | . . x . | . . . x ]       one index in each of k even runs, drawn anew each step
     message    [ x x x x ]                                     an all-reduce, or a reduce-scatter, of k fp32 values
 
-No places are sent: every rank draws them from the number of the step and the size of the section, with a generator of
+No indices are sent: every rank draws them from the number of the step and the size of the section, with a generator of
 its own. What is not sent remains, and is fed back. A rank with a value that is not finite, wherever it is, sends NaN
 alone, and keeps nothing of such values.
 
@@ -22,7 +22,7 @@ from .fraction import FractionCompressor, count_of
 
 
 class RandomK(FractionCompressor):
-    """Sends values at random places, "randomk:0.01": which fraction of them.
+    """Sends values at random indices, "randomk:0.01": which fraction of them.
 
     Raises ConfigurationError for another fraction than above 0 and up to 1.
     """
@@ -30,37 +30,37 @@ class RandomK(FractionCompressor):
     method = "randomk"
 
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
-        """Adds up the values at the places of the step."""
+        """Adds up the values at the indices of the step."""
         elements = section.values.numel()
         if not elements:
             yield []
             return
-        places = self.places(elements, section.step)
+        indices = self.indices(elements, section.step)
         counts = [0] * exchange.size
         if not section.needs_all:
             edges = torch.tensor([section.pieces[0][0], *(stop for _, stop in section.pieces)])
-            counts = torch.searchsorted(places, edges).diff().tolist()
-        places = places.to(section.values.device)
-        sent = section.values[places]
+            counts = torch.searchsorted(indices, edges).diff().tolist()
+        indices = indices.to(section.values.device)
+        sent = section.values[indices]
         if not all(math.isfinite(limit) for limit in torch.aminmax(section.values)):
             sent.fill_(math.nan)
             section.values.nan_to_num_(0.0, 0.0, 0.0)
         if section.keeps_remainder:
-            section.values[places] = 0.0
+            section.values[indices] = 0.0
         if section.needs_all:
             start = 0
             yield started(exchange.phases[0].all_reduce(sent, async_op=True))
         else:
             start, first = section.pieces[exchange.rank][0], sum(counts[: exchange.rank])
-            places = places[first : first + counts[exchange.rank]]
-            summed = sent.new_empty(len(places))
+            indices = indices[first : first + counts[exchange.rank]]
+            summed = sent.new_empty(len(indices))
             yield started(exchange.phases[0].reduce_scatter(summed, sent, counts=counts, async_op=True))
             sent = summed
         section.result.zero_()
-        section.result[places - start] = sent.div_(section.contributions)
+        section.result[indices - start] = sent.div_(section.contributions)
 
-    def places(self, elements: int, step: int) -> torch.Tensor:
-        """The places of a step: one in each of k even runs, int64, ascending, on the CPU."""
+    def indices(self, elements: int, step: int) -> torch.Tensor:
+        """The indices of a step: one in each of k even runs, int64, ascending, on the CPU."""
         kept = count_of(elements, self.fraction)
         random = torch.Generator().manual_seed(step * 1_000_003 + elements)
         edges = torch.arange(kept + 1) * elements // max(kept, 1)

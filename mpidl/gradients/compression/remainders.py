@@ -78,8 +78,8 @@ class BucketSection:
                     chosen = slice(at + low - start, at + high - start)
                     self.values[:, chosen] = self.former[:, chosen]
 
-    def places(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' elements in rows of the bucket's."""
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' elements in rows of the bucket's, as views."""
         pairs = zip(self.parameters, self.starts, strict=True)
         return [whole[:, start : start + p.numel()] for p, start in pairs]
 
@@ -98,7 +98,7 @@ def mean_remainders(
         whole[:, start:stop] = values[:, at : at + stop - start]
     comm.all_reduce(whole)
     whole /= comm.size
-    return {p: place.clone() for p, place in zip(section.parameters, section.places(whole), strict=True)}
+    return {p: view.clone() for p, view in zip(section.parameters, section.views(whole), strict=True)}
 
 
 def take_over(
@@ -110,9 +110,9 @@ def take_over(
     values = torch.zeros(rows, section.layout.size, device=device)
     if found:
         whole = torch.zeros(rows, section.layout.elements, device=device)
-        for p, place in zip(section.parameters, section.places(whole), strict=True):
+        for p, view in zip(section.parameters, section.views(whole), strict=True):
             if p in means:
-                place.copy_(means[p]).mul_(contributions / peers)
+                view.copy_(means[p]).mul_(contributions / peers)
         for at, start, stop in section.layout.parts():
             values[:, at : at + stop - start] = whole[:, start:stop]
     return values

@@ -4,10 +4,10 @@
     row j     += signs * chunk, rotated      by an offset of each chunk and row: r rows of c columns
     phase 0   an all-reduce of the sketch    sketches add up: it is that of the sum of all values
     estimate  of an element: the median over the rows of sign * column
-    phase 1   an all-reduce of the values at the k places of the largest estimates: exact, and sent without places
+    phase 1   an all-reduce of the values at the k indices of the largest estimates: exact, and sent without indices
 
 k are the largest values of the sum, not those of each rank, and all else remains and is fed back. Where a sketch would
-be longer than the section, all of that is sent. All ranks find the places from the same sums by the same kernels. A
+be longer than the section, all of that is sent. All ranks find the indices from the same sums by the same kernels. A
 section whose sketch is not finite has a mean of NaN on all ranks.
 
 Sources: Charikar, Chen, Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Ivkin et al. 2019,
@@ -25,7 +25,7 @@ import torch
 from .compressor import Compressor, Exchange, Section, Steps, started
 from .fraction import FRACTION, count_of
 from .options import Option, check, read
-from .topk import largest_places
+from .topk import largest_indices
 
 ROWS = Option(int, lambda value: isinstance(value, int) and value >= 1 and value % 2 == 1, "an odd number from 1 up")
 _BLOCK = 1 << 13  # elements whose estimates are formed at once: their rows stay in the cache
@@ -136,7 +136,7 @@ class CountSketch(Compressor):
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
         """Adds up sketches, and then the values that they tell."""
         values, elements = section.values, section.values.numel()
-        places: torch.Tensor | slice = slice(None)
+        indices: torch.Tensor | slice = slice(None)
         if self.columns_of(elements):
             hashes = self.hashes(elements, section.step, values.device)
             sketch = hashes.sketch(values)
@@ -147,21 +147,21 @@ class CountSketch(Compressor):
                     values.nan_to_num_(0.0, 0.0, 0.0)
                 yield []
                 return
-            places = largest_places(hashes.estimates(sketch), count_of(elements, self.fraction))
+            indices = largest_indices(hashes.estimates(sketch), count_of(elements, self.fraction))
         else:
             yield []
-        sent = values[places].clone()
+        sent = values[indices].clone()
         if section.keeps_remainder:
-            values[places] = 0.0
+            values[indices] = 0.0
         yield started(exchange.phases[1].all_reduce(sent, async_op=True)) if elements else []
         sent.div_(section.contributions)
         start, stop = (0, elements) if section.needs_all else section.pieces[exchange.rank]
-        if isinstance(places, slice):
+        if isinstance(indices, slice):
             section.result.copy_(sent[start:stop])
             return
         section.result.zero_()
-        is_own = (places >= start) & (places < stop)
-        section.result[places[is_own] - start] = sent[is_own]
+        is_own = (indices >= start) & (indices < stop)
+        section.result[indices[is_own] - start] = sent[is_own]
 
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
         """2 (N-1)/N of the fp32 sketch and of k values, or of all values; whatever is needed."""

@@ -1,7 +1,7 @@
-"""Top-k: the largest values of a section, with their places.
+"""Top-k: the largest values of a section, with their indices.
 
     values     [ piece | piece | piece ]       each rank takes the k largest of each piece
-    message    [ k int32 places | k fp32 values ]       of a piece: 8 bytes a value
+    message    [ k int32 indices | k fp32 values ]       of a piece: 8 bytes a value
 
     owners need their pieces    each rank sends each owner the message of its piece
     all ranks need the mean     each rank sends all its messages to all others, 8 k (N - 1) bytes, or, where that is
@@ -86,8 +86,8 @@ class TopK(FractionCompressor):
         return to_owners * ranks
 
 
-def largest_places(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the largest magnitudes, int64, in no order; values that are not finite are the largest.
+def largest_indices(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The indices of the largest magnitudes, int64, in no order; values that are not finite are the largest.
 
     The threshold of a sample lets about twice as many pass, of which the largest are taken. So few values are sorted,
     and the others are read once.
@@ -107,7 +107,7 @@ def _magnitudes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _places_from(values: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The places of magnitudes from a threshold up, and of what is not finite, ascending."""
+    """The indices of magnitudes from a threshold up, and of what is not finite, ascending."""
     if values.device.type != "cpu":
         return (values.abs() < threshold).logical_not_().nonzero().flatten()
     # NumPy's comparisons and searches are several times as fast; the chunks stay in the cache.
@@ -127,13 +127,13 @@ def _take(section: Section, start: int, stop: int, size: int) -> torch.Tensor:
     message = torch.empty(2 * size, dtype=torch.int32, device=piece.device)
     if not size:
         return message
-    places, values = largest_places(piece, size), message[size:].view(torch.float32)
-    message[:size] = places
-    torch.index_select(piece, 0, places, out=values)
+    indices, values = largest_indices(piece, size), message[size:].view(torch.float32)
+    message[:size] = indices
+    torch.index_select(piece, 0, indices, out=values)
     if section.keeps_remainder:
         is_finite = bool(torch.isfinite(values).all())
         for kept in (piece, *(array[start:stop] for array in section.arrays)):
-            kept[places] = 0.0
+            kept[indices] = 0.0
             if not is_finite:
                 kept.nan_to_num_(0.0, 0.0, 0.0)
     return message
@@ -146,6 +146,6 @@ def _is_shorter_dense(elements: int, fraction: float, ranks: int) -> bool:
 
 
 def _add(values: torch.Tensor, message: torch.Tensor, contributions: int) -> None:
-    """Adds a message's part of the mean at its places."""
+    """Adds a message's part of the mean at its indices."""
     size = message.numel() // 2
     values.index_add_(0, message[:size], message[size:].view(torch.float32) / contributions)

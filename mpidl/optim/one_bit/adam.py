@@ -22,7 +22,7 @@ from collectives import Communicator
 from ...gradients.compression.pipeline import Reduction
 from ...gradients.compression.sign import CHUNK
 from ...optimizer_trial import StepNeeds
-from ..trust_ratio import integer, require
+from ..setting_checks import integer, require
 from .base import OneBitOptimizer
 from .flat import FlatBucket
 from .steps import advance_moments, advance_range, decay, denominators, descend, descend_range
@@ -163,7 +163,7 @@ class OneBitAdam(FreezingOptimizer):
     def _descend(self, bucket: Any, step: int, reached: list[bool] | None = None) -> None:
         """Updates the weights of a bucket by m. reached: per parameter, whether to do so."""
         first, second = self._corrections(step)
-        divided = bucket.places(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
+        divided = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
         groups = bucket.of_group(self.param_groups)
         kept = range(len(groups)) if reached is None else [n for n, flag in enumerate(reached) if flag]
         decay([bucket.parameters[n] for n in kept], [groups[n] for n in kept])

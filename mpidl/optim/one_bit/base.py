@@ -26,7 +26,7 @@ from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import Reduction
 from ...mesh.groups import data_group
 from ...replicas.start_check import check_settings_agree
-from ..trust_ratio import require
+from ..setting_checks import require
 from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
 
@@ -219,7 +219,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._has_errors = self._feeds_back and any(_ERROR in entry for entry in self.state.values())
         for bucket in self._buckets:
             mean = torch.zeros(bucket.layout.padded, device=bucket.device)
-            for number, (p, place) in enumerate(zip(bucket.parameters, bucket.places(mean), strict=True)):
+            for number, (p, error) in enumerate(zip(bucket.parameters, bucket.views_of(mean), strict=True)):
                 loaded = self.state.get(p, {})
                 for key in self.keys:
                     view = bucket.views[key][number]
@@ -228,7 +228,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     elif loaded[key] is not view:
                         view.copy_(loaded[key])
                 if _ERROR in loaded:
-                    place.copy_(loaded[_ERROR])
+                    error.copy_(loaded[_ERROR])
                 self.state[p] = {key: bucket.views[key][number] for key in self.keys}
             exchange.take_over(self._errors[bucket], mean)
             self._errors[bucket].mask(None)
@@ -271,9 +271,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             return
         for bucket in self._buckets:
             whole = self._exchange.mean_errors(self._errors[bucket], bucket.layout.padded)
-            for p, place in zip(bucket.parameters, bucket.places(whole), strict=True):
+            for p, error in zip(bucket.parameters, bucket.views_of(whole), strict=True):
                 if p in self.state:
-                    self.state[p][_ERROR] = place
+                    self.state[p][_ERROR] = error
 
     def forget_errors(self) -> None:
         """Takes the mean errors out of the states, once they are saved."""

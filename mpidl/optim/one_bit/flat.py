@@ -20,20 +20,20 @@ from ...gradients.buckets import BucketLayout
 class Span:
     """The part of a parameter in a range of an array. number: of the parameter. start, stop: of its elements.
 
-    place: in the array.
+    of_array: its elements there.
     """
 
     number: int
     start: int
     stop: int
-    place: slice
+    of_array: slice
 
 
 class FlatBucket:
     """Some parameters, and arrays of their states.
 
     parameters: of the optimizer. layout: where each lies in an array, and the chunks. keys: of the states.
-    arrays: by key, fp32, `layout.padded` elements. views: by key, each parameter's place, of its shape.
+    arrays: by key, fp32, `layout.padded` elements. views: by key, each parameter's elements, of its shape.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: BucketLayout, keys: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class FlatBucket:
         """The array of a state, of zeros where it is new."""
         if key not in self.arrays:
             self.arrays[key] = torch.zeros(self.layout.padded, device=self.device)
-            self.views[key] = self.places(self.arrays[key])
+            self.views[key] = self.views_of(self.arrays[key])
         return self.arrays[key]
 
     def drop(self, key: str) -> None:
@@ -57,8 +57,8 @@ class FlatBucket:
         self.arrays.pop(key, None)
         self.views.pop(key, None)
 
-    def places(self, array: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's place in an array, of its shape."""
+    def views_of(self, array: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's elements in an array, as a view of its shape."""
         return self.layout.views(array, [p.shape for p in self.parameters])
 
     def spans(self, start: int, stop: int) -> list[Span]:

@@ -27,7 +27,8 @@ from ...errors import ConfigurationError
 from ...gradients.scalars import values_of
 from ...mesh import placement
 from ...optimizer_trial import StepNeeds
-from ..trust_ratio import require, squared_norms
+from ..setting_checks import require
+from ..trust_ratio import squared_norms
 from .adam import FreezingOptimizer
 from .flat import FlatBucket
 from .steps import advance_first_moment, advance_moments, denominators
@@ -118,14 +119,14 @@ class OneBitLamb(FreezingOptimizer):
             gradient = before.mul_(-beta1).add_(bucket.arrays["exp_avg"]).div_(1 - beta1)
             fresh = bucket.arrays[_FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             divided = denominators(fresh, 1 - beta2**step, self.defaults["eps"])
-            self._descend(bucket, step, [True] * len(bucket.parameters), bucket.places(divided))
+            self._descend(bucket, step, [True] * len(bucket.parameters), bucket.views_of(divided))
 
     def _descend(
         self, bucket: FlatBucket, step: int, reached: Sequence[bool], fresh: Sequence[torch.Tensor] | None
     ) -> None:
         """Updates the weights of a bucket. fresh: denominators by the fresh v, after the freeze."""
         first, second = self._corrections(step)
-        steady = bucket.places(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
+        steady = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
         groups = bucket.of_group(self.param_groups)
         found = [n for n, flag in enumerate(reached) if flag and bucket.parameters[n].numel()]
         weights = [bucket.parameters[n].float() for n in found]

@@ -45,7 +45,7 @@ def advance_range(
     """m = beta1 m + (1 - beta1) g in a range of the array. gradients: flat; no gradient counts as zeros."""
     array = bucket.arrays["exp_avg"]
     for span in bucket.spans(start, stop):
-        moment, gradient = array[span.place], gradients[span.number]
+        moment, gradient = array[span.of_array], gradients[span.number]
         if gradient is None:
             moment.mul_(beta1)
         else:
@@ -73,8 +73,8 @@ def descend_range(
             continue
         w, divided = p.view(-1)[span.start : span.stop], scratch[: span.stop - span.start]
         decay([w], [group])
-        torch.sqrt(bucket.arrays["exp_avg_sq"][span.place], out=divided).add_(eps * root)
-        descend(w, bucket.arrays["exp_avg"][span.place], divided, float(group["lr"]) * root / first)
+        torch.sqrt(bucket.arrays["exp_avg_sq"][span.of_array], out=divided).add_(eps * root)
+        descend(w, bucket.arrays["exp_avg"][span.of_array], divided, float(group["lr"]) * root / first)
 
 
 def denominators(array: torch.Tensor, correction: float, eps: float) -> torch.Tensor:

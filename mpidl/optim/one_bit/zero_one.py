@@ -27,7 +27,7 @@ from collectives import Communicator
 
 from ...errors import TrainingError
 from ...optimizer_trial import StepNeeds
-from ..trust_ratio import integer
+from ..setting_checks import integer
 from .base import OneBitOptimizer
 from .exchange import OneBitExchange
 from .flat import FlatBucket
@@ -135,7 +135,7 @@ class ZeroOneAdam(OneBitOptimizer):
         started = []
         for bucket in self._buckets:
             array = torch.zeros(bucket.layout.padded, device=bucket.device)
-            torch._foreach_copy_(bucket.places(array), _filled(bucket))
+            torch._foreach_copy_(bucket.views_of(array), _filled(bucket))
             started.append((bucket, array, self._start(bucket, array)))
         for bucket, array, exchange in started:
             exchange.wait()
@@ -148,7 +148,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def _descend(self, bucket: FlatBucket, step: int) -> None:
         """Updates the weights of a bucket by m."""
-        divided, groups = bucket.places(self._denominators(bucket)), bucket.of_group(self.param_groups)
+        divided, groups = bucket.views_of(self._denominators(bucket)), bucket.of_group(self.param_groups)
         decay(bucket.parameters, groups)
         for n, (p, group) in enumerate(zip(bucket.parameters, groups, strict=True)):
             descend(p, bucket.views["exp_avg"][n], divided[n], self._rate(group, step))
@@ -205,7 +205,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def _apply(self, bucket: FlatBucket, rates: list[float]) -> None:
         """Updates the weights of the last exchange by the mean sum of updates, of which m is the mean."""
         summed, groups = bucket.views[_SUM], bucket.of_group(self.param_groups)
-        divided = bucket.places(self._denominators(bucket))
+        divided = bucket.views_of(self._denominators(bucket))
         kept = self._weights.pop(bucket, None)
         if kept is None:
             decay(bucket.parameters, groups)

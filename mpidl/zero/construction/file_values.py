@@ -63,9 +63,9 @@ class WeightFiles:
         self._names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in names.items():
             self._names.setdefault(tensor, []).append(name)
-        self._places: dict[str, tuple[Path, str]] = {}
+        self._tensors_in_files: dict[str, tuple[Path, str]] = {}
         self._compare(names, self._shapes())
-        self.tensors = {tensor for name, tensor in names.items() if name in self._places}
+        self.tensors = {tensor for name, tensor in names.items() if name in self._tensors_in_files}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         safe_open, problem = library()
@@ -77,9 +77,11 @@ class WeightFiles:
                         name = key if self._given.rename is None else self._given.rename(key)
                         if name is None:
                             continue
-                        if name in self._places:
-                            raise ConfigurationError(f"weights: {self._places[name][1]} and {key} are both {name}")
-                        self._places[name] = path, key
+                        if name in self._tensors_in_files:
+                            raise ConfigurationError(
+                                f"weights: {self._tensors_in_files[name][1]} and {key} are both {name}"
+                            )
+                        self._tensors_in_files[name] = path, key
                         shapes[name] = tuple(file.get_slice(key).get_shape())
             except (problem, OSError) as error:
                 raise ConfigurationError(f"weights: {path} cannot be read: {error}") from None
@@ -115,7 +117,7 @@ class WeightFiles:
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
             for tensor, names in self._names.items():
-                present = [name for name in names if name in self._places]
+                present = [name for name in names if name in self._tensors_in_files]
                 start, stop = (tensor.numel() * number // ranks for number in (rank, rank + 1))
                 if len(present) < 2 or start == stop:
                     continue
@@ -133,7 +135,7 @@ class WeightFiles:
             files: dict[Path, Any] = {}
             for tensor, ranges in targets.items():
                 if wanted(ranges):
-                    name = next(name for name in self._names[tensor] if name in self._places)
+                    name = next(name for name in self._names[tensor] if name in self._tensors_in_files)
                     for target in ranges:
                         target.write(self._read(stack, files, name, tensor, target.start, target.stop))
 
@@ -141,7 +143,7 @@ class WeightFiles:
         self, stack: ExitStack, files: dict[Path, Any], name: str, tensor: torch.Tensor, start: int, stop: int
     ) -> torch.Tensor:
         """Elements start..stop of a tensor of the model, flattened, which may be a part of that in the file."""
-        path, key = self._places[name]
+        path, key = self._tensors_in_files[name]
         if path not in files:
             files[path] = stack.enter_context(library()[0](path, framework="pt"))
         cut = _cut_of(tensor)

@@ -13,17 +13,17 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """Elements start..stop of a tensor, flattened, are wanted in each of `places`, of any shape and dtype."""
+    """Elements start..stop of a tensor, flattened, are wanted in each of `tensors`, of any shape and dtype."""
 
     start: int
     stop: int
-    places: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
         """values: 1-D, those elements."""
-        for place in self.places:
-            place.copy_(values.view(place.shape))
+        for tensor in self.tensors:
+            tensor.copy_(values.view(tensor.shape))
 
 
 Targets = Mapping[torch.Tensor, list[Target]]

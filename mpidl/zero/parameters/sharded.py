@@ -48,7 +48,7 @@ from .gathered_unit import Call, GatheredUnit, UnitState
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import UnitLayout, backward_order
 
-_FIRST_POLL_S, _POLL_S = 0.1, 0.002  # a wait for a reduction, before its first and its further rounds for other ranks
+FIRST_POLL_S, _POLL_S = 0.1, 0.002  # a wait for a reduction, before its first and its further rounds for other ranks
 _REDUCTION_STALL_S = 10.0  # until a rank that waits for a reduction, while all others drain, counts as stuck
 _DEADLOCK_POLL_S, _DEADLOCK_POLLS = 0.5, 4  # between looks at what the others wait in; how many must find the same
 
@@ -445,7 +445,7 @@ class ShardedParameters(ParameterStrategy):
 
         The round for others is not waited for, as they may come to none before they need this rank elsewhere.
         """
-        poll = _FIRST_POLL_S
+        poll = FIRST_POLL_S
         while True:
             try:
                 work.wait(poll)

@@ -58,7 +58,7 @@ class WeightGuard:
     ) -> None:
         self._model, self._names, self._parameters = model, names, parameters
         self._trainer = Trainer(optimizer)
-        self._places: dict[torch.nn.Parameter, _ParameterMemory] = {}
+        self._memory_of: dict[torch.nn.Parameter, _ParameterMemory] = {}
         self._writable: list[set[torch.nn.Parameter]] = []
         self.replaced = False
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
@@ -71,16 +71,18 @@ class WeightGuard:
         """Takes in the parameters that have come into shards, as they are laid out now."""
         keeps = self._parameters.keeps_equal_writes
         with torch._C.DisableTorchFunctionSubclass():
-            for p in (p for shard in self._parameters.shards for p in shard.parameters if p not in self._places):
+            for p in (p for shard in self._parameters.shards for p in shard.parameters if p not in self._memory_of):
                 # A write that all ranks make lasts where no master overwrites it.
-                self._places[p] = _ParameterMemory(p.data, p.data_ptr(), not keeps or slices[p].is_master, p._version)
+                self._memory_of[p] = _ParameterMemory(
+                    p.data, p.data_ptr(), not keeps or slices[p].is_master, p._version
+                )
                 claim(p, self._trainer)
 
     def remove(self) -> None:
         """Takes the hooks off the model, and the notes of the optimizer off its parameters."""
         for handle in self._handles:
             handle.remove()
-        for p in self._places:
+        for p in self._memory_of:
             release(p)
 
     # ---- what was done to the weights -------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class WeightGuard:
 
     def _moved(self) -> str | None:
         for p in self._misplaced():
-            was = self._places[p].values
+            was = self._memory_of[p].values
             return (
                 f"{self._names[p]}: other memory was put in its place, now {tuple(p.shape)} {p.dtype}, as "
                 f"`p.data = ...` and `model.to(...)` do, but the ZeroOptimizer trains the {tuple(was.shape)} "
@@ -137,14 +139,14 @@ class WeightGuard:
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 p
-                for p, place in self._places.items()
-                if (p.data_ptr() != place.address and p.data_ptr() != self._parameters.gathered_address(p))
-                or (p.dtype, p.shape) != (place.values.dtype, place.values.shape)
+                for p, memory in self._memory_of.items()
+                if (p.data_ptr() != memory.address and p.data_ptr() != self._parameters.gathered_address(p))
+                or (p.dtype, p.shape) != (memory.values.dtype, memory.values.shape)
             ]
 
     def _written(self) -> list[torch.nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [p for p, place in self._places.items() if place.counted and p._version != place.version]
+            return [p for p, memory in self._memory_of.items() if memory.counted and p._version != memory.version]
 
     def _described(self, written: list[torch.nn.Parameter], where: str = "outside of") -> str | None:
         if not written:
@@ -171,8 +173,8 @@ class WeightGuard:
         finally:
             if writable:
                 self._writable.pop()
-                for p in allowed & self._places.keys() - before:
-                    self._places[p].version = p._version
+                for p in allowed & self._memory_of.keys() - before:
+                    self._memory_of[p].version = p._version
         wrong = [p for p in self._written() if p not in before and not self._may_write(p)]
         where = "outside of the module of" if writable and module else "without writable=True in"
         problem = self._described(wrong, where)
@@ -186,7 +188,7 @@ class WeightGuard:
         """Parameters that were moved are where they were, before all weights are loaded."""
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._misplaced():
-                p.data = self._places[p].values
+                p.data = self._memory_of[p].values
 
     def stepped(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """A step has changed these: backward through what was computed with them before is an error of torch's."""
@@ -194,13 +196,13 @@ class WeightGuard:
             for p in parameters:
                 before = p._version
                 torch.autograd.graph.increment_version(p)
-                self._places[p].version += p._version - before  # other writes still count
+                self._memory_of[p].version += p._version - before  # other writes still count
 
     def accept(self) -> None:
         """All weights have been loaded: whatever was done to them before does not count."""
         with torch._C.DisableTorchFunctionSubclass():
-            for p, place in self._places.items():
-                place.version = p._version
+            for p, memory in self._memory_of.items():
+                memory.version = p._version
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -211,7 +213,7 @@ class WeightGuard:
     def _before_loading(self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Raises TrainingError if a plain load_state_dict would write to the module's own parameters."""
         for key, p in module._parameters.items():
-            if p is not None and p in self._places and prefix + key in state_dict and not self._may_write(p):
+            if p is not None and p in self._memory_of and prefix + key in state_dict and not self._may_write(p):
                 raise TrainingError(
                     f"model.load_state_dict(): a ZeroOptimizer trains {self._names[p]}; call "
                     "optimizer.load_model_state_dict(...) on every rank, with the state on rank 0, or "

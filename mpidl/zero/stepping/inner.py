@@ -25,12 +25,14 @@ class InnerOptimizer(Protocol):
     param_groups: list of dicts; settings, and the slices' values, in the order of the outer groups. A step uses the
         settings, and may note something in them.
     state: mapping of a slice's values to a dict; the state of its parameter, cut like that, after `cut_state`.
+    optimizer: torch.optim.Optimizer of the inner class, on what this rank steps on; None where there are several.
     needs_wholes: bool; whether a step may be one on whole parameters.
     updates_wholes: bool; whether a step updates whole parameters on every rank, by whole gradients.
     """
 
     param_groups: list[dict[str, Any]]
     state: MutableMapping[Any, Any]
+    optimizer: torch.optim.Optimizer | None = None
     needs_wholes: ClassVar[bool] = False
     updates_wholes: ClassVar[bool] = False
 
@@ -58,21 +60,23 @@ class InnerOptimizer(Protocol):
 class SliceSteps(InnerOptimizer):
     """A torch optimizer on slices. slices: of all parameters, also of those that are added later."""
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, optimizer: torch.optim.Optimizer, slices: Mapping[torch.nn.Parameter, Slice]) -> None:
-        self._optimizer, self._slices = optimizer, slices
+        self.optimizer, self._slices = optimizer, slices
         self.param_groups, self.state = optimizer.param_groups, saved_state(optimizer)
 
     def step(self) -> Any:
         """Steps on the slices."""
-        return self._optimizer.step()
+        return self.optimizer.step()
 
     def partial(self) -> PartialSteps:
         """Steps on some slices at a time, for steps in backward."""
-        return PartialSteps(self._optimizer)
+        return PartialSteps(self.optimizer)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds a group of slices' values. Local."""
-        self._optimizer.add_param_group(group)
+        self.optimizer.add_param_group(group)
 
     def foreign_state(self) -> list[Any]:
         """Keys of state that are no slice's values."""
@@ -80,7 +84,7 @@ class SliceSteps(InnerOptimizer):
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """State of the slices' sizes, and masters."""
-        return {"optimizer": state_tensors(self._optimizer.state.values()) + masters(self._slices)}
+        return {"optimizer": state_tensors(self.optimizer.state.values()) + masters(self._slices)}
 
 
 def state_tensors(entries: Any) -> list[torch.Tensor]:

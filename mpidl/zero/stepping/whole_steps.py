@@ -37,7 +37,7 @@ from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
 from .parameter_distribution import Distribution, distributions, ranks_of_wholes
 
-_BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
+BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class WholeSteps(InnerOptimizer):
         self._loads = [0] * self._comm.size  # elements that each rank owns
         self._owned: dict[torch.Tensor, _Owned] = {}
         self._batches: list[list[_Owned]] = []
-        self._inner: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self._is_cut = False
         self.param_groups: list[dict[str, Any]] = []
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
@@ -115,11 +115,11 @@ class WholeSteps(InnerOptimizer):
             nothing = [torch.nn.Parameter(each.whole.new_empty([0] * each.whole.dim())) for each in owned[:1]]
             made.append({**group, "params": mine or nothing})
             self.param_groups.append(dict(group))
-        if self._inner is None:
-            self._inner = self._make(made)
+        if self.optimizer is None:
+            self.optimizer = self._make(made)
         else:
             for group in made:
-                self._inner.add_param_group(group)
+                self.optimizer.add_param_group(group)
         self._batches = self._cut_batches()
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class WholeSteps(InnerOptimizer):
         for values, each in self._owned.items():
             size = each.whole.numel() * values.element_size()
             number, held = last.get((values.dtype, each.owner), (0, 0))
-            if held and held + size > _BATCH_BYTES:
+            if held and held + size > BATCH_BYTES:
                 number, held = number + 1, 0
             last[values.dtype, each.owner] = number, held + size
             batches.setdefault((values.dtype, number), []).append(each)
@@ -147,10 +147,10 @@ class WholeSteps(InnerOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Steps on the slices' values by their gradients, which are None on all ranks or on none. Collective."""
-        assert self._inner is not None
+        assert self.optimizer is not None
         self._take_back_state()
         for batches in [self._batches] if self._together else [[batch] for batch in self._batches]:
-            for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for group, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):
                 inner.update(frozen(group))
             self._step_on(batches)
         if self._together:
@@ -158,7 +158,7 @@ class WholeSteps(InnerOptimizer):
 
     def _step_on(self, batches: Sequence[Sequence[_Owned]]) -> None:
         """One call of the inner optimizer. Those without a gradient are whole too where it may change them."""
-        assert self._inner is not None
+        assert self.optimizer is not None
         lent = [b if self._together else [e for e in b if e.part.values.grad is not None] for b in batches]
         mine = [self._mine(batch) for batch in lent]
         try:
@@ -170,7 +170,7 @@ class WholeSteps(InnerOptimizer):
                 gradients = self._to_owners(reached, [each.part.values.grad for each in reached])
                 for each, whole in zip(self._mine(reached), gradients, strict=True):
                     each.whole.grad = whole.view(each.whole.shape)
-            check_everywhere(self._comm, self._inner.step)  # or others would wait for what a rank never sends
+            check_everywhere(self._comm, self.optimizer.step)  # or others would wait for what a rank never sends
             for batch, own in zip(lent, mine, strict=True):
                 self._from_owners(batch, [each.whole.detach().reshape(-1) for each in own])
         finally:
@@ -180,8 +180,8 @@ class WholeSteps(InnerOptimizer):
 
     def _take_notes(self) -> None:
         """Takes over what the optimizer has changed in its groups; of several ranks the first one's."""
-        assert self._inner is not None
-        pairs = zip(self.param_groups, self._inner.param_groups, strict=True)
+        assert self.optimizer is not None
+        pairs = zip(self.param_groups, self.optimizer.param_groups, strict=True)
         mine = [
             {k: v for k, v in frozen(inner).items() if k not in group or not _same(group[k], v)}
             for group, inner in pairs
@@ -258,8 +258,8 @@ class WholeSteps(InnerOptimizer):
         """
         if self._is_cut:
             return
-        assert self._inner is not None
-        found = [(n, each, self._inner.state.get(each.whole)) for n, each in enumerate(self._owned.values())]
+        assert self.optimizer is not None
+        found = [(n, each, self.optimizer.state.get(each.whole)) for n, each in enumerate(self._owned.values())]
         held = {number: (each, entry) for number, each, entry in found if entry}
         outlines = {number: _outline(each, entry) for number, (each, entry) in held.items()}
         known = {n: outline for rank in all_gather_object(self._comm, outlines) for n, outline in rank.items()}
@@ -272,7 +272,7 @@ class WholeSteps(InnerOptimizer):
                 else:
                     move = partial(torch.Tensor.to, device=values.device if told.with_parameter else "cpu")
                     entry[key] = mark_replicated(tree_map_only(torch.Tensor, move, told.value))
-            self._inner.state.pop(each.whole, None)
+            self.optimizer.state.pop(each.whole, None)
         self._is_cut = True
 
     @torch.no_grad()
@@ -280,13 +280,13 @@ class WholeSteps(InnerOptimizer):
         """Gives the owners the state back, as it was or as it was loaded into `state`."""
         if not self._is_cut:
             return
-        assert self._inner is not None
+        assert self.optimizer is not None
         for values, entry in self.state.items():
             each = self._owned[values]
             for key, value in entry.items():
                 whole = self._gather(each, value) if is_slice(value, values) else value
                 if each.owner == self._comm.rank:
-                    self._inner.state[each.whole][key] = whole
+                    self.optimizer.state[each.whole][key] = whole
         self.state.clear()
         self._is_cut = False
 
@@ -307,7 +307,7 @@ class WholeSteps(InnerOptimizer):
     @property
     def _own_state(self) -> Mapping[Any, Any]:
         """State of the parameters that this rank owns, whole."""
-        return {} if self._inner is None else self._inner.state
+        return {} if self.optimizer is None else self.optimizer.state
 
     def foreign_state(self) -> list[Any]:
         """Keys of this rank's state that are no parameter."""

@@ -13,6 +13,8 @@ import torch
 from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator, MismatchError, PremulSum, even_counts
+from collectives.backends import registry
+from collectives.backends.backend import Resources
 from collectives.backends.hierarchical import movements, reduce
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.base.buffers import describe, inspect
@@ -40,9 +42,9 @@ def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of a few elements, so that short arrays have many of them."""
-    monkeypatch.setattr(movements, "_LARGEST", 64)
-    monkeypatch.setattr(reduce, "_SEGMENT_BYTES", 256)
-    monkeypatch.setattr(reduce, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(movements, "LARGEST_SEGMENT", 64)
+    monkeypatch.setattr(reduce, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(reduce, "SMALL_BYTES", 0)
 
 
 def part_of(comm: Communicator, whole: Any, counts: list[int], rank: int | None = None) -> Any:
@@ -297,8 +299,12 @@ class Counting:
 def test_messages_are_those_of_the_schedules(nodes: tuple[Communicator, Nodes]) -> None:
     """Which are proved to compute their operations; inside a node nothing is sent."""
     comm, layout = nodes
-    counting: Any = Counting(comm._dispatch.comm)
-    backend = Hierarchy.of_nodes(replace(comm._dispatch.resources, comm=counting))
+    found: list[Resources] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "MAKERS", (*registry.MAKERS, found.append))
+        other = Communicator()
+    counting: Any = Counting(found[0].comm)
+    backend = Hierarchy.of_nodes(replace(found[0], comm=counting))
     assert backend is not None
     here = next(members for members in layout if comm.rank in members)
 
@@ -321,6 +327,7 @@ def test_messages_are_those_of_the_schedules(nodes: tuple[Communicator, Nodes]) 
             made = made or hierarchical.movement(operation, layout, root)
             steps = [step for steps in made.program(comm.rank) for step in steps if step.peer not in (-1, *here)]
             assert counting.sent == Counter(step.peer for step in steps if step.kind.value == "send"), operation
+    other.close()
 
 
 def test_uneven_nodes_have_these_operations_and_auto_serves_all(nodes: tuple[Communicator, Nodes]) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, even_counts
-from collectives.backends.symmetric.backend import Symmetric
+from collectives.memory.peer_memory import connect
+from collectives.memory.shared_memory import Allocator
+from collectives.process import topology
 
 pytestmark = pytest.mark.mpi
 
@@ -77,13 +79,11 @@ def test_operations_in_progress_threads_of_some_ranks_take_the_same_way_on_all(n
 
 
 def test_without_room_for_the_scratch_ranks_reach_the_arrays_themselves(node: Communicator) -> None:
-    symmetric = node._dispatch.backends["symmetric"]
-    assert isinstance(symmetric, Symmetric)
-    if symmetric._peers is None:
+    if connect(topology.split_by_node(node.mpi, node.rank)) is None:
         pytest.skip("the kernel lets no rank reach another's memory")
     x = node.empty(1000, np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node._dispatch.allocator, "allocate", lambda nbytes, **options: None)
+        patch.setattr(Allocator, "allocate", lambda self, nbytes, **options: None)
         for number, operation in enumerate(OPERATIONS):
             for size in SIZES:
                 run(node, operation, size, number)

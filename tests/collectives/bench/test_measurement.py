@@ -138,7 +138,7 @@ def test_cold_calls_rotate_through_more_than_the_caches_hold(
 
     monkeypatch.setattr(Communicator, "all_reduce", noted)
     monkeypatch.setattr(measurement, "Sweep", Noted)
-    monkeypatch.setattr(measurement, "_KEPT_CALLS", 50)
+    monkeypatch.setattr(measurement, "KEPT_CALLS", 50)
     text = f"-n 120 -w 0 -c 0 --cold --cache {caches} --places in --buffers user"
     rows, _ = rows_of(comm, text, case("all_reduce", size))
     assert [row.cache for row in rows] == ["warm", "cold"]

@@ -65,11 +65,11 @@ def count_dropped(comm: Communicator) -> Callable[[], int]:
     """Counts the Communicators that this test has dropped and that are not freed; collective."""
     gc.collect()
     comm.split(None)
-    known = set(dropped._dropped)
+    known = set(dropped.DROPPED)
 
     def count() -> int:
         comm.split(None)
-        return len(set(dropped._dropped) - known)
+        return len(set(dropped.DROPPED) - known)
 
     return count
 

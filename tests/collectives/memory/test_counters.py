@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.memory import counters
 from collectives.memory.counters import STRIDE, Barrier, Counters
-from collectives.memory.shared_memory import SharedMemory
+from collectives.memory.shared_memory import Allocator, SharedMemory
 from collectives.process import idle_wait
+from collectives.process.topology import Topology, discover
 
 pytestmark = pytest.mark.mpi
 _ROUNDS = 60
@@ -30,12 +32,29 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def memory(comm: Communicator) -> Iterator[SharedMemory]:
+def topology(comm: Communicator) -> Iterator[Topology]:
+    """The places of the ranks on their nodes."""
+    made: list[MPI.Intracomm] = []
+    yield discover(comm.mpi, made)
+    for each in made:
+        each.Free()
+
+
+@pytest.fixture
+def memory(topology: Topology) -> Iterator[SharedMemory]:
     """Zeros, the node's ranks'."""
-    made = comm._dispatch.allocator.allocate(1 << 16, shared=True)
+    made = Allocator(topology.node).allocate(1 << 16, shared=True)
     assert made is not None
     yield made
-    comm.barrier()
+    topology.node.Barrier()
+
+
+@pytest.fixture(params=[False, True], ids=["in background", "waiting"])
+def waiting(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The program is, or is not, waiting for what this thread does."""
+    idle_wait.enter_background(lambda: request.param, may_sleep=False)
+    yield
+    idle_wait.enter_background(lambda: True, may_sleep=False)
 
 
 @pytest.fixture
@@ -46,14 +65,11 @@ def own(comm: Communicator, memory: SharedMemory) -> Counters:
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("waiting", [False, True])
 def test_what_was_written_before_a_barrier_is_there_after_it(
-    comm: Communicator, memory: SharedMemory, crowded: bool, waiting: bool, monkeypatch: pytest.MonkeyPatch
+    topology: Topology, memory: SharedMemory, crowded: bool, waiting: None
 ) -> None:
-    rank, ranks = comm.local_rank, comm.local_size
-    monkeypatch.setattr(idle_wait._local, "caller_is_waiting", lambda: waiting)
-    fence = comm._dispatch.topology.node.Barrier
-    barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, fence=fence)
+    rank, ranks = topology.local_rank, topology.local_size
+    barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, fence=topology.node.Barrier)
     written = np.frombuffer(memory, np.int64, ranks, 1 << 15)
     delays = random.Random(rank)
     for number in range(1, _ROUNDS):
@@ -82,17 +98,15 @@ def test_a_rank_that_waits_long_sleeps_until_it_is_woken(
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("waiting", [False, True])
 def test_mpi_looks_for_messages_meanwhile(
-    comm: Communicator, memory: SharedMemory, own: Counters, waiting: bool, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, memory: SharedMemory, own: Counters, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_wait._local, "caller_is_waiting", lambda: waiting)
     looks = np.frombuffer(memory, np.int64, comm.local_size, 1 << 15)
 
     def look() -> None:
         looks[comm.local_rank] += 1
 
-    monkeypatch.setattr(counters, "_let_mpi_look", look)
+    monkeypatch.setattr(counters, "let_mpi_look", look)
     if comm.local_rank == 0:  # the last to come, once all others have had MPI look, time and again
         waited = time.monotonic()
         while looks[1:].min(initial=5) < 5 and time.monotonic() < waited + _LONG:
@@ -127,7 +141,6 @@ def test_one_thread_waits_while_others_of_the_process_work(comm: Communicator, o
     comm.barrier()
 
 
-def test_a_node_is_crowded_if_it_has_more_ranks_than_cores(comm: Communicator) -> None:
-    topology = comm._dispatch.topology
+def test_a_node_is_crowded_if_it_has_more_ranks_than_cores(topology: Topology) -> None:
     cores = set[int]().union(*topology.node.allgather(os.sched_getaffinity(0)))
-    assert topology.crowded == (comm.local_size > len(cores))
+    assert topology.crowded == (topology.local_size > len(cores))

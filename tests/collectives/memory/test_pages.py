@@ -52,7 +52,7 @@ def test_discarded_pages_are_free_for_others(comm) -> None:
         assert comm.pages(10).shared is False
         return
     pages = comm.pages(SIZE)
-    used = lambda: os.fstat(pages._file).st_blocks * 512  # noqa: E731
+    used = lambda: os.fstat(pages.file).st_blocks * 512  # noqa: E731
     assert used() == 0
     comm.barrier()
     pages.reserve(0, SIZE)

@@ -69,7 +69,7 @@ def test_it_sees_peers_by_the_world_s_numbers(comm: Communicator, witness: Witne
 def test_it_hears_which_process_is_which_rank(
     comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.runtime.witness._AT_ONCE", 2)
+    monkeypatch.setattr("collectives.runtime.witness.RANKS_AT_ONCE", 2)
     told = [(f"node{rank // 2}", 10 + rank) for rank in range(5)]
     if comm.local_rank == 0:
         tell(told)
@@ -81,7 +81,7 @@ def test_it_hears_which_process_is_which_rank(
 def test_what_it_keeps_is_bounded_and_goes_with_it(
     comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.runtime.witness._KEPT", 3)
+    monkeypatch.setattr("collectives.runtime.witness.KEPT_PAGES", 3)
     for _ in range(5):
         made = Communicator()
         comm.barrier()
@@ -203,7 +203,7 @@ def test_one_look_ends_while_messages_keep_coming(
     if comm.local_rank == 0:
         inbox = witness._inbox
         assert inbox is not None
-        monkeypatch.setattr("collectives.runtime.inbox._MESSAGES", 2)
+        monkeypatch.setattr("collectives.runtime.inbox.MESSAGES_AT_ONCE", 2)
         for _ in range(3):
             deliver(b"not json")
         assert len(list(inbox.receive())) == 2

@@ -43,7 +43,7 @@ def elements(cut: Cut) -> Any:
 
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 16])
 def test_what_two_cuts_have_in_common_is_found_run_by_run(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(cuts, "_AT_ONCE", at_once)
+    monkeypatch.setattr(cuts, "RUNS_AT_ONCE", at_once)
     rng = random.Random(at_once)
     for _ in range(CASES):
         one, other = some_cuts(rng, 2)

@@ -186,7 +186,7 @@ def test_an_index_that_is_whole_but_wrong_is_named(comm, shared: Path, lacks: st
         else:
             del content[lacks]
         del content["checksum"]
-        content["checksum"] = index._sum(content)
+        content["checksum"] = index.content_checksum(content)
         path.write_text(json.dumps(content))
 
     if comm.rank == 0:

@@ -351,7 +351,6 @@ def test_a_kill_while_an_export_takes_another_s_place_leaves_one_of_them_or_none
         with monkeypatch.context() as patched:
             for name in ("replace", "unlink"):
                 patched.setattr(Path, name, mortal(getattr(Path, name)))
-            patched.setattr("mpidl.checkpoint.exporting._forget", lambda *_: None)
             with contextlib.suppress(Killed):
                 export_safetensors(tmp_path, new, max_shard_size=then)
         found = read()

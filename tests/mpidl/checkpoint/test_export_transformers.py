@@ -165,7 +165,7 @@ def test_settings_in_a_checkpoint_that_are_none_are_told(tmp_path: Path, capsys:
     for text in ("{", "[]", "[" * 100_000):
         content = json.loads(file.read_text())
         content["model"]["published"]["config.json"] = text
-        file.write_text(as_text(content, index._sum))
+        file.write_text(as_text(content, index.content_checksum))
         assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
         assert f"error: {file.parent / 'config.json'}: cannot be read: " in capsys.readouterr().err
 

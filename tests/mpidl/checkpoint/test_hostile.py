@@ -56,7 +56,7 @@ def changed(path: Path, change: Callable[[Any], Any]) -> None:
     """An index with another content, and the checksum of that."""
     content = json.loads(path.read_text())
     change(content)
-    path.write_text(as_text(content, index._sum))
+    path.write_text(as_text(content, index.content_checksum))
 
 
 def test_any_mutation_is_refused_on_all_ranks_or_loads_what_it_says(hostile: tuple[Run, Path]) -> None:
@@ -70,7 +70,7 @@ def test_any_mutation_is_refused_on_all_ranks_or_loads_what_it_says(hostile: tup
     refused = 0
     for _ in range(120):
         content, what = mutated(sound, rng)
-        on_rank_0(run.comm, lambda content=content: file.write_text(as_text(content, index._sum)))
+        on_rank_0(run.comm, lambda content=content: file.write_text(as_text(content, index.content_checksum)))
         try:
             loaded = run.load(path)
         except mpidl.CheckpointError:

@@ -285,7 +285,7 @@ def test_damage_and_pieces_that_do_not_fit_are_refused_on_every_rank(comm, share
             change(content["tensors"]["model/table"])
             comm.barrier()
             if comm.rank == 0:
-                (path / index.NAME).write_text(as_text(content, index._sum))
+                (path / index.NAME).write_text(as_text(content, index.content_checksum))
             comm.barrier()
             with pytest.raises(CheckpointError, match=said):
                 run.load(path)
@@ -409,7 +409,7 @@ def test_any_mutation_of_cuts_is_refused_on_every_rank_or_loads_what_was_saved(c
             content["tensors"] |= changed
             comm.barrier()
             if comm.rank == 0:
-                file.write_text(as_text(content, index._sum))
+                file.write_text(as_text(content, index.content_checksum))
             comm.barrier()
             try:
                 run.load(file.parent)

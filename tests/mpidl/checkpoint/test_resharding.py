@@ -82,7 +82,7 @@ def test_the_same_engine_goes_on_to_the_bit(comm, shared: Path, engine: str, mod
 def test_checkpoints_of_another_layout_are_loaded(comm, shared: Path, engine: str, monkeypatch) -> None:
     """Parameters side by side without padding, as they lay in earlier versions."""
     with monkeypatch.context() as patch:
-        patch.setattr(buckets, "_CACHE_LINE", 1)
+        patch.setattr(buckets, "CACHE_LINE", 1)
         run = Run(engine, comm, fresh(MODELS["mixture"]))
         run.steps(0, 2)
         run.save(shared, 2)

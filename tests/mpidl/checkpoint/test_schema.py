@@ -118,7 +118,7 @@ def test_any_mutation_of_an_index_is_refused_or_can_be_read(tmp_path: Path) -> N
     for _ in range(600):
         changed, what = mutated(content, rng)
         try:
-            found = index.parse(tmp_path, as_text(changed, index._sum))
+            found = index.parse(tmp_path, as_text(changed, index.content_checksum))
             folder.check_files(found)
             bounded(found)
             read_all(found)
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, at: str, value: A
         inner = inner[key.replace("#", "/")]
     inner[last] = value
     with pytest.raises(CheckpointError, match=said):
-        index.parse(tmp_path, as_text(content, index._sum))
+        index.parse(tmp_path, as_text(content, index.content_checksum))
 
 
 def test_one_piece_is_one_slice_and_no_more_fits_in_a_file_than_it_has(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_one_piece_is_one_slice_and_no_more_fits_in_a_file_than_it_has(tmp_path:
     pieces = [{**piece, "start": 3 * n, "stop": 3 * n + 3} for n in range(20_000)]
     content["tensors"]["extra/0"] = {**entry, "shape": [60_000], "slices": pieces}
     with pytest.raises(CheckpointError, match=r"extra/0: has 'extra/0' of .*, which another slice is"):
-        index.parse(tmp_path, as_text(content, index._sum))
+        index.parse(tmp_path, as_text(content, index.content_checksum))
     pieces = [{**part, "key": f"{n}"} for n, part in enumerate(pieces)]
     content["tensors"]["extra/0"]["slices"] = pieces
     with pytest.raises(CheckpointError, match=r"has \d+ bytes and the slices in it 240"):
-        index.parse(tmp_path, as_text(content, index._sum))
+        index.parse(tmp_path, as_text(content, index.content_checksum))
 
 
 def test_cuts_that_ask_for_much_memory_are_refused(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_cuts_that_ask_for_much_memory_are_refused(tmp_path: Path) -> None:
     entry["shape"] = [side, side]
     entry["cuts"] = [[runs, [[0, side]]], [[[1, 2]], runs]]
     with pytest.raises(CheckpointError, match="model/c: is cut into more than 16777216 pieces"):
-        index.parse(tmp_path, as_text(content, index._sum))
+        index.parse(tmp_path, as_text(content, index.content_checksum))
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -281,7 +281,7 @@ def test_a_large_tensor_has_a_checksum_for_each_of_its_blocks(tmp_path: Path) ->
     content["tensors"]["extra/0"] = {"dtype": "F32", "shape": [count], "slices": [piece]}
     for sums, fits in ((2, False), (3, True), (4, False)):
         piece["crc32"] = ["00000000"] * sums
-        text = as_text(content, index._sum)
+        text = as_text(content, index.content_checksum)
         if fits:
             assert index.parse(tmp_path, text).tensors["extra/0"].count == count
         else:

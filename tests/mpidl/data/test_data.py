@@ -183,8 +183,8 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in for the download, at the address and with the checksum that are expected."""
     source = tmp_path / "source"
     source.write_text("To be, or not to be\n")
-    monkeypatch.setattr(corpora, "_SHAKESPEARE", source.as_uri())
-    monkeypatch.setattr(corpora, "_SHAKESPEARE_SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
+    monkeypatch.setattr(corpora, "SHAKESPEARE", source.as_uri())
+    monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return source
 

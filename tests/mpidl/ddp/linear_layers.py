@@ -42,7 +42,7 @@ def data(*shape: int, seed: int = 1) -> torch.Tensor:
 class Watched:
     """A wrapped model, and where the gradients of its weights lie when they arrive, before they are averaged.
 
-    found: of each weight that arrived in the last pass, whether in its place in a bucket, and what.
+    found: of each weight that arrived in the last pass, whether in a bucket's memory, and what.
     """
 
     def __init__(self, comm: Any, model: nn.Module, **settings: Any) -> None:
@@ -55,12 +55,8 @@ class Watched:
         self.wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
 
     def _arrived(self, name: str, p: torch.Tensor) -> None:
-        places = {
-            id(q): view
-            for bucket in self.wrapped._reducer.queue.buckets
-            for q, view in zip(bucket.parameters, bucket.views, strict=True)
-        }
-        self.found[name] = (p.grad.data_ptr() == places[id(p)].data_ptr(), p.grad.clone())
+        buckets = {flat.untyped_storage().data_ptr() for flat in self.wrapped.held_tensors()["gradients"]}
+        self.found[name] = (p.grad.untyped_storage().data_ptr() in buckets, p.grad.clone())
 
     def in_place(self) -> dict[str, bool]:
         """Returns, by weight that has arrived since the last call, True if its gradient lies in the bucket."""

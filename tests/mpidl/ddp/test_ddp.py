@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import json
 import pickle
 import random
 import time
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
+from collectives import PartitionedAllReduce
 from mpidl.gradients.buckets import MIB
 from tests.mpidl.small_models import MODELS, fresh, sequences
 
@@ -99,55 +101,48 @@ def test_buffers_follow_rank_0_after_each_training_pass(comm) -> None:
 
 
 def events_of_a_pass(comm, wrapped: Any, x: torch.Tensor, y: torch.Tensor) -> list[tuple[str, int]]:
-    """In their order: ("launch", bucket) and ("gradient", parameter)."""
+    """In their order: ("launch", how many before) and ("gradient", parameter)."""
     events: list[tuple[str, int]] = []
     order = {p: number for number, p in enumerate(wrapped.module.parameters())}
     handles = [
         p.register_hook(lambda _, number=number: events.append(("gradient", number))) for p, number in order.items()
     ]
-    launch = wrapped._reducer.queue._launch
+    hand_in = PartitionedAllReduce.hand_in  # which refuses a bucket before its turn
 
-    def launched(bucket: Any) -> None:
-        events.append(("launch", wrapped._reducer.queue.buckets.index(bucket)))
-        launch(bucket)
+    def launched(self: PartitionedAllReduce, part: torch.Tensor) -> None:
+        events.append(("launch", sum(kind == "launch" for kind, _ in events)))
+        hand_in(self, part)
 
-    wrapped._reducer.queue._launch = launched
-    wrapped(x, y).backward()
-    wrapped._reducer.queue._launch = launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartitionedAllReduce, "hand_in", launched)
+        wrapped(x, y).backward()
     for handle in handles:
         handle.remove()
     return events
 
 
+@pytest.mark.ranks(2, 3, 4)
 def test_buckets_are_launched_in_order_while_gradients_still_come(comm) -> None:
     """Overlap, seen in the order of events rather than on a clock; before and after buckets are cut anew."""
     wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, bucket_cap_mb=0.004)
     for _ in range(2):
         events = events_of_a_pass(comm, wrapped, *sequences(0, 0))
         launches = [number for kind, number in events if kind == "launch"]
-        assert launches == list(range(len(wrapped._reducer.queue.buckets)))
-        assert len(launches) > 2
+        assert len(launches) == len(wrapped.stats()["buckets"]) > 2
         last_gradient = max(place for place, (kind, _) in enumerate(events) if kind == "gradient")
         assert events.index(("launch", 0)) < last_gradient
-        assert len({tuple(order) for order in mpidl.all_gather_object(comm, launches)}) == 1
 
 
-def test_a_filled_bucket_is_there_for_others_to_reduce_at_once(comm) -> None:
-    """Where the ranks fill the node: they see it before this rank's backward pass ends, and none reduces it before."""
-    wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, bucket_cap_mb=0.004)
-    shares_work = comm.size > 1 and comm.nodes == 1 and comm._dispatch.topology.full
-    assert shares_work == (comm.size > 1 and wrapped._reducer._averages.waits)
-    if not shares_work:  # a thread reduces it, as the test above shows
-        return
-    for _ in range(2):  # before and after buckets are cut anew
-        pool = wrapped._reducer._averages._reduction._pool
-        seen: list[int] = []
-        for p in wrapped.module.parameters():
-            p.register_hook(lambda _, pool=pool, seen=seen: seen.append(pool.handed_in.of(comm.rank)))
-        wrapped(*sequences(0, 0)).backward()
-        assert seen == sorted(seen)
-        assert len(set(seen)) > 2
-        wrapped(*sequences(0, 0)).backward()  # takes up the new order
+def test_a_wrapper_tells_how_it_reduces(comm) -> None:
+    model = fresh(MODELS["gpt2"])
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=0.004)
+    stats = wrapped.stats()
+    assert json.loads(json.dumps(stats)) == stats
+    assert sorted(name for names in stats["buckets"] for name in names) == sorted(dict(model.named_parameters()))
+    assert sum(stats["bucket_bytes"]) >= 4 * sum(p.numel() for p in model.parameters())
+    fills_node = comm.size > 1 and comm.nodes == 1 and comm.size >= comm.node_cores
+    assert stats["reduces_at_end"] == fills_node
+    assert copy.deepcopy(wrapped).stats() == {"buckets": [], "bucket_bytes": [], "reduces_at_end": False}
 
 
 class Partly(nn.Module):
@@ -164,6 +159,7 @@ class Partly(nn.Module):
         return (x - y).square().sum()
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("hidden", [False, True])
 def test_no_bucket_waits_for_what_the_graph_does_not_reach(comm, hidden: bool) -> None:
     model = fresh(lambda: Partly(hidden))
@@ -203,10 +199,10 @@ class Backwards(nn.Module):
 def test_buckets_are_cut_anew_once_by_the_order_of_arrival(comm, settings: dict, rebuilt: bool) -> None:
     model = Backwards()
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, **settings)
-    layer_of = {p: number for number, layer in enumerate(model.layers) for p in layer.parameters()}
 
     def order() -> list[int]:
-        return [layer_of[p] for bucket in wrapped._reducer.queue.buckets for p in bucket.parameters][::2]
+        """The layers, in the order in which their weights and biases are reduced."""
+        return [int(name.split(".")[1]) for names in wrapped.stats()["buckets"] for name in names][::2]
 
     assert order() == [3, 2, 1, 0]
     with wrapped.no_sync():
@@ -327,7 +323,8 @@ def test_a_wrapper_that_is_gone_leaves_nothing_behind(comm) -> None:
         wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
         for _ in range(2):
             wrapped(*sequences(0, 0)).backward()
-        alive = weakref.ref(wrapped), weakref.ref(wrapped._reducer)
+        alive = weakref.ref(wrapped), weakref.ref(wrapped.held_tensors()["gradients"][0])
+        model.zero_grad()  # gradients are views of the buckets
         del wrapped
         gc.collect()
         assert [reference() for reference in alive] == [None, None]

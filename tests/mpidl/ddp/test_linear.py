@@ -58,7 +58,7 @@ def test_weights_of_any_size_have_places_with_the_bits_of_new_memory(comm) -> No
 
 def test_small_weights_are_left_as_they_were(comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """To call Python for them takes longer than the copy."""
-    monkeypatch.setattr(linear, "_SMALLEST", WIDTH * 2 * WIDTH * 4)
+    monkeypatch.setattr(linear, "SMALLEST_WEIGHT", WIDTH * 2 * WIDTH * 4)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH))
     watched = Watched(comm, model)
     assert ["forward" in layer.__dict__ for layer in model] == [False, True]

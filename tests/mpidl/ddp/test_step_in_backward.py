@@ -433,7 +433,7 @@ def test_copies_begin_without_it_and_nothing_is_kept(comm) -> None:
         called(data(comm.rank)).sum().backward()
         o.step()
     check_equal(twin.module.state_dict(), model.state_dict())
-    where = weakref.ref(ddp._reducer)
+    where = weakref.ref(ddp.held_tensors()["gradients"][0])
     del ddp, called
     gc.collect()
     assert where() is None

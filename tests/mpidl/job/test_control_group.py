@@ -33,8 +33,8 @@ LIMITED = {
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`files(own, contents)` puts them where the system has its own."""
-    monkeypatch.setattr(control_group, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(control_group, "_ROOT", tmp_path / "root")
+    monkeypatch.setattr(control_group, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_group, "ROOT", tmp_path / "root")
 
     def write(own: str, contents: dict[str, str]) -> None:
         (tmp_path / "own").write_text(own)

@@ -54,7 +54,7 @@ def test_their_order_is_known_though_nobody_looked_meanwhile(processes: list[sub
 def test_one_that_ended_long_before_has_nothing_to_do_with_it(
     processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_TOGETHER", 0.0)
+    monkeypatch.setattr(report, "TOGETHER", 0.0)
     watched = Report()
     for process in processes:
         watched.watch(process.pid)

@@ -15,7 +15,7 @@ import mpidl
 from mpidl.errors import ConfigurationError, TrainingError
 from mpidl.job.objects import broadcast_object
 from mpidl.optim import Dion, DionState, dion_hook
-from mpidl.optim.dion import _start
+from mpidl.optim.dion import initial_state
 from tests.mpidl.optim.test_post_local import equal_on_all
 from tests.mpidl.small_models import MODELS, fresh, sequences
 
@@ -27,7 +27,7 @@ class NumpyDion:
         self.lr, self.mu, self.decay = lr, mu, decay
         self.scale = np.sqrt(shape[0] / shape[1])
         self.m = np.zeros(shape)
-        self.q = _start(torch.zeros(shape, dtype=torch.float64), fraction)["q"].numpy().copy()
+        self.q = initial_state(torch.zeros(shape, dtype=torch.float64), fraction)["q"].numpy().copy()
 
     def step(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
         self.m = self.m + g

@@ -61,7 +61,7 @@ class Training:
             wrapped.register_comm_hook(self.inner, mpidl.optim.one_bit_hook)
         else:
             self.optimizer = mpidl.ZeroOptimizer(model, optimizer_class, stage=1, process_group=comm, **settings)
-            self.inner = self.optimizer._parts.inner.optimizer
+            self.inner = self.optimizer.inner_optimizer
 
     def step(self, *inputs: Any, scale: float = 1.0) -> None:
         (self.called(*inputs) * scale).backward()

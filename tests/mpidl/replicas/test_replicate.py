@@ -32,7 +32,7 @@ def floats(*sizes: int) -> list[torch.Tensor]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("together", [0, 1, 40, 2**25])
 def test_every_tensor_is_the_roots_whatever_its_layout(comm, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate, "_TOGETHER", together)
+    monkeypatch.setattr(replicate, "TOGETHER_BYTES", together)
 
     def states(rank: int) -> list[torch.Tensor]:
         torch.manual_seed(rank)
@@ -57,7 +57,7 @@ def test_small_ones_of_a_dtype_are_one_message() -> None:
 def test_messages_are_bounded_and_what_is_larger_goes_by_itself_from_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replicate, "_TOGETHER", 40)
+    monkeypatch.setattr(replicate, "TOGETHER_BYTES", 40)
     tensors = floats(4, 11, 5, 1, 9, 2, 30)
     found = sent(*tensors)
     assert [n for n, _ in found] == [11, 30, 10, 9, 2]

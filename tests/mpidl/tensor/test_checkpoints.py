@@ -17,6 +17,7 @@ from collectives import Communicator
 from mpidl import Mesh, TrainingError
 from mpidl.activations import CheckpointStore, checkpoint_modules
 from mpidl.models.gpt2 import GPT2, GPT2Config
+from mpidl.tensor import traffic
 from tests.mpidl.tensor.engines import ENGINES, MESHES, Recipe, engine_of
 from tests.mpidl.tensor.reference import VOCABULARY, loss_of, tokens
 
@@ -125,12 +126,12 @@ def test_sums_that_are_kept_are_not_made_again(comm: Communicator, sequence_para
         model = mpidl.parallelize(gpt2(), mesh, sequence_parallel=sequence_parallel)
         if settings:
             checkpoint_modules(model, **settings)
-        traffic = model._mpidl_tensor_parallel.group.traffic  # type: ignore[union-attr]
         loss = loss_of(model, tokens(0))
-        before = traffic.all_reduces, traffic.reduce_scatters, traffic.all_gathers
+        before = traffic(model)
         loss.backward()
-        after = traffic.all_reduces, traffic.reduce_scatters, traffic.all_gathers
-        return tuple(b - a for a, b in zip(before, after, strict=True))  # type: ignore[return-value]
+        after = traffic(model)
+        names = ("all_reduces", "reduce_scatters", "all_gathers")
+        return tuple(getattr(after, name) - getattr(before, name) for name in names)  # type: ignore[return-value]
 
     with Mesh(tp=comm.size, comm=comm) as mesh:
         plain, again, kept = in_backward(), in_backward(every=1), in_backward(keep_sums=True)

@@ -14,6 +14,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import Mesh
 from mpidl.models.gpt2 import GPT2, GPT2Config
+from mpidl.tensor import traffic
 from mpidl.tensor.communication import TensorGroup, Traffic
 from tests.mpidl.tensor.reference import loss_of, part_of
 from tests.mpidl.tensor.with_dropout import seeded
@@ -117,14 +118,10 @@ def test_with_whole_sequences_each_rank_keeps_norms_and_the_inputs_of_regions(
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def _traffic(model: nn.Module) -> Traffic:
-    return model._mpidl_tensor_parallel.group.traffic  # type: ignore[return-value, union-attr]
-
-
 def _elements(model: nn.Module) -> dict[str, int]:
     """Elements of a forward and a backward pass."""
     _loss(model).backward()
-    return dict(vars(_traffic(model)))
+    return dict(vars(traffic(model)))
 
 
 SIZE = BATCH * TOKENS * WIDTH
@@ -164,14 +161,13 @@ def test_the_embedding_sends_2_bsh_and_the_loss_3_numbers_a_token(comm: Communic
     model = _gpt2(1).double()
     with Mesh(tp=comm.size, comm=comm) as mesh:
         mpidl.parallelize(model, mesh)
-        traffic = _traffic(model)
         model.transformer["wte"](_batch()[:, :TOKENS]).sum().backward()
-        assert traffic == Traffic(all_reduces=1, reduced=SIZE)
+        assert traffic(model) == Traffic(all_reduces=1, reduced=SIZE)
         logits = model.lm_head(torch.ones(BATCH * TOKENS, WIDTH, dtype=torch.float64))
         loss = nn.functional.cross_entropy(logits, _batch()[:, :TOKENS].flatten())
-        assert traffic == Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
+        assert traffic(model) == Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
         torch.autograd.grad(loss, logits)
-        assert traffic == Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
+        assert traffic(model) == Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
 
 
 # ---- an input that is gathered again -------------------------------------------------------------------------------
@@ -186,15 +182,14 @@ def test_one_gather_serves_all_layers_of_a_region_in_each_backward_pass(comm: Co
         for each in (whole, model):
             each.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
             each.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-        traffic = _traffic(model)
         losses = [_loss(each) for each in (whole, model)]
-        before = traffic.all_gathers
+        before = traffic(model).all_gathers
         for loss in losses:
             loss.backward(retain_graph=True)
-        first = traffic.all_gathers - before
+        first = traffic(model).all_gathers - before
         for loss in losses:
             loss.backward()
-        assert traffic.all_gathers - before == 2 * first
+        assert traffic(model).all_gathers - before == 2 * first
         assert first == 2 + 2 + 1  # regions again; gradients of regions' outputs; where pieces begin
         for (name, p), q in zip(model.named_parameters(), whole.named_parameters(), strict=True):
             if p.requires_grad:

@@ -89,7 +89,8 @@ def test_groups_by_node_are_all_ranks_on_one_node(comm) -> None:
     optimizer = mpidl.ZeroOptimizer(
         fresh(MODELS["gpt2"]), torch.optim.SGD, 3, process_group=comm, lr=0.1, shard_group="node"
     )
-    assert (optimizer._parts.group.size, optimizer._parts.group.replicas is None) == (comm.local_size, comm.nodes == 1)
+    stats = optimizer.stats()
+    assert (stats["shard_ranks"], stats["replicas"]) == (comm.local_size, comm.nodes)
 
 
 def test_groups_that_do_not_fit_are_refused_on_every_rank(comm) -> None:

@@ -109,7 +109,7 @@ def test_methods_of_every_kind_are_measured_but_those_of_too_many_bytes(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(comm, "nodes", 2)
         how = Compression("auto", where="everywhere", allow=("powersgd:2", "topk:0.9", "randomk:0.1"))
-        choice = Training(comm, "ddp", how).compressed._auto
+        choice = Training(comm, "ddp", how).compressed.choice
     if comm.size > 1:
         assert [figure.method for figure in choice.figures] == ["bf16", "powersgd:2", "randomk:0.1"]
         assert choice.left_out == ["topk:0.9"]
@@ -128,7 +128,7 @@ def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
         self.figures = [Figure("bf16", 5.0, 0.0), Figure("int8", 1.0, 0.0)]
 
     monkeypatch.setattr(auto.AutoChoice, "_measure", measured)
-    monkeypatch.setattr(auto, "_now", clock)
+    monkeypatch.setattr(auto, "now", clock)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(comm, "nodes", 2)
         training = Training(comm, "ddp", Compression("auto", where="everywhere", allow=("int8",)))

@@ -13,7 +13,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import Compression
 from mpidl.gradients.compression.randomk import RandomK
-from mpidl.gradients.compression.topk import TopK, largest_places
+from mpidl.gradients.compression.topk import TopK, largest_indices
 from tests.mpidl.gradients.compression.methods import contribution, exchange_over, reduce_section
 
 ELEMENTS = 1201  # pieces of different sizes
@@ -36,9 +36,9 @@ def test_top_k_follows_the_formula(comm: Communicator, fraction: float, needs_al
         for rank in range(comm.size):
             fed_back = errors[rank] + contribution(rank, ELEMENTS, step).double().numpy()
             for start, stop in pairwise(edges):
-                places = start + np.argsort(-np.abs(fed_back[start:stop]))[: math.ceil(fraction * (stop - start))]
-                mean[places] += fed_back[places] / comm.size
-                fed_back[places] = 0
+                indices = start + np.argsort(-np.abs(fed_back[start:stop]))[: math.ceil(fraction * (stop - start))]
+                mean[indices] += fed_back[indices] / comm.size
+                fed_back[indices] = 0
             errors[rank] = fed_back
         found = reduce_section(compressor, comm, values, needs_all=needs_all, step=step, exchange=exchange)
         np.testing.assert_allclose(found.double().numpy(), mean if needs_all else mean[own], rtol=1e-4, atol=1e-4)
@@ -47,20 +47,20 @@ def test_top_k_follows_the_formula(comm: Communicator, fraction: float, needs_al
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("needs_all", [True, False])
-def test_random_k_sends_the_places_of_the_step(comm: Communicator, needs_all: bool) -> None:
+def test_random_k_sends_the_indices_of_the_step(comm: Communicator, needs_all: bool) -> None:
     compressor = RandomK(0.1)
     edges = [number * ELEMENTS // comm.size for number in range(comm.size + 1)]
     own = slice(edges[comm.rank], edges[comm.rank + 1])
     for step in (0, 1):
         values, expected = contribution(comm.rank, ELEMENTS, step), np.zeros(ELEMENTS)
-        places = compressor.places(ELEMENTS, step).numpy()
+        indices = compressor.indices(ELEMENTS, step).numpy()
         for rank in range(comm.size):
-            expected[places] += contribution(rank, ELEMENTS, step).double().numpy()[places] / comm.size
+            expected[indices] += contribution(rank, ELEMENTS, step).double().numpy()[indices] / comm.size
         found = reduce_section(compressor, comm, values, needs_all=needs_all, step=step)
         expected = expected if needs_all else expected[own]
         np.testing.assert_allclose(found.double().numpy(), expected, rtol=1e-4, atol=1e-4)
         remaining = contribution(comm.rank, ELEMENTS, step)
-        remaining[places] = 0
+        remaining[indices] = 0
         assert torch.equal(values, remaining)
 
 
@@ -78,20 +78,20 @@ def test_sections_of_one_element_or_none(comm: Communicator, method: str) -> Non
             torch.testing.assert_close(found, torch.full_like(found, 3 + (comm.size - 1) / 2))
 
 
-def test_random_places_are_all_different_and_reach_every_element() -> None:
+def test_random_indices_are_all_different_and_reach_every_element() -> None:
     compressor, reached = RandomK(0.1), torch.zeros(1003, dtype=torch.int64)
     for step in range(400):
-        places = compressor.places(1003, step)
-        assert len(places.unique()) == len(places) == math.ceil(100.3)
-        reached[places] += 1
+        indices = compressor.indices(1003, step)
+        assert len(indices.unique()) == len(indices) == math.ceil(100.3)
+        reached[indices] += 1
     assert reached.min() > 10
     assert reached.max() < 90
-    assert torch.equal(RandomK(1.0).places(1003, 5), torch.arange(1003))
+    assert torch.equal(RandomK(1.0).indices(1003, 5), torch.arange(1003))
 
 
 @pytest.mark.parametrize("elements", [10, 40_000, 300_001])
 @pytest.mark.parametrize("kind", ["normal", "zeros", "few", "equal", "infinite"])
-def test_the_places_are_those_of_the_largest_values(elements: int, kind: str) -> None:
+def test_the_indices_are_those_of_the_largest_values(elements: int, kind: str) -> None:
     values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     if kind in ("zeros", "few", "equal"):
         values = values * 0 + (kind == "equal")
@@ -101,9 +101,9 @@ def test_the_places_are_those_of_the_largest_values(elements: int, kind: str) ->
         values[0], values[-1] = -math.inf, math.nan
     sizes = values.abs().nan_to_num(math.inf, math.inf)
     for count in (1, math.ceil(elements / 100), elements):
-        places = largest_places(values, count)
-        assert len(places.unique()) == count
-        assert torch.equal(sizes[places].sort(descending=True).values, sizes.sort(descending=True).values[:count])
+        indices = largest_indices(values, count)
+        assert len(indices.unique()) == count
+        assert torch.equal(sizes[indices].sort(descending=True).values, sizes.sort(descending=True).values[:count])
 
 
 @pytest.mark.mpi

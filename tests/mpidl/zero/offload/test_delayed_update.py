@@ -15,6 +15,7 @@ from torch import nn
 import mpidl
 from mpidl import Offload
 from mpidl.memory import measure
+from mpidl.zero.offload.swap_file import SwapFile
 from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.zero.offload.test_offload import PRECISIONS, WAYS, differences, everything, go_on, whole, zero
 
@@ -68,7 +69,7 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
                 for name, p in model.named_parameters():
                     torch.testing.assert_close(p.detach(), expected[step][name], rtol=0, atol=2e-5)
         optimizer.flush()
-        assert not optimizer._parts.offloaded.pending
+        assert not optimizer.stats()["pending_update"]
         with optimizer.gathered(writable=False):
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p.detach(), expected[-1][name], rtol=0, atol=2e-5)
@@ -97,15 +98,15 @@ def test_an_update_runs_beside_the_next_passes_and_writes_no_weight(comm, monkey
     go_on(comm, model, optimizer, range(2))
     optimizer.flush()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    may, group = threading.Event(), optimizer._parts.offloaded._groups[0]
-    inner_step, threads = group.inner.step, []
+    may, threads = threading.Event(), []
+    inner_step = optimizer.inner_class.step
 
-    def step() -> None:
+    def step(self: torch.optim.Optimizer) -> None:
         threads.append(threading.current_thread())
         assert may.wait(60)
-        inner_step()
+        inner_step(self)
 
-    monkeypatch.setattr(group.inner, "step", step)
+    monkeypatch.setattr(optimizer.inner_class, "step", step)
     x, y = sequences(0, 0)
     model(x, y).backward()
     optimizer.step()
@@ -171,7 +172,7 @@ def test_a_delayed_update_that_fails_ends_the_next_step_on_every_rank(comm, monk
         raise OSError(errno.EIO, "deliberate")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(optimizer._parts.offloaded._file, "write", fail)
+        monkeypatch.setattr(SwapFile, "write", fail)
     go_on(comm, model, optimizer, range(1))
     for act in (lambda: go_on(comm, model, optimizer, range(1)), optimizer.flush, optimizer.model_state_dict):
         with pytest.raises(mpidl.TrainingError, match=f"failed on rank {comm.size - 1}: OSError"):

@@ -11,7 +11,6 @@ import torch
 
 import mpidl
 from collectives import Work, WorkTimeout
-from mpidl.job import communicator_pool
 from tests.harness import launch
 from tests.mpidl.zero.reference import Several, after_failure, engine, plainly
 
@@ -57,7 +56,7 @@ def left_open(optimizer: Any) -> Any:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("before", ["first", "later"])
-def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, before: str) -> None:
+def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, duplicated: list[str], before: str) -> None:
     """Neither does it keep the engine, nor cost a Communicator."""
     if comm.size == 1:
         return  # nothing is gathered there
@@ -71,14 +70,14 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, befor
         left = left_open(optimizer)
         comm.barrier()
         assert left.is_over() == (comm.rank != 0)
-        count = count or len(communicator_pool._pooled.get(comm, []))
+        count = count or len(duplicated)
         parameters = torch.utils.weak.ref(optimizer._parts.parameters)
         del model, optimizer
         gc.collect()
         assert parameters() is None
         model, optimizer = engine(comm, Several, "stage 3 gathered")
         assert left.is_over()
-        assert len(communicator_pool._pooled.get(comm, [])) == count
+        assert len(duplicated) == count
         after_failure(comm, model, optimizer, Several)
         del model, optimizer
 
