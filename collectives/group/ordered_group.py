@@ -70,7 +70,9 @@ class OrderedGroup:
     Arguments and attributes: see `Communicator`.
     """
 
-    def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None, name: str = "") -> None:
+    def __init__(
+        self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None, name: str = "", scratch: bool = True
+    ) -> None:
         refuse_if_forked("Communicator")
         if not isinstance(name, str):
             raise arguments.wrong_type("name", name, "a text")
@@ -80,6 +82,8 @@ class OrderedGroup:
             raise ArgumentError("mpi: got MPI.COMM_NULL, as of a group that was closed; needs a communicator of ranks")
         self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
         limit = self._agreed(lambda: limit_of(timeout))
+        if len(set(self.mpi.allgather(bool(scratch)))) > 1:
+            raise ArgumentError(f"scratch: got {scratch!r} on rank {self.mpi.rank}; needs the same on every rank")
         free_dropped(self.mpi)
         self._made: list[MPI.Intracomm] = []  # by this object, to be freed
         with freed_if_mpi_fails("Communicator", self._made):
@@ -95,7 +99,7 @@ class OrderedGroup:
         self._compound_in: int | None = None  # the thread that runs one
         self._duplicates: list[OrderedGroup] = []
         weakref.finalize(self, self._progress.abandon).atexit = False  # there everything queued is waited for
-        self._timeout, self.name = timeout, name
+        self._timeout, self.name, self._scratch = timeout, name, bool(scratch)
         self.rank: int = self.mpi.Get_rank()
         self.size: int = self.mpi.Get_size()
         self.local_rank, self.local_size, self.nodes = place.local_rank, place.local_size, place.nodes
@@ -106,7 +110,9 @@ class OrderedGroup:
         self._crowded = place.crowded
         self._progress.may_sleep = place.nodes > 1 or place.full
         self._progress.follows = place.full and not place.crowded and place.nodes == 1
-        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, place, self._made)
+        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(
+            self._collective, place, self._made, stages=self._scratch
+        )
         self._positions = self._dispatch.positions
         self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
         number = self._collective.bcast(next(_numbers))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from collectives import Communicator, even_counts
+from collectives import ArgumentError, Communicator, even_counts
 from collectives.backends.symmetric.backend import Symmetric
+from collectives.backends.symmetric.staging import Staging
 
 pytestmark = pytest.mark.mpi
 
@@ -79,7 +80,7 @@ def test_operations_in_progress_threads_of_some_ranks_take_the_same_way_on_all(n
 def test_without_room_for_the_scratch_ranks_reach_the_arrays_themselves(node: Communicator) -> None:
     symmetric = node._dispatch.backends["symmetric"]
     assert isinstance(symmetric, Symmetric)
-    if symmetric._peers is None:
+    if not symmetric.reaches_arrays:
         pytest.skip("the kernel lets no rank reach another's memory")
     x = node.empty(1000, np.float32)
     with pytest.MonkeyPatch.context() as patch:
@@ -90,3 +91,25 @@ def test_without_room_for_the_scratch_ranks_reach_the_arrays_themselves(node: Co
         x[:] = node.rank
         node.all_reduce(x, algorithm="symmetric")
     assert (x == sum(range(node.size))).all()
+
+
+def test_without_a_scratch_no_array_goes_through_it(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Communicator(scratch=False)
+    group = whole.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
+    assert group is not None
+    symmetric = group._dispatch.backends["symmetric"]
+    assert isinstance(symmetric, Symmetric)
+    if symmetric.reaches_arrays:
+        monkeypatch.setattr(Staging, "run", lambda *_: pytest.fail("the scratch was used"))
+        monkeypatch.setattr(Staging, "fill", lambda *_: pytest.fail("the scratch was filled"))
+    for number, operation in enumerate(OPERATIONS):
+        for size in SIZES:
+            run(group, operation, size, number)
+    group.close()
+    whole.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_ranks_are_to_have_a_scratch_or_none(comm: Communicator) -> None:
+    with pytest.raises(ArgumentError, match=rf"scratch: got {comm.rank == 0} on rank {comm.rank}; needs the same"):
+        Communicator(scratch=comm.rank == 0)
