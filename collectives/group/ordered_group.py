@@ -42,7 +42,7 @@ from ..process.labels import is_profiled, label
 from ..process.topology import discover, names, world_ranks
 from ..runtime import background_errors
 from ..runtime.dropped import Remains, free_dropped, freed_if_mpi_fails, when_dropped
-from ..runtime.positions import NO_WORDS, group_name
+from ..runtime.positions import AFTER, NO_WORDS, group_name
 from ..runtime.progress import Progress, Work
 from ..runtime.watchdog import Guard, limit_of, watch
 
@@ -219,30 +219,38 @@ class OrderedGroup:
         It is run at once in half the time that `_issue` takes, as names of a function are found faster than those of an
         object. It does not refer to this object, which is freed as soon as the program drops it.
         """
+        if isinstance(task, Task):
+
+            def on_gpu(group: OrderedGroup, arrays: Any) -> None:
+                group._issue(operation, task, detail, False, arrays)
+
+            return Prepared(operation, task, detail, on_gpu)
         progress, positions = self._progress, self._positions
         queue, take_turn, end_turn = progress.queue, progress.turn.acquire, progress.turn.release
-        enter, leave = positions.entering(operation, detail), positions.leave
-        is_special, waits = isinstance(task, Task), self._waits_for_all(task, queued=False)
+        enter, state, after = positions.entering(operation, detail), positions.state, AFTER
+        wait_for_all = positions.wait_for_all if self._waits_for_all(task, queued=False) else None
 
         def at_once(group: OrderedGroup, arrays: Any) -> None:
-            unusual = group._unusable or group._compound_in is not None or group._exempt or is_profiled() or is_special
-            if unusual or queue or not take_turn(False):
+            if queue or not take_turn(False):  # a compound operation has the turn while its parts run
                 group._issue(operation, task, detail, False, arrays)
                 return
             try:
-                if group._failed:  # before the turn came
-                    group._refuse_if_unusable(operation)
-                number = group._issued = group._issued + 1
-                enter(number)
-                try:
-                    if waits:
-                        positions.wait_for_all(number)
-                    task()  # type: ignore[operator]
-                except BaseException as error:
-                    group._raise(error, operation, number, arrays)
-                leave()
+                # After the turn is taken, so that what an operation in the background has just done is seen.
+                unusual = is_profiled() or group._unusable or group._exempt
+                if not unusual:
+                    number = group._issued = group._issued + 1
+                    enter(number)
+                    try:
+                        if wait_for_all is not None:
+                            wait_for_all(number)
+                        task()
+                    except BaseException as error:
+                        group._raise(error, operation, number, arrays)
+                    state[0] = after
             finally:
                 end_turn()
+            if unusual:
+                group._issue(operation, task, detail, False, arrays)
 
         return Prepared(operation, task, detail, at_once)
 
