@@ -60,6 +60,11 @@ class Communicator(GroupCalls):
 
     name: what errors and the watchdog's reports call the group by, the same on every rank; may be empty.
 
+    scratch: whether one-copy operations on arrays of up to 1 MiB that are not in symmetric memory copy them through a
+    scratch in shared memory on one node, which is faster. False: the kernel copies from array to array at any size,
+    where it lets ranks read each other's memory; the bits of results are the same. The same on every rank; groups made
+    from this one have it too.
+
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
     nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
     mpi: the communicator that was given. world_ranks: the number in MPI.COMM_WORLD of each rank of the group, in its

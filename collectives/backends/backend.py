@@ -26,7 +26,7 @@ class Resources:
 
     comm: of the group's ranks, for their messages. scratch: memory that operations use in turn. meetings: where the
     ranks of a node meet in shared memory; None where those of some node share none. positions: where they show which
-    operations they are in.
+    operations they are in. stages: whether arrays may go through a scratch of shared memory that others need not.
     """
 
     comm: MPI.Intracomm
@@ -35,6 +35,7 @@ class Resources:
     scratch: Scratch
     meetings: Meetings | None
     positions: Positions
+    stages: bool = True
 
 
 class PartitionedCall(Protocol):

@@ -45,9 +45,9 @@ class Signature(NamedTuple):
 class CheckedDispatch(Dispatch):
     """A Dispatch whose ranks compare signatures first, whatever the operation and the backend."""
 
-    def __init__(self, comm: MPI.Intracomm, place: Topology, made: list[MPI.Intracomm]) -> None:
+    def __init__(self, comm: MPI.Intracomm, place: Topology, made: list[MPI.Intracomm], *, stages: bool = True) -> None:
         self._number = 0
-        super().__init__(comm, place, made)
+        super().__init__(comm, place, made, stages=stages)
 
     def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Call | Task:
         """Implements `Dispatch.prepare`; what the host does of a Task is compared once more, part by part."""

@@ -48,12 +48,14 @@ class Dispatch:
     """The operations of one group on checked arguments.
 
     comm: of the group's ranks, for nothing else. topology: from `discover`. made: gets the communicators that are
-    made. Collective.
+    made. stages: as of Resources. Collective.
 
     backends: by name. selection: the choice among them. positions: where the ranks show what they are doing.
     """
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, made: list[MPI.Intracomm]) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, topology: Topology, made: list[MPI.Intracomm], *, stages: bool = True
+    ) -> None:
         self.comm, self._made = comm, made
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.topology = topology
@@ -62,7 +64,7 @@ class Dispatch:
         self._silently = silent()
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
         meetings = self._meetings()
-        self.resources = Resources(comm, topology, self.allocator, self.scratch, meetings, self.positions)
+        self.resources = Resources(comm, topology, self.allocator, self.scratch, meetings, self.positions, stages)
         self.backends = make_backends(self.resources)
         self.selection = Selection(self.backends, {})
         self._symmetric_packing: Array | None = None
@@ -210,7 +212,7 @@ class Dispatch:
         comm = self.comm.Split(color, self.rank)
         assert isinstance(comm, MPI.Intracomm)
         self._made.append(comm)
-        self._parts.append(Dispatch(comm, discover(comm, self._made), self._made))
+        self._parts.append(Dispatch(comm, discover(comm, self._made), self._made, stages=self.resources.stages))
         return self._parts[-1]
 
     def split(self, color: int, key: int) -> MPI.Comm:

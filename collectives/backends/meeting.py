@@ -77,7 +77,7 @@ class Meetings:
         self._head = [slice(turn + rank * _ROW.size, turn + (rank + 1) * _ROW.size) for turn in turns]
         width = ranks * _RANGES
         self._range = [slice(s.start + rank * width, s.start + (rank + 1) * width) for s in self._ranges]
-        self._met = 0
+        self._turn = 0  # the turn of the next meeting
 
     @staticmethod
     def nbytes(ranks: int) -> int:
@@ -121,8 +121,8 @@ class Meetings:
 
     def publish(self, row: bytes, ranges: bytes = b"") -> bytes:
         """Waits for all ranks and returns all rows, and all ranges if this rank gives any, for `Meeting`."""
-        turn = self._met % 2
-        self._met += 1
+        turn = self._turn
+        self._turn = 1 - turn
         memory = self._memory
         memory[self._head[turn]] = row
         if ranges:

@@ -94,7 +94,7 @@ def default_tables(mpi: str, nodes: int, local_size: int, crowded: bool) -> Tabl
 
     crowded: whether the ranks of a node are more than its cores.
     """
-    return DEFAULTS.get((mpi, crowded)) if nodes == 1 and local_size <= _MEASURED_RANKS else None
+    return DEFAULTS.get((mpi, crowded)) if nodes == 1 and 1 < local_size <= _MEASURED_RANKS else None
 
 
 def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> dict[str, Table]:

@@ -65,6 +65,7 @@ DTYPES: dict[str, DType] = {d.name: d for d in [*_FLOATS, *_INTEGERS, *_OTHERS]}
 _BY_TORCH = {d.torch: d for d in DTYPES.values() if d.torch is not None}
 _BY_NUMPY = {d.storage: d for d in DTYPES.values() if d.name != "bfloat16"}
 _NAMES = ", ".join(DTYPES)
+_TENSOR, _STRIDED = torch.Tensor, torch.strided  # for `signature`, which every call asks
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -185,11 +186,12 @@ def signature(array: Any) -> tuple[Any, ...] | None:
         if not array.size or not flags.c_contiguous:
             return None
         return MPI.Get_address(array), array.size, array.dtype, flags.writeable
-    if isinstance(array, torch.Tensor) and array.is_cpu and array.layout is torch.strided:
-        if not array.is_contiguous() or array.is_complex() or array.is_neg():
+    if isinstance(array, _TENSOR) and array.is_cpu and array.layout is _STRIDED:
+        dtype = array.dtype
+        if not array.is_contiguous() or dtype.is_complex or array.is_neg():
             return None
         place = array.data_ptr()
-        return (place, array.numel(), array.dtype) if place else None
+        return (place, array.numel(), dtype) if place else None
     for kind in _kinds:
         found = kind.signature(array)
         if found is not None:

@@ -6,7 +6,7 @@
     options        what a command line asks for
     operations     each operation's arrays and its bus bandwidth, as data
     buffers        arrays of a call: one set that stays in the caches, or many that the calls rotate through
-    caches         the last cache's size
+    caches         the last cache's size; fresh: speeds of copies between cores
     sides          the call to time: by this package, by the MPI library, a plain copy
     peers          the same by torch.distributed; imported only where a peer is asked for
     reference      inputs, and what has to come out of them

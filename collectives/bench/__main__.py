@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..process.about import about_mpi
 from . import gpu_limits
 from .device import Device
+from .fresh import handover
 from .measurement import Row, measure
 from .options import Options, read_together
 from .report import Table, lines_of, summary
@@ -35,7 +36,7 @@ def main() -> int:
         from .peers import start_gloo, stop_gloo
 
         start_gloo(comm)
-    device = Device.of_gpu(comm, options.sides) if options.device == "cuda" else Device()
+    device = Device.of_gpu(comm, options.sides) if options.device == "cuda" else Device.of_cpu(comm, options.sides)
     for line in _about(comm, options, device):
         say(line)
     rows: list[Row] = []
@@ -85,7 +86,7 @@ def _operation(
 
 
 def _about(comm: Communicator, options: Options, device: Device) -> list[str]:
-    """The lines before the first table."""
+    """The lines before the first table. Collective."""
     step = f"{options.step_bytes}(bytes)" if options.step_bytes else f"{options.step_factor}(factor)"
     ranks = "1 rank" if comm.size == 1 else f"{comm.size} ranks on {comm.nodes} node(s)"
     lines = [
@@ -98,6 +99,12 @@ def _about(comm: Communicator, options: Options, device: Device) -> list[str]:
         lines.append("# One rank sends nothing: mpirun -n 2 python -m collectives.bench measures two.")
     if options.cold:
         lines.append(f"# cold: calls rotate through more than the {options.cache} bytes that a core's caches hold")
+    if options.fresh and comm.local_size > 1:
+        own, read, written = handover(comm)
+        lines.append(
+            f"# GB/s of a copy: in its own cache {own:.1f}, of what another rank has written {read:.1f}, onto what it "
+            f"has read {written:.1f}"
+        )
     if device.bandwidth is not None:
         lines.append(
             f"# {device.sharing} rank(s) on a GPU, which copies {device.bandwidth / 1e9:.0f} GB/s (read and written)"

@@ -2,6 +2,7 @@
 
     warm    call 1: set 0      call 2: set 0      call 3: set 0 ...     all as the untimed call before has left it
     cold    call 1: set 0      call 2: set 1      call 3: set 2 ...     and set 0 again after more than the caches hold
+    fresh   call 1: set 0      call 2: set 0      call 3: set 0 ...     all as the program has read and written it
 
 Sets lie one behind the other in an arena. Where so many small ones would be needed that their prepared calls find no
 room (`Communicator` keeps some), there are fewer, and before each call a rank reads other memory that makes up for it.
@@ -9,6 +10,7 @@ room (`Communicator` keeps some), there are fewer, and before each call a rank r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..communicator import Communicator
 from .operations import Case
 
 _LINE = 64  # bytes; sets share no line
+_OF_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")  # the root alone has the input, the result
 _MORE = 1.25  # than the caches hold
 
 
@@ -98,11 +101,32 @@ class Arena:
         self._wholes = make(self._strides[0] * sets, shared=self._operation.name == "all_gather")
         self._seconds = make(self._strides[1] * sets)
         self._second = second
+        self._copies: tuple[torch.Tensor, torch.Tensor] | None = None  # the program's own
 
     def zero(self) -> None:
         """Sets all to zero, on which reductions may run again and again."""
         self._wholes.zero_()
         self._seconds.zero_()
+
+    def program(self, place: str) -> Callable[[], None]:
+        """Returns a function that does what a program does between two calls: read a result, write the next input."""
+        arrays = self.arrays(0, place)
+        if self._copies is None:
+            self._copies = torch.zeros(self.whole, dtype=arrays.x.dtype), torch.empty(self.whole, dtype=arrays.x.dtype)
+        given, taken = (
+            memory[: each.numel()] for memory, each in zip(self._copies, (arrays.x, arrays.out), strict=True)
+        )
+        others = self._rank != self._root
+        gives = not (others and self._operation.name in _OF_ROOT)
+        takes = not (others and self._operation.name in _TO_ROOT)
+
+        def read_and_write() -> None:
+            if takes:
+                taken.copy_(arrays.out)
+            if gives:
+                arrays.x.copy_(given)
+
+        return read_and_write
 
     def arrays(self, number: int, place: str) -> Arrays:
         """The arrays of a set, for a call out of place or in place."""

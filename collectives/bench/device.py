@@ -6,17 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..backends.symmetric.backend import Symmetric
 from ..communicator import Communicator
 from ..timing import Clock
 from . import gpu_limits
+
+KERNEL = "kernel"  # the side in which the kernel copies from array to array
 
 
 @dataclass
 class Device:
     """The CPU, or with `of_gpu` this rank's GPU.
 
-    name: as torch has it. synchronize: waits for queued work. groups: on a GPU, by their transport. nccl: a group
-    of torch.distributed, or None. sharing: ranks on a GPU. bandwidth: of a copy there, bytes read and written a second.
+    name: as torch has it. synchronize: waits for queued work. groups: on a GPU, by their transport; on the CPU, by the
+    name of a side that needs one. nccl: a group of torch.distributed, or None. sharing: ranks on a GPU. bandwidth: of a
+    copy there, bytes read and written a second.
     """
 
     name: str = "cpu"
@@ -31,6 +35,16 @@ class Device:
     def is_gpu(self) -> bool:
         """Returns whether it is a GPU."""
         return self.bandwidth is not None
+
+    @classmethod
+    def of_cpu(cls, comm: Communicator, sides: Sequence[str]) -> Device:
+        """Makes it, with the group of `KERNEL` if that is asked for and the kernel lets ranks do it. Collective."""
+        if KERNEL not in sides:
+            return cls()
+        group = Communicator(comm.mpi, scratch=False)
+        backend = group._dispatch.backends.get("symmetric")
+        reaches = isinstance(backend, Symmetric) and backend.reaches_arrays
+        return cls(groups={KERNEL: group} if reaches else {})
 
     @classmethod
     def of_gpu(cls, comm: Communicator, sides: Sequence[str]) -> Device:

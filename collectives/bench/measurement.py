@@ -2,8 +2,11 @@
 
 A repetition, of which there are `iters`: the sides come in an order that is drawn anew, each as
 
-    warm    the call, untimed          barrier    the call, `agg_iters` times
-    cold    on to the next arrays      barrier    the call, `agg_iters` times, each on other arrays
+    warm    the call, untimed              barrier    the call, `agg_iters` times
+    cold    on to the next arrays          barrier    the call, `agg_iters` times, each on other arrays
+    fresh   the call, untimed; the rank    barrier    the call
+            reads its result and writes
+            its next input
 
 A repetition's time is that of the slowest rank (or what `average` says), by `agg_iters`. Every rank runs the same calls
 in the same order, as the draw is the same on all of them.
@@ -37,8 +40,8 @@ class Row:
     """A side's figures in one form. Times in microseconds, bandwidths in 10^9 bytes a second.
 
     bytes, count: of the whole array, and what the call is given. buffer: "user" or "symmetric" arrays, "-" of a copy.
-    cache: "warm" or "cold". place: "out" or "in". time_us: the median repetition; p95_us, p99_us, max_us: others.
-    wrong: elements that are not what they should be, None where none was looked at. ratios: by the side that is
+    cache: "warm", "cold" or "fresh". place: "out" or "in". time_us: the median repetition; p95_us, p99_us, max_us:
+    others. wrong: elements that are not what they should be, None where none was looked at. ratios: by the side that is
     compared with, the median of this time by that one's in the same repetition. limit_us: what a GPU's memory needs at
     least.
     """
@@ -100,6 +103,9 @@ class _Steps:
             ready: Callable[[], Any] = self._device.clock.ready
         elif form.cache == "cold":
             ready = lambda: self._rotate(calls, chosen)  # noqa: E731
+        elif form.cache == "fresh":
+            program = form.arena.program(form.place)
+            ready = lambda: (first(), program())  # noqa: E731
         else:
             ready = first
         return ready, (run if several > 1 or form.cache == "cold" else first)
@@ -147,7 +153,7 @@ def _forms(comm: Communicator, device: Device, options: Options, case: Case, rot
     """All sides that serve the case, in every form. Collective."""
     owner = device.groups.get("ipc", comm)
     places = tuple(place for place in options.places if place in case.operation.places)
-    for cache in ("warm", "cold") if options.cold else ("cold" if device.is_gpu else "warm",):
+    for cache in ("cold",) if device.is_gpu else options.caches:
         sets = rotation.sets if options.cold and cache == "cold" else 1
         for buffer in options.buffers:
             arena = Arena(owner, case, buffer, sets, device.name, has_second=needs_second(case, places))

@@ -56,6 +56,7 @@ class Options:
     buffers: tuple[str, ...]
     places: tuple[str, ...]
     cold: bool
+    fresh: bool
     cache: int
     percentiles: bool
     json: Path | None
@@ -65,6 +66,11 @@ class Options:
     def sides(self) -> tuple[str, ...]:
         """Everything that is timed, once."""
         return tuple(dict.fromkeys((*self.algorithms, *self.compare)))
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The states of the caches that calls are timed in, on the CPU."""
+        return ("warm", *(["cold"] if self.cold else []), *(["fresh"] if self.fresh else []))
 
     def sizes(self) -> Iterator[int]:
         """Bytes, from the smallest to the largest."""
@@ -168,6 +174,7 @@ def parser() -> Parser:
     )
     add("--percentiles", action="store_true", help="p50, p95, p99 and the largest time, in place of the median alone")
     add("--cold", action="store_true", help="cold caches too: calls rotate through more than they hold")
+    add("--fresh", action="store_true", help="fresh arrays too: just written by this rank, their last results read")
     add("--cache", type=bytes_text, metavar="SIZE", help="what they hold; by default what the system says")
     add = made.add_argument_group("results").add_argument
     add("--json", type=Path, metavar="FILE", help="write the rows there")
@@ -187,6 +194,10 @@ def read(argv: Sequence[str], ranks: int) -> Options:
         raise Refused(f"--stepbytes {given.stepbytes} and --stepfactor {given.stepfactor}: needs one of them")
     if given.cold and given.device != "cpu":
         raise Refused("--cold: on a GPU its cache is always cleared before a call; needs --device cpu")
+    if given.fresh and given.device != "cpu":
+        raise Refused("--fresh: a GPU has one cache for all that write and read there; needs --device cpu")
+    if given.fresh and given.agg_iters > 1:
+        raise Refused(f"--agg_iters {given.agg_iters}: got --fresh, which only the first call of a row is; needs 1")
     if given.cache and not given.cold:
         raise Refused(f"--cache {given.cache}: needs --cold")
     if given.op == ["avg"] and not any(has_average(dtype) for dtype in given.datatype):
@@ -215,6 +226,7 @@ def read(argv: Sequence[str], ranks: int) -> Options:
         buffers=tuple(given.buffers),
         places=tuple(given.places),
         cold=given.cold,
+        fresh=given.fresh,
         cache=given.cache or (cache_bytes() or 0 if given.cold else 0),
         percentiles=given.percentiles,
         json=given.json,

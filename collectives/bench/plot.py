@@ -51,7 +51,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             style = {
                 "color": colours.setdefault(label, f"C{len(colours) % 10}"),
                 "linestyle": "--" if points[0].buffer == "symmetric" else "-",
-                "marker": "x" if points[0].cache == "cold" else ".",
+                "marker": {"cold": "x", "fresh": "+"}.get(points[0].cache, "."),
                 "label": label,
             }
             for axis, attribute in ((axes[0][column], "time_us"), (axes[1][column], "busbw_gbs")):

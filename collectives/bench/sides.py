@@ -2,6 +2,7 @@
 
 name            call
 auto, ring ...  `Communicator`'s method with that `algorithm=`; on a GPU by a transport: ipc, aware, staged
+kernel          the one-copy algorithm of `Communicator(scratch=False)`: the kernel copies from array to array
 mpi             mpi4py's upper-case function on the same arrays, without this package
 gloo, nccl      torch.distributed's (`peers`)
 copy            no collective but the memory's limit: each rank copies as many bytes as the one-copy algorithm reads
@@ -26,7 +27,7 @@ from ..communicator import Communicator
 from ..schedules.algorithms import ALGORITHMS
 from . import gpu_limits
 from .buffers import Arrays
-from .device import Device
+from .device import KERNEL, Device
 from .operations import PREFIXES, Case
 
 Call = Callable[[], Any]
@@ -34,7 +35,7 @@ BUFFERS = ("user", "symmetric")
 COMPOSED = ("symmetric", "hierarchical")
 ALGORITHM_NAMES = ("auto", *COMPOSED, *sorted({name for family in ALGORITHMS.values() for name in family}))
 PEERS = ("mpi", "gloo", "copy")  # that have one kind of arrays only
-NAMES = {"cpu": (*ALGORITHM_NAMES, *PEERS), "cuda": (*TRANSPORTS, *PEERS, "nccl")}
+NAMES = {"cpu": (*ALGORITHM_NAMES, KERNEL, *PEERS), "cuda": (*TRANSPORTS, *PEERS, "nccl")}
 _OPERATORS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX, "none": MPI.SUM}
 
 
@@ -68,6 +69,9 @@ def side_of(
             call = call_of(comm, case, place, arrays, device.nccl if name == "nccl" else None)
     elif case.op == "avg" and case.operation.name in PREFIXES:
         return None
+    elif name == KERNEL:
+        if name in device.groups and buffer == "user" and "symmetric" in comm.algorithms(case.operation.name):
+            call = ours(device.groups[name], case, place, arrays, algorithm="symmetric")
     elif device.is_gpu:
         if name in device.groups and (buffer == "user" or name == "ipc"):
             call = ours(device.groups[name], case, place, arrays)

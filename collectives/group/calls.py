@@ -15,6 +15,7 @@ from ..base import buffers, coalesced, reduction
 from ..base.buffers import Buffer, DeviceBuffer, signature
 from ..base.reduction import Reduction
 from ..errors import ArgumentError
+from ..memory import shared_memory
 from ..memory.shared_memory import is_one_for_all
 from ..prepared import NOT_YET, PreparedOperation
 from . import details
@@ -38,7 +39,9 @@ class GroupCalls(GroupDivision):
     def _signature(self, array: Any) -> tuple[Any, ...] | None:
         """Returns the array's signature, another one for memory that all ranks of the node share."""
         seen = signature(array)
-        return seen if seen is None or not is_one_for_all(seen[0]) else (*seen, "one for all")
+        if shared_memory.one_for_all and seen is not None and is_one_for_all(seen[0]):
+            return (*seen, "one for all")
+        return seen
 
     def _recall(self, key: tuple[Any, ...]) -> Prepared | None:
         """The call that was prepared for the same arrays and arguments, which need no second check."""

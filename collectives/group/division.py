@@ -71,7 +71,7 @@ class GroupDivision(GroupObjects):
             return None
         assert isinstance(group, MPI.Intracomm)
         try:
-            made = type(self)(group, timeout=self._timeout, name=name)
+            made = type(self)(group, timeout=self._timeout, name=name, scratch=self._scratch)
         except OperationError:
             group.Free()
             raise
@@ -93,7 +93,7 @@ class GroupDivision(GroupObjects):
 
     def split_self(self) -> Self:
         """A Communicator of this rank only. Not collective."""
-        return type(self)(MPI.COMM_SELF, timeout=self._timeout)
+        return type(self)(MPI.COMM_SELF, timeout=self._timeout, scratch=self._scratch)
 
     def duplicate(self) -> Self:
         """Makes a Communicator of the same ranks with a queue of its own; closed along with this one. Collective."""

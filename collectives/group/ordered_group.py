@@ -42,7 +42,7 @@ from ..process.labels import is_profiled, label
 from ..process.topology import discover, names, world_ranks
 from ..runtime import background_errors
 from ..runtime.dropped import Remains, free_dropped, freed_if_mpi_fails, when_dropped
-from ..runtime.positions import NO_WORDS, group_name
+from ..runtime.positions import AFTER, NO_WORDS, group_name
 from ..runtime.progress import Progress, Work
 from ..runtime.watchdog import Guard, limit_of, watch
 
@@ -70,7 +70,9 @@ class OrderedGroup:
     Arguments and attributes: see `Communicator`.
     """
 
-    def __init__(self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None, name: str = "") -> None:
+    def __init__(
+        self, mpi: MPI.Intracomm | None = None, *, timeout: float | None = None, name: str = "", scratch: bool = True
+    ) -> None:
         refuse_if_forked("Communicator")
         if not isinstance(name, str):
             raise arguments.wrong_type("name", name, "a text")
@@ -80,6 +82,8 @@ class OrderedGroup:
             raise ArgumentError("mpi: got MPI.COMM_NULL, as of a group that was closed; needs a communicator of ranks")
         self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
         limit = self._agreed(lambda: limit_of(timeout))
+        if len(set(self.mpi.allgather(bool(scratch)))) > 1:
+            raise ArgumentError(f"scratch: got {scratch!r} on rank {self.mpi.rank}; needs the same on every rank")
         free_dropped(self.mpi)
         self._made: list[MPI.Intracomm] = []  # by this object, to be freed
         with freed_if_mpi_fails("Communicator", self._made):
@@ -95,7 +99,7 @@ class OrderedGroup:
         self._compound_in: int | None = None  # the thread that runs one
         self._duplicates: list[OrderedGroup] = []
         weakref.finalize(self, self._progress.abandon).atexit = False  # there everything queued is waited for
-        self._timeout, self.name = timeout, name
+        self._timeout, self.name, self._scratch = timeout, name, bool(scratch)
         self.rank: int = self.mpi.Get_rank()
         self.size: int = self.mpi.Get_size()
         self.local_rank, self.local_size, self.nodes = topology.local_rank, topology.local_size, topology.nodes
@@ -106,7 +110,9 @@ class OrderedGroup:
         self._crowded = topology.crowded
         self._progress.may_sleep = topology.nodes > 1 or topology.full
         self._progress.follows = topology.full and not topology.crowded and topology.nodes == 1
-        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(self._collective, topology, self._made)
+        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(
+            self._collective, topology, self._made, stages=self._scratch
+        )
         self._positions = self._dispatch.positions
         self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
         number = self._collective.bcast(next(_numbers))
@@ -213,30 +219,38 @@ class OrderedGroup:
         It is run at once in half the time that `_issue` takes, as names of a function are found faster than those of an
         object. It does not refer to this object, which is freed as soon as the program drops it.
         """
+        if isinstance(task, Task):
+
+            def on_gpu(group: OrderedGroup, arrays: Any) -> None:
+                group._issue(operation, task, detail, False, arrays)
+
+            return Prepared(operation, task, detail, on_gpu)
         progress, positions = self._progress, self._positions
         queue, take_turn, end_turn = progress.queue, progress.turn.acquire, progress.turn.release
-        enter, leave = positions.entering(operation, detail), positions.leave
-        is_special, waits = isinstance(task, Task), self._waits_for_all(task, queued=False)
+        enter, state, after = positions.entering(operation, detail), positions.state, AFTER
+        wait_for_all = positions.wait_for_all if self._waits_for_all(task, queued=False) else None
 
         def at_once(group: OrderedGroup, arrays: Any) -> None:
-            unusual = group._unusable or group._compound_in is not None or group._exempt or is_profiled() or is_special
-            if unusual or queue or not take_turn(False):
+            if queue or not take_turn(False):  # a compound operation has the turn while its parts run
                 group._issue(operation, task, detail, False, arrays)
                 return
             try:
-                if group._failed:  # before the turn came
-                    group._refuse_if_unusable(operation)
-                number = group._issued = group._issued + 1
-                enter(number)
-                try:
-                    if waits:
-                        positions.wait_for_all(number)
-                    task()  # type: ignore[operator]
-                except BaseException as error:
-                    group._raise(error, operation, number, arrays)
-                leave()
+                # After the turn is taken, so that what an operation in the background has just done is seen.
+                unusual = is_profiled() or group._unusable or group._exempt
+                if not unusual:
+                    number = group._issued = group._issued + 1
+                    enter(number)
+                    try:
+                        if wait_for_all is not None:
+                            wait_for_all(number)
+                        task()
+                    except BaseException as error:
+                        group._raise(error, operation, number, arrays)
+                    state[0] = after
             finally:
                 end_turn()
+            if unusual:
+                group._issue(operation, task, detail, False, arrays)
 
         return Prepared(operation, task, detail, at_once)
 

@@ -63,7 +63,7 @@ class SharedMemory(mmap.mmap):
 
 # Where the memory that `Communicator.shared` and `pages` have made in this process begins and ends, for any group.
 # Replaced as a whole, as memory may be freed while another thread reads it.
-_one_for_all: tuple[tuple[int, int], ...] = ()
+one_for_all: tuple[tuple[int, int], ...] = ()
 
 
 def note_one_for_all(memory: Any) -> None:
@@ -71,20 +71,20 @@ def note_one_for_all(memory: Any) -> None:
 
     memory: a SharedMemory, or one on a GPU.
     """
-    global _one_for_all
+    global one_for_all
     span = (memory.address, memory.address + len(memory))
-    _one_for_all = (*_one_for_all, span)
+    one_for_all = (*one_for_all, span)
     weakref.finalize(memory, _forget_one_for_all, span).atexit = False
 
 
 def _forget_one_for_all(span: tuple[int, int]) -> None:
-    global _one_for_all
-    _one_for_all = tuple(other for other in _one_for_all if other != span)
+    global one_for_all
+    one_for_all = tuple(other for other in one_for_all if other != span)
 
 
 def is_one_for_all(place: int) -> bool:
     """Returns whether an array at this address is the same memory on other ranks."""
-    for start, stop in _one_for_all:  # noqa: SIM110, every operation asks, and a loop is faster
+    for start, stop in one_for_all:  # noqa: SIM110, every operation asks, and a loop is faster
         if start <= place < stop:
             return True
     return False

@@ -51,7 +51,7 @@ OPERATIONS = (
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 END = OPERATIONS[-1]
 ANY = -1  # as the peer of a message: the one that comes first
-_AFTER, _INSIDE, _QUEUED, _FAILED = range(4)  # where a rank is: inside in the program's thread, or in another one
+AFTER, _INSIDE, _QUEUED, _FAILED = range(4)  # where a rank is: inside in the program's thread, or in another one
 _COLLECTIVE = struct.Struct("3q")
 _MESSAGE = struct.Struct("4q")
 _BEAT = struct.Struct("q")
@@ -129,6 +129,8 @@ class Positions:
 
     memory: shared by these ranks, `Positions.nbytes(ranks)` long and zero at first; private to this rank where there
     is no shared memory, and then of no use to others. crowded: whether the node has more ranks than cores.
+
+    state: a number that says whether this rank is in an operation; `leave` sets it to AFTER.
     """
 
     def __init__(self, memory: SharedMemory | bytearray, rank: int, ranks: int, *, crowded: bool = False) -> None:
@@ -142,12 +144,13 @@ class Positions:
         self._program = slice(program, program + _PROGRAM)
         own = memoryview(memory)[start : start + _WIDTH].cast("q")
         self._collective, self._message, self._beat = own[:3], own[3:7], own[7:]
+        self.state = own[2:3]
         self._waits = 0
 
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Bytes of memory that it needs."""
-        return Positions.nbytes_seen(ranks) + ranks * ranks
+        return Positions.nbytes_seen(ranks) + Counters.nbytes_of_sleepers(ranks)
 
     @staticmethod
     def nbytes_seen(ranks: int) -> int:
@@ -167,7 +170,7 @@ class Positions:
     def enter(self, number: int, operation: str, detail: bytes = NO_WORDS, queued: bool = False) -> None:
         """Notes that this rank begins an operation. queued: it runs in the progress thread. detail: from `words`."""
         collective = self._collective
-        collective[2] = _AFTER
+        collective[2] = AFTER
         collective[1] = CODES[operation]
         if detail is not self._written:
             self._memory[self._words] = self._written = detail
@@ -175,12 +178,14 @@ class Positions:
         collective[2] = _QUEUED if queued else _INSIDE
 
     def entering(self, operation: str, detail: bytes) -> Callable[[int], None]:
-        """Returns `enter` for an operation that is made again and again in the program's thread, given its number."""
+        """Returns `enter` for an operation that is made again and again in the program's thread, given its number.
+
+        This rank must be in no operation.
+        """
         memory, collective, of_words = self._memory, self._collective, self._words
         code, advance = CODES[operation], self._entered.advance
 
         def enter(number: int) -> None:
-            collective[2] = _AFTER
             collective[1] = code
             if detail is not self._written:
                 memory[of_words] = self._written = detail
@@ -191,7 +196,7 @@ class Positions:
 
     def leave(self, *, failed: bool = False) -> None:
         """Notes that this rank has ended the operation. failed: by an exception."""
-        self._collective[2] = _FAILED if failed else _AFTER
+        self._collective[2] = _FAILED if failed else AFTER
 
     def wait_for_all(self, number: int) -> None:
         """Returns when every rank of the node has come to the operation of that number, or past it; see Counters."""
@@ -211,7 +216,7 @@ class Positions:
         if self._collective[2] == _FAILED:
             self._entered.advance(number)
         else:
-            self._collective[2] = _AFTER
+            self._collective[2] = AFTER
             self._entered.advance(number + 1)
 
     @contextmanager

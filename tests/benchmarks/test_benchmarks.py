@@ -187,18 +187,6 @@ def test_barriers_are_timed_beside_mpi_s(mpirun) -> None:
 
 
 @pytest.mark.thorough
-def test_any_arrays_are_timed_by_each_way(mpirun) -> None:
-    done = mpirun(2, "benchmarks/bench_any_arrays.py", "--rounds=2", "--max-kib=4")
-    assert done.returncode == 0, done.stderr
-    header, *rows = (line.split() for line in done.stdout.splitlines() if not line.startswith("#"))
-    assert header == ["operation", "KiB", "direct", "auto", "MPI"]
-    assert [row[:2] for row in rows] == [
-        [name, kib] for name in ("all_reduce", "reduce_scatter", "all_gather") for kib in "14"
-    ]
-    assert all(len(row) == len(header) for row in rows)
-
-
-@pytest.mark.thorough
 def test_offload_is_measured_and_changes_no_bit(mpirun, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     small = ("--layers=2", "--embd=32", "--steps=2", "--buffer-mb=0.1")

@@ -8,8 +8,8 @@ others (`Meetings.publish`). Then all of them see the same rows, and take the sa
     direct    any arrays: the kernel copies from and to the peers' private memory, if it may (`peer_memory`)
     staged    any arrays: through a scratch of symmetric memory, in chunks that stay in the cache (`staging`)
 
-Where there are several ways, bytes decide (`group.StagedSizes`). Of n bytes on p ranks, in private arrays, a rank
-copies and adds:
+Where there are several ways, bytes decide (`group.StagedSizes`), and `Communicator(scratch=)`. Of n bytes on p ranks,
+in private arrays, a rank copies and adds:
 
     direct              2 (p - 1) / p n by the kernel, (p - 1) / p n added
     staged, in slices   (2 (p - 1) + 1) / p n in its program, (p - 1) / p n added

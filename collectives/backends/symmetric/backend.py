@@ -67,7 +67,13 @@ class Symmetric(Reductions, Movements, Backend):
             return None
         topology = resources.topology
         processor = Processor(chunk_bytes(topology))
-        return cls(resources.meetings, resources.allocator, connect(topology.node), processor, staged_sizes(topology))
+        staged = staged_sizes(topology) if resources.stages else StagedSizes()
+        return cls(resources.meetings, resources.allocator, connect(topology.node), processor, staged)
+
+    @property
+    def reaches_arrays(self) -> bool:
+        """Returns whether the kernel lets the ranks read each other's memory."""
+        return self._peers is not None
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
         """Makes the reduction if the ranks fill the node's cores and share the memory of all parts; else None."""

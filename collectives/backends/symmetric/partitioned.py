@@ -48,7 +48,7 @@ class Pool:
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Bytes of the memory."""
-        return STRIDE + ranks * (STRIDE + ranks)
+        return STRIDE + ranks * STRIDE + Counters.nbytes_of_sleepers(ranks)
 
 
 class ArrayPosition(NamedTuple):

@@ -81,7 +81,8 @@ class Staging:
             filling = stages.fillings.get(self._turn)
             if filling is None:
                 filling = stages.fillings[self._turn] = stages.steps[0](0, self._buffers(dtype)[self._turn])
-            _run(filling)
+            for function, arguments in filling:  # not by `_run`, as small operations have little else
+                function(*arguments)
 
     def run(self, stages: Stages, dtype: DType, filled: bool) -> None:
         """Runs every stage on every chunk; the same on all ranks, also on one that has nothing to do in a stage.
@@ -90,7 +91,8 @@ class Staging:
         """
         program = stages.programs.get(self._turn)
         if program is not None:
-            _run(program)
+            for function, arguments in program:
+                function(*arguments)
         elif stages.chunks <= _KEPT_CHUNKS:
             program = stages.programs[self._turn] = list(self._calls(stages, dtype, filled))
             _run(program)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from collectives import Communicator, even_counts
+from collectives import ArgumentError, Communicator, even_counts
+from collectives.backends.symmetric.staging import Staging
 from collectives.memory.peer_memory import connect
 from collectives.memory.shared_memory import Allocator
 from collectives.process import topology
@@ -90,3 +91,23 @@ def test_without_room_for_the_scratch_ranks_reach_the_arrays_themselves(node: Co
         x[:] = node.rank
         node.all_reduce(x, algorithm="symmetric")
     assert (x == sum(range(node.size))).all()
+
+
+def test_without_a_scratch_no_array_goes_through_it(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Communicator(scratch=False)
+    group = whole.split(comm.rank // comm.local_size if comm.nodes > 1 else 0)
+    assert group is not None
+    if connect(topology.split_by_node(group.mpi, group.rank)) is not None:
+        monkeypatch.setattr(Staging, "run", lambda *_: pytest.fail("the scratch was used"))
+        monkeypatch.setattr(Staging, "fill", lambda *_: pytest.fail("the scratch was filled"))
+    for number, operation in enumerate(OPERATIONS):
+        for size in SIZES:
+            run(group, operation, size, number)
+    group.close()
+    whole.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_ranks_are_to_have_a_scratch_or_none(comm: Communicator) -> None:
+    with pytest.raises(ArgumentError, match=rf"scratch: got {comm.rank == 0} on rank {comm.rank}; needs the same"):
+        Communicator(scratch=comm.rank == 0)

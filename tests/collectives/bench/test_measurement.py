@@ -11,7 +11,7 @@ import torch
 
 from collectives import Communicator
 from collectives.bench import measurement, reference
-from collectives.bench.buffers import cold
+from collectives.bench.buffers import Arena, cold, needs_second
 from collectives.bench.device import Device
 from collectives.bench.measurement import Row, measure
 from collectives.bench.operations import OPERATIONS, OPERATORS, Case, bus_bandwidth
@@ -33,6 +33,31 @@ def rows_of(comm: Communicator, text: str, what: Case) -> tuple[list[Row], set[s
     """The rows of a case, and the sides that do not serve it."""
     found = list(measure(comm, Device(), read(text.split(), comm.size), what))
     return [row for row in found if isinstance(row, Row)], {name for name in found if isinstance(name, str)}
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_fresh_arrays_were_just_written_by_those_who_have_the_input(comm: Communicator) -> None:
+    """By the kernel too, which reaches them where they are."""
+    text = "--algorithms auto,kernel --compare mpi --fresh -n 2 -w 0 --buffers user"
+    options = read(text.split(), comm.size)
+    device = Device.of_cpu(comm, options.sides)
+    for name, operation in OPERATIONS.items():
+        what = case(name, root=comm.size - 1)
+        rows = [row for row in measure(comm, device, options, what) if isinstance(row, Row)]
+        served = {"auto", "mpi"} | ({"kernel"} if device.groups and operation.name not in ("scan", "exscan") else set())
+        assert {(row.algorithm, row.cache) for row in rows} == {(s, c) for s in served for c in ("warm", "fresh")}
+        assert {row.wrong for row in rows} == {0}
+        assert all("mpi" in row.ratios for row in rows if row.algorithm != "mpi")
+        for place in operation.places:
+            arena = Arena(comm, what, "user", 1, "cpu", has_second=needs_second(what, operation.places))
+            arrays, program = arena.arrays(0, place), arena.program(place)
+            arrays.out.fill_(2), arrays.x.fill_(1)
+            program()
+            is_written = name not in ("broadcast", "scatter") or comm.rank == comm.size - 1
+            assert bool((arrays.x == 0).all()) == is_written, (name, place)
+    for group in device.groups.values():
+        group.close()
 
 
 def test_bus_bandwidth_is_by_the_formulas_of_nccl_tests() -> None:

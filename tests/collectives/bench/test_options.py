@@ -72,6 +72,8 @@ WRONG = {
     "-n 0": "got 0; needs at least 1",
     "--cache 1M": "--cache 1048576: needs --cold",
     "--cold --device cuda": "needs --device cpu",
+    "--fresh --device cuda": "needs --device cpu",
+    "--fresh -m 2": "--agg_iters 2: got --fresh",
     "--json no/such/place.json": "cannot be written",
     "--iter=3": "unrecognized arguments: --iter=3",
 }

@@ -94,7 +94,28 @@ def test_a_rank_that_waits_long_sleeps_until_it_is_woken(
     own.advance(1)
     own.wait_for_all(1)
     comm.barrier()
-    assert not any(memory[sleepers : sleepers + ranks * ranks])
+    assert not any(memory[sleepers : sleepers + Counters.nbytes_of_sleepers(ranks)])
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("ranks", [2, 8, 9, 20])
+def test_a_rank_that_sleeps_is_woken_among_few_and_many_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr(counters, "_futex", lambda address, operation, value, seconds=0.0: woken.append(address) or 0)
+    sleepers = ranks * STRIDE
+    memory = bytearray(sleepers + Counters.nbytes_of_sleepers(ranks))
+    views = [Counters(memory, 0, sleepers, rank, ranks, crowded=False) for rank in range(ranks)]
+    for rank, view in enumerate(views):
+        view.advance(1)
+        assert not woken
+        for other in range(ranks):
+            if other != rank:
+                place = next(found.asleep for found in views[other]._others if found.rank == rank)
+                memory[place] = 1
+                view.advance(2)
+                assert woken == [rank * STRIDE]
+                memory[place] = 0
+                woken.clear()
 
 
 @pytest.mark.ranks(2, 3, 4)
