@@ -178,10 +178,10 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
                 alpha=1.0 if first.cache == "warm" else 0.6,
             )
         axis.set_title(f"{panel[0].operation}, {panel[0].ranks} ranks", fontsize=10)
+        axis.set_xlabel("bytes", fontsize=8)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    figure.supxlabel("bytes")
     figure.supylabel("time / the library's own")
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=max(1, len(libraries)), fontsize=8)
     figure.savefig(path, dpi=80)
