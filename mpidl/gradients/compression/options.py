@@ -43,22 +43,22 @@ def read(
     """
     values = values or {}
     whole = method if text is None else f"{method}:{text}"
-    number, found_words, found_values = None, set(), {}
-    for number, part in enumerate([] if text is None else text.split(",")):
+    leading, found_words, found_values = None, set(), {}
+    for index, part in enumerate([] if text is None else text.split(",")):
         name, equals, value = part.partition("=")
         if equals and name in values:
             found_values[name] = _checked(whole, name, values[name], value)
         elif not equals and name in words:
             found_words.add(name)
-        elif number == 0 and not equals:
-            number = _checked(whole, *first, part)
+        elif index == 0 and not equals:
+            leading = _checked(whole, *first, part)
         else:
             allowed = [*words, *(f"{known}=..." for known in values)]
             raise ConfigurationError(
                 f"compress: got {whole!r}: {part!r}; needs {method}:{first[0]}"
                 + (f", then any of {', '.join(allowed)}" if allowed else " alone")
             )
-    return Given(number, frozenset(found_words), found_values)
+    return Given(leading, frozenset(found_words), found_values)
 
 
 def check(method: str, name: str, option: Option, value: Any) -> None:
