@@ -246,13 +246,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             elif self._first_pass is None:
                 self._await_first_pass()
 
+    def _forget_first_pass(self) -> None:
+        if self._first_pass is not None:
+            self._first_pass.remove()
+            self._first_pass = None
+
     def _await_first_pass(self) -> None:
         where = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
 
         def begins() -> None:
             alive = where()
             if alive is not None and alive._reducer is None and not alive._quiet:
-                alive._set_up_in_backward()
+                try:
+                    alive._set_up_in_backward()
+                except BaseException:
+                    alive._forget_first_pass()  # the program may wrap the module anew
+                    raise
                 alive._watch.phases.begin()  # the reducer's, in this pass
 
         def arrives(parameter: torch.Tensor) -> None:

@@ -294,7 +294,13 @@ def test_copies_that_differ_over_the_ranks_are_refused(comm) -> None:
         return
     with pytest.raises(mpidl.ModelMismatch, match=r"copies .* different parameters: layers\.1\.bias on rank"):
         loss.backward()
+    gc.collect()  # what the error referred to: the refused pass counts as interrupted from here on
     anew = mpidl.DistributedDataParallel(twin.module, process_group=comm)
+    for change in (comm.rank, -comm.rank):
+        with torch.no_grad():
+            anew.module.layers[1].bias.add_(change)
+        anew.zero_grad()
+        whole(anew, comm.rank).backward()  # of which the refused copy, that would compare the ranks, hears nothing
     anew.zero_grad()
     whole(anew, comm.rank).backward()
     check(anew.module, mean_gradients(Several, whole, comm.size))
