@@ -165,7 +165,7 @@ def test_under_nohup_neither_it_nor_its_job_heeds_a_closed_terminal(capfd: pytes
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert capfd.readouterr().out == f"{signal.SIG_IGN}\n"
+    assert capfd.readouterr().out == f"{signal.SIG_IGN!s}\n"
 
 
 def test_a_signal_while_the_job_is_being_started_is_not_lost(tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,9 @@ from tests.collectives.backends.cuda.standin import Gpu
 
 def test_copies_come_after_the_current_stream_and_before_what_joins_them(standin: Gpu) -> None:
     stream, copies = standin.stream(), GpuCopies(standin)
-    there, back = copies.room(1000, torch.float32), standin.put(torch.zeros(1000), "tensor")
+    there = copies.room(1000, torch.float32)
+    with standin.using(stream):
+        back = standin.put(torch.zeros(1000), "tensor")
     for number in range(20):
         with standin.using(stream):
             x = standin.put(torch.full((1000,), float(number)), "tensor")
