@@ -197,8 +197,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_models_agree(comm, self.module, self.parameters_to_ignore)
 
     def _make_reducer(self) -> None:
-        if self._first_pass is not None:
-            self._first_pass.remove()
+        self._forget_first_pass()
         comm = self.process_group
         pooled = communicator_pool.take(comm)
         self._reducer = Reducer(
