@@ -201,7 +201,7 @@ def kept(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
 
 
 def settings_of(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """What all runs of a table have in common."""
+    """The settings that all runs of a table share."""
     return {"data": options.data, "steps": options.steps, "every": options.every, "ranks": ranks}
 
 

@@ -65,7 +65,7 @@ class Library(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is measured and kept at once. kind: "ratios" to the library's own, or "imb"."""
+    """One measurement, kept as a whole. kind: "ratios" to the library's own, or "imb"."""
 
     kind: str
     library: str
@@ -133,7 +133,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What parts of one file have in common."""
+    """The settings that all parts of a file share."""
     names = ("minbytes", "maxbytes", "iters", "check", "cache", "imb_maxbytes", "starts")
     return {name: getattr(options, name) for name in names}
 

@@ -47,7 +47,7 @@ class Measured(Group, Protocol):
         """See `Communicator`."""
 
 
-FOUND: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
+known_tables: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process
 
 
 def is_on() -> bool:
@@ -74,12 +74,12 @@ def machine() -> str:
 def known(layout: str) -> Tables | None:
     """Returns the tables that this process or an earlier job has calibrated for the layout; None if none has."""
     key = machine(), layout
-    if key not in FOUND:
+    if key not in known_tables:
         with contextlib.suppress(ArgumentError, OSError):  # a file of something else is written anew
             tables = read_tables(cache_path(), *key)
             if tables:
-                FOUND[key] = tables
-    return FOUND.get(key)
+                known_tables[key] = tables
+    return known_tables.get(key)
 
 
 def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: str) -> Tables:
@@ -89,13 +89,13 @@ def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: 
     tables hold for this process.
     """
     key = machine(), layout
-    FOUND[key] = {}  # the group that is measured does not calibrate itself
+    known_tables[key] = {}  # the group that is measured does not calibrate itself
     comm: Measured = make(mpi)
     try:
         tables = _measured(comm)
     finally:
         comm.close()
-    FOUND[key] = tables
+    known_tables[key] = tables
     if comm.rank == 0:
         path = cache_path()
         with contextlib.suppress(OSError):

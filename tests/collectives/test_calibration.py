@@ -22,7 +22,7 @@ def cache(comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setenv(calibration.CALIBRATE, "1")
     monkeypatch.setattr(tables, "DEFAULTS", {})
-    monkeypatch.setattr(calibration, "FOUND", {})
+    monkeypatch.setattr(calibration, "known_tables", {})
     monkeypatch.setattr(calibration, "SIZES", {4096: 2, 32768: 2})
     return calibration.cache_path()
 
