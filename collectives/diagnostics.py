@@ -4,6 +4,8 @@ about_mpi, usable, directories      the MPI library, the cores of this process, 
 label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks
 Position, listing, deadlocked       the operations that ranks are in, and who waits for whom in a circle
 describe_program                    what the watchdog's reports say of the program besides
+calls_of_main_thread                where the program is, for other threads
+say                                 writes to the error output, after what the program has written
 Witness, witnessed, tell            what a launcher sees of its ranks, and what a rank tells it
 JOB, mapped, exit_status            what a job leaves behind, and the status that a rank is about to exit with
 """
@@ -18,6 +20,8 @@ from .process.cores import usable
 from .process.labels import label
 from .runtime.positions import Position, listing
 from .runtime.program import describe_program
+from .runtime.stack import calls_of_main_thread
+from .runtime.watchdog import say
 from .runtime.witness import Witness, tell, witnessed
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "Position",
     "Witness",
     "about_mpi",
+    "calls_of_main_thread",
     "deadlocked",
     "describe_program",
     "directories",
@@ -33,6 +38,7 @@ __all__ = [
     "label",
     "listing",
     "mapped",
+    "say",
     "tell",
     "usable",
     "witnessed",

@@ -116,6 +116,22 @@ def test_a_rank_that_fails_while_others_wait_for_it_ends_the_run_with_its_traceb
     assert "an earlier failure" in text
 
 
+def test_a_job_that_mpidl_ends_from_inside_of_a_test_says_why(suite: Callable) -> None:
+    status, text = suite(
+        """
+        from collectives import Communicator
+        def test_waits():
+            comm = Communicator(timeout=1)
+            if rank != 1:
+                comm.barrier()
+            time.sleep(20)
+        """
+    )
+    assert status != 0
+    assert "rank 0 of 3" in text, text
+    assert "barrier" in text, text
+
+
 @pytest.mark.thorough("in a blocking MPI call")
 @pytest.mark.parametrize(
     "stuck",

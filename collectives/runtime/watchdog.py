@@ -24,7 +24,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from ..errors import ArgumentError
 from ..process import exit_status
 from .positions import ANY, END, Position, Positions, group_name, listing
 from .program import described
+from .stack import stack_of_main_thread
 
 TIMEOUT = "MPIDL_TIMEOUT"
 TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
@@ -203,12 +203,10 @@ class Guard:
             there = seen.position
             if there.inside and there.number > mine.number >= self._shown and now - seen.collective >= self.limit:
                 self._shown = mine.number + 1
-                frame = sys._current_frames().get(threading.main_thread().ident or 0)
-                where = "".join(traceback.format_stack(frame)) if frame else ""
                 own = self.world[self.ranks[self.positions.rank]]
                 group = f" of communicator {self.name!r}" if self.name else ""
                 what = f"{there.operation} (operation {there.number}{group})"
-                say(f"mpidl: rank {own} is late for {what}; it is at\n{where}")
+                say(f"mpidl: rank {own} is late for {what}; it is at\n{stack_of_main_thread()}")
 
     # ---- the report -------------------------------------------------------------------------------------------
 
@@ -348,7 +346,8 @@ def abort_job(status: int) -> None:
     os._exit(status)  # mpirun then ends the other ranks
 
 
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+# By their ids: values of a dictionary are listed at once, whatever other threads add meanwhile; those of a set are not.
+_guards: weakref.WeakValueDictionary[int, Guard] = weakref.WeakValueDictionary()
 _wake = threading.Event()
 _thread: list[threading.Thread] = []
 
@@ -359,7 +358,7 @@ if hasattr(os, "register_at_fork"):
 
 def watch(guard: Guard) -> None:
     """Watches the group for as long as the guard is referred to."""
-    _guards.add(guard)
+    _guards[id(guard)] = guard
     if not _thread:
         _thread.append(threading.Thread(target=_look_around, name="mpidl-watchdog", daemon=True))
         _thread[0].start()
@@ -374,11 +373,15 @@ def _look_around() -> None:
 
 def _look_once() -> float:
     """Seconds until the next look; until then the thread refers to no guard, and so keeps the memory of no group."""
-    now, guards = time.monotonic(), list(_guards)
+    now, guards = time.monotonic(), _watched()
     place, phase = described()
     for guard in guards:
         guard.look(now, place, phase)
     return min((guard.interval for guard in guards), default=1.0)
+
+
+def _watched() -> list[Guard]:
+    return [guard for reference in _guards.valuerefs() if (guard := reference()) is not None]
 
 
 def mark_end(late: bool) -> None:
@@ -386,7 +389,7 @@ def mark_end(late: bool) -> None:
 
     late: including the groups that are. What was told before is not told again.
     """
-    for guard in list(_guards):
+    for guard in _watched():
         if (late or not guard.late) and not guard.closed:
             guard.positions.end(exit_status.noted())
             guard.close()

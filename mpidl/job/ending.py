@@ -35,7 +35,7 @@ from typing import NoReturn
 import torch
 
 from collectives import Communicator, OperationError
-from collectives.diagnostics import exit_status
+from collectives.diagnostics import exit_status, say
 
 from ..digest import DIGEST, digest
 
@@ -90,12 +90,12 @@ class _Ending:
     ) -> NoReturn:
         text = "".join(traceback.format_exception(kind, error, trace))
         if self._has_news("".join(traceback.format_exception_only(kind, error))):
-            _say(f"mpidl: rank {self._comm.rank} of {self._comm.size}{where} ends the job: {text}")
+            say(f"mpidl: rank {self._comm.rank} of {self._comm.size}{where} ends the job: {text}")
         _end(self._comm, 1)
 
     def _interrupted(self) -> NoReturn:
         if self._has_news("interrupted"):
-            _say(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
+            say(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
             _end(self._comm, INTERRUPTED)
         time.sleep(10 * _LAST_WORDS)  # the one that has said so ends all
         _end(self._comm, INTERRUPTED)
@@ -166,12 +166,6 @@ def _end_by_hangup() -> None:
         signal.signal(signal.SIGHUP, handler)
 
 
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
 def _end(comm: Communicator, status: int) -> NoReturn:
     time.sleep(_LAST_WORDS)
     for path in list(TEMP_PATHS):
@@ -211,6 +205,6 @@ if hasattr(os, "register_at_fork"):
 def _end_with_background_errors() -> None:
     """Ends the job with errors that no `wait` has raised. Python has joined all threads, and takes no other status."""
     for comm, text in BACKGROUND_ERRORS.values():
-        _say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
+        say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
     for comm, _ in BACKGROUND_ERRORS.values():
         _end(comm, exit_status.noted() or 1)

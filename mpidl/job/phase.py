@@ -1,7 +1,7 @@
 """The phase of training that this process is in, for the watchdog's reports: "in the backward pass of step 7".
 
-The watchdog's thread reads it off the stack of the main thread whenever it looks, so that passes of any engine, or of
-none, are seen and do nothing for it. The innermost of these calls tells:
+The watchdog's thread reads it off the main thread's calls whenever it looks, so that passes of any engine, or of none,
+are seen and do nothing for it. The innermost of these calls tells:
 
     torch.autograd.backward, grad      in the backward pass      also where a checkpoint runs a forward pass again
     a step of an optimizer             in the optimizer's step
@@ -24,11 +24,19 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collectives.diagnostics import describe_program
+from collectives.diagnostics import calls_of_main_thread, describe_program
 
 _BACKWARD: set[CodeType] = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
 _STEP: CodeType = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  # what torch puts around each step
-_MODULE: CodeType = torch.nn.Module.__call__.__code__
+
+
+def _name(code: CodeType) -> tuple[str, str]:
+    """Returns the file and the function as a Call has them."""
+    return code.co_filename.encode("ascii", "backslashreplace").decode(), code.co_name
+
+
+_NAMES_OF_BACKWARD = {_name(code) for code in _BACKWARD}
+_NAME_OF_STEP, _NAME_OF_MODULE = _name(_STEP), _name(torch.nn.Module.__call__.__code__)
 
 
 class _Steps:
@@ -49,12 +57,13 @@ class _Steps:
     def phase(self) -> str:
         """Describes where the main thread is; empty before the first forward pass."""
         step, found = self.completed + 1, ""
-        for code in _codes(sys._current_frames().get(threading.main_thread().ident or 0)):
-            if code in _BACKWARD:
+        for call in calls_of_main_thread():
+            code = call.file, call.function
+            if code in _NAMES_OF_BACKWARD:
                 return f"in the backward pass of step {step}"
-            if code is _STEP:
+            if code == _NAME_OF_STEP:
                 return f"in the optimizer's step {step}"
-            if code is _MODULE:
+            if code == _NAME_OF_MODULE:
                 found = f"in the forward pass of step {step}"
         return found or (f"in step {step}" if self.completed else "")
 

@@ -32,6 +32,7 @@ from _pytest.runner import runtestprotocol
 from . import launch
 from .agreement import Agreement, ApartError, listed
 from .choice import left_out, left_out_of_twice
+from .last_words import show_last_words
 from .limit import LIMIT, Limit
 from .unread import has_nothing_for
 
@@ -149,6 +150,7 @@ class Harness:
         gc.freeze()  # modules stay: tests that look for garbage need not go through all of torch
         if self._agreement is None:
             return
+        show_last_words(self._stderr)
         names = [item.nodeid for item in session.items]
         with self._limit.watch("the agreement on the collected tests", LIMIT):
             found = self._together("the collection", (names, self._collection_errors))
