@@ -116,7 +116,7 @@ LAYERS = {
         "scratch_file standalone trained_by partial_steps optimizer_trial weight_files",
         "the job": "job",
         "groups of ranks": "mesh job.uneven_inputs",
-        "parts of training": "data models nn tensor",
+        "parts of training": "model_files data models nn tensor",
         "parts of engines": "gradients replicas comm_hooks",
         "DDP": "ddp",
         "over DDP": "gradients.nonfinite optim",

@@ -28,10 +28,10 @@ from ..gradients.buckets import facts
 from ..gradients.compression import Compression, Compressor
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
+from ..model_files import Rename
 from ..optimizer_trial import without_parameters
 from .construction import arguments
 from .construction.build import build
-from .construction.file_values import Rename
 from .construction.initial_values import Weights
 from .construction.loading import load_safetensors
 from .construction.module_values import InitFn

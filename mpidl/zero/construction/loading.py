@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...job.agreement import check_everywhere, refuse_everywhere
+from ...model_files import Rename
 from ..optimizer_parts import Parts
 from ..states.state_methods import flush, gathered
-from .file_values import Rename, Safetensors, WeightFiles
+from .file_values import Safetensors, WeightFiles
 from .initial_values import targets_of
 
 

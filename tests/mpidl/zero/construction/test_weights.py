@@ -16,7 +16,7 @@ import mpidl
 from mpidl.errors import ConfigurationError
 from mpidl.job.objects import broadcast_object
 from mpidl.zero import Safetensors
-from mpidl.zero.construction import file_values
+from tests.mpidl.elements_read import count_elements_read
 from tests.mpidl.small_models import Branching, Mixture, SmoothImages, small_gpt2
 from tests.mpidl.zero.construction.test_construction import (
     BF16,
@@ -165,38 +165,10 @@ def test_files_that_are_not_there_or_no_safetensors_are_named(comm, save) -> Non
 
 def test_a_rank_reads_no_more_rows_than_hold_its_slices(comm, save, monkeypatch) -> None:
     folder = save({"weight": torch.arange(600.0).view(60, 10), "bias": torch.zeros(60)})
-    safe_open, error = file_values.library()
-    read = []
-
-    class Opened:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._file = safe_open(*args, **kwargs)
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-        def keys(self) -> Any:
-            return self._file.keys()
-
-        def get_slice(self, key: str) -> Any:
-            part = self._file.get_slice(key)
-
-            class Counted:
-                get_shape = part.get_shape
-
-                def __getitem__(self, rows: slice) -> torch.Tensor:
-                    read.append(part[rows].numel())
-                    return part[rows]
-
-            return Counted()
-
-    monkeypatch.setattr(file_values, "library", lambda: (Opened, error))
+    read = count_elements_read(monkeypatch)
     optimizer = zero(on_meta(lambda: nn.Linear(10, 60)), comm, "stage 3", weights=folder)
     line = 16  # elements, with which parameters and shards begin; and at both ends a row of which it has a part
-    assert 660 / comm.size - 2 * line <= sum(read) <= 660 / comm.size + 2 * line + 20
+    assert 660 / comm.size - 2 * line <= read.total() <= 660 / comm.size + 2 * line + 20
     found = optimizer.model_state_dict()
     assert comm.rank or torch.equal(found["weight"], torch.arange(600.0).view(60, 10))
 
