@@ -472,12 +472,12 @@ class Communicator(GroupCalls):
         index = gpu_index("compound", device)
 
         def parts() -> None:
-            self._compound_in = threading.get_ident()
+            around, self._compound_in = self._compound_in, threading.get_ident()
             try:
                 with background_on_all_ranks() if async_op else contextlib.nullcontext():
                     task()
             finally:
-                self._compound_in = None
+                self._compound_in = around
 
         call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
         issue = self._issue if timeout is None else self._within(timeout)

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import secrets
 import sys
 import tempfile
+import threading
 import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,8 +65,9 @@ class SharedMemory(mmap.mmap):
 
 
 # Where the memory that `Communicator.shared` and `pages` have made in this process begins and ends, for any group.
-# Replaced as a whole, as memory may be freed while another thread reads it.
-one_for_all: tuple[tuple[int, int], ...] = ()
+# Added to and taken from at once, as the garbage collector may free memory in between, in any thread.
+one_for_all: dict[int, tuple[int, int]] = {}
+_spans = itertools.count()
 
 
 def note_one_for_all(memory: Any) -> None:
@@ -71,20 +75,15 @@ def note_one_for_all(memory: Any) -> None:
 
     memory: a SharedMemory, or one on a GPU.
     """
-    global one_for_all
-    span = (memory.address, memory.address + len(memory))
-    one_for_all = (*one_for_all, span)
-    weakref.finalize(memory, _forget_one_for_all, span).atexit = False
-
-
-def _forget_one_for_all(span: tuple[int, int]) -> None:
-    global one_for_all
-    one_for_all = tuple(other for other in one_for_all if other != span)
+    number = next(_spans)
+    one_for_all[number] = memory.address, memory.address + len(memory)
+    weakref.finalize(memory, one_for_all.pop, number).atexit = False
 
 
 def is_one_for_all(place: int) -> bool:
     """Returns whether an array at this address is the same memory on other ranks."""
-    for start, stop in one_for_all:  # noqa: SIM110, every operation asks, and a loop is faster
+    # A list is made at once; a tuple is not, as the collector may run while it grows.
+    for start, stop in list(one_for_all.values()):  # noqa: SIM110, every operation asks, and a loop is faster
         if start <= place < stop:
             return True
     return False
@@ -110,8 +109,9 @@ class Allocator:
         self._node = node
         self._rank, self._ranks = node.Get_rank(), node.Get_size()
         self._made = 0
-        self._starts: list[int] = []
-        self._live: list[weakref.ref[SharedMemory]] = []
+        # The allocations that live, by their addresses: replaced as a whole, as other threads look meanwhile.
+        self._live: list[tuple[int, weakref.ref[SharedMemory]]] = []
+        self._changing = threading.RLock()
 
     def allocate(
         self,
@@ -149,12 +149,17 @@ class Allocator:
         self._warn(f"the node's ranks cannot share {_size(wanted)}; ranks send messages instead", failure)
         return None
 
+    def count_live(self) -> int:
+        """Returns how many allocations are not freed."""
+        return sum(memory() is not None for _, memory in self._live)
+
     def find(self, address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
         """The allocation in whose part of this rank the bytes lie, and their place in that part."""
-        place = bisect_right(self._starts, address) - 1
-        if place < 0:
+        live = self._live
+        index = bisect_right(live, address, key=itemgetter(0)) - 1
+        if index < 0:
             return None
-        memory = self._live[place]()
+        memory = live[index][1]()
         if memory is None:
             self._forget()
             return None
@@ -231,15 +236,14 @@ class Allocator:
             warnings.warn(f"{what}: {reason}", RuntimeWarning, stacklevel=2)
 
     def _register(self, memory: SharedMemory) -> None:
-        self._forget()
-        place = bisect_right(self._starts, memory.address)
-        self._starts.insert(place, memory.address)
-        self._live.insert(place, weakref.ref(memory))
+        with self._changing:
+            self._forget()
+            self._live = sorted([*self._live, (memory.address, weakref.ref(memory))], key=itemgetter(0))
 
     def _forget(self) -> None:
         """Drops what is freed: its addresses may be given to something else."""
-        live = [(start, memory) for start, memory in zip(self._starts, self._live, strict=True) if memory() is not None]
-        self._starts, self._live = [start for start, _ in live], [memory for _, memory in live]
+        with self._changing:
+            self._live = [(start, memory) for start, memory in self._live if memory() is not None]
 
 
 def _pages(nbytes: int) -> int:

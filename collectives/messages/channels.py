@@ -92,7 +92,8 @@ class Channels:
 
     def has_sent_to_itself(self, rank: int, tag: int) -> bool:
         """Returns whether there is a message of the rank to itself that it has not begun to receive."""
-        return self.outgoing(rank, tag).messages > self.incoming(rank, tag).messages
+        with self.lock:
+            return self.outgoing(rank, tag).messages > self.incoming(rank, tag).messages
 
     def close(self) -> None:
         """Ends every message of the group: what was sent is delivered, a receive that nothing was sent for cancelled.

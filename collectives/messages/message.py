@@ -128,10 +128,12 @@ class Message(Work):
 
     def begin(self, channel: Channel) -> None:
         """Makes it the channel's next message. With the lock of `Channels`, so that MPI has them in that order too."""
-        _unbegun.discard(self)
-        self.channel, self.number = channel, channel.next()
-        self._start()
-        self._started = True
+        try:
+            self.channel, self.number = channel, channel.next()
+            self._start()
+            self._started = True
+        finally:
+            _unbegun.discard(self)  # last: a thread that waits for it goes to MPI as soon as nothing is left to begin
 
     def queue(self, begin_in_turn: Callable[[], None]) -> None:
         """Leaves it to a function to begin it, which is called while any message is waited for or asked."""

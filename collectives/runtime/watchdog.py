@@ -32,6 +32,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ArgumentError
+from ..memory.lifetime import keep_for_ever
 from ..process import exit_status
 from .positions import ANY, END, Position, Positions, group_name, listing
 from .program import described
@@ -116,8 +117,12 @@ class Guard:
     _questioned: float = -math.inf
     _looked: float = math.inf
     _shown: int = 0
+    _sent: list[MPI.Request] = field(default_factory=list)  # answers under way, whose bytes they keep
     _lock: threading.Lock = field(default_factory=threading.Lock)  # held while it looks
     _closed: bool = False
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _keep_what_is_sent, self._sent).atexit = False
 
     @property
     def interval(self) -> float:
@@ -128,6 +133,11 @@ class Guard:
     def sees_all(self) -> bool:
         """Returns whether all ranks' positions are on the page."""
         return len(self.ranks) == self.messages.size
+
+    @property
+    def _may_ask(self) -> bool:
+        """Returns whether it asks other nodes, and answers: its thread may call MPI, which has them."""
+        return not self.sees_all and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     @property
     def closed(self) -> bool:
@@ -146,7 +156,7 @@ class Guard:
         """
         with self._lock:
             found = dict(zip(self.ranks, self.positions.all(), strict=True))
-            if not self.sees_all and not self._closed:
+            if self._may_ask and not self._closed:
                 now = time.monotonic()
                 self._answer(now)
                 found |= {rank: there for rank, (there, came) in self._heard.items() if now - came < _FRESH}
@@ -173,7 +183,7 @@ class Guard:
         self._looked = now
         for seen, position in zip(self._seen, positions, strict=True):
             seen.update(position, now)
-        if not self.sees_all:
+        if self._may_ask:
             self._answer(now)
         mine = self._seen[self.positions.rank]
         waited, inside = mine.waited(now)
@@ -214,9 +224,9 @@ class Guard:
         if self._asked is None:
             self._asked = now
             self._answers = {}
-            if not self.sees_all:
+            if self._may_ask:
                 self._ask()
-        if len(self._answers) + len(self.ranks) < self.messages.size and now < self._asked + _ANSWER:
+        if self._may_ask and len(self._answers) + len(self.ranks) < self.messages.size and now < self._asked + _ANSWER:
             return
         here = {rank: (seen.position, now - seen.heard) for rank, seen in zip(self.ranks, self._seen, strict=True)}
         told = here | self._answers
@@ -247,13 +257,19 @@ class Guard:
         while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[0], status):
             asker = status.Get_source()
             self.messages.Recv(np.empty(0, np.uint8), asker, TAGS[0])
-            silent = [now - seen.heard for seen in self._seen]
-            self.messages.isend((self.ranks, self.positions.snapshot(), silent), asker, TAGS[1])
+            silent = [now - seen.heard for seen in self._seen] or [0.0] * len(self.ranks)
+            self._sent[:] = [request for request in self._sent if not request.Test()]
+            self._sent.append(self.messages.isend((self.ranks, self.positions.snapshot(), silent), asker, TAGS[1]))
         while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[1], status):
             ranks, snapshot, silent = self.messages.recv(None, status.Get_source(), TAGS[1])
             told = Positions.decode(snapshot)
             self._answers.update(zip(ranks, zip(told, silent, strict=True), strict=True))
             self._heard.update((rank, (there, time.monotonic())) for rank, there in zip(ranks, told, strict=True))
+
+
+def _keep_what_is_sent(sent: list[MPI.Request]) -> None:
+    if sent:
+        keep_for_ever(sent)
 
 
 def _comes_first(there: Position, mine: Position) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -68,7 +69,7 @@ class _Ending:
             self._said = self._page.tensor(0, DIGEST, torch.uint8)
         except OperationError:  # then every rank says what it has to say
             pass
-        self._noticed = threading.Event()
+        self._noticed = False
         self._writing: int | None = None
 
     def of_program(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -143,7 +144,7 @@ class _Ending:
         self._writing = None
 
     def _notice(self, number: int, frame: FrameType | None) -> NoReturn:
-        self._noticed.set()
+        self._noticed = True  # a lock, as Event has one, could be held here by the handler of an interrupt before
         raise KeyboardInterrupt
 
     def _stands(self) -> bool:
@@ -151,9 +152,20 @@ class _Ending:
 
     def _wait(self, reading: int) -> None:
         while received := os.read(reading, 64):
-            if signal.SIGINT in received and self._stands() and not self._noticed.wait(_NOTICE_S) and self._stands():
+            if signal.SIGINT not in received:
+                continue
+            if self._stands() and not self._is_noticed() and self._stands():
                 self._interrupted()
-            self._noticed.clear()
+            while select.select([reading], [], [], 0)[0] and os.read(reading, 64):
+                pass  # of interrupts that came meanwhile, for which Python has called the handler once
+            self._noticed = False
+
+    def _is_noticed(self) -> bool:
+        """Returns whether Python calls the handler within a while."""
+        deadline = time.monotonic() + _NOTICE_S
+        while not self._noticed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._noticed
 
 
 def _end_by_hangup() -> None:

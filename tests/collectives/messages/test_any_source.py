@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from collectives import Communicator, Envelope, OperationError, P2POp
-from collectives.messages.message import INLINE_BYTES, under_way
+from collectives.messages.message import INLINE_BYTES, Receiving, begin_in_turn, under_way
 
 pytestmark = pytest.mark.mpi
 LONG = INLINE_BYTES  # float64 elements: a message of pieces
@@ -40,6 +43,40 @@ def test_receives_take_messages_in_the_order_in_which_they_are_posted(comm: Comm
             work.wait()
         assert [x[-1] for x in found] == [0, 1, 2, 3]
         assert [work.sender for work in works] == [1] * 4
+    comm.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("size", [3, LONG])
+def test_a_message_that_another_thread_is_beginning_has_not_arrived(
+    comm: Communicator, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    start = Receiving._start
+
+    def slowly(message: Receiving) -> None:
+        begun.set()
+        time.sleep(0.2)
+        start(message)
+
+    def begin() -> None:
+        while not begun.is_set():
+            begin_in_turn()
+
+    x = np.zeros(size)
+    if comm.rank == 0:
+        monkeypatch.setattr(Receiving, "_start", slowly)
+        work = comm.recv(x, tag=2, async_op=True)
+        other = threading.Thread(target=begin)
+        other.start()
+    comm.barrier()
+    if comm.rank == 1:
+        comm.send(np.ones(size), 0, 2)
+    elif comm.rank == 0:
+        begun.wait()
+        work.wait()
+        assert x.all()
+        other.join()
     comm.barrier()
 
 

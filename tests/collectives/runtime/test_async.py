@@ -341,3 +341,21 @@ def test_a_failure_is_told_until_the_program_has_been_told(comm: Communicator, h
             group.close()
     assert not background_errors.find()
     group.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_compound_may_have_compounds_as_parts(comm: Communicator, in_background: bool) -> None:
+    x = np.ones(4)
+
+    def inner() -> None:
+        comm.all_reduce(x)
+
+    def outer() -> None:
+        comm.compound("inner", inner)
+        comm.all_reduce(x)
+
+    work = comm.compound("outer", outer, async_op=in_background)
+    if work is not None:
+        work.wait(60)
+    assert x.tolist() == [comm.size**2] * 4

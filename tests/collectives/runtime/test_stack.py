@@ -1,7 +1,8 @@
-"""Another thread reads what the main thread is doing, whatever that does meanwhile."""
+"""Threads read what others change: the calls of the main thread, tables of groups and of memory."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from collectives.memory.shared_memory import is_one_for_all, note_one_for_all, one_for_all
 from collectives.runtime.stack import Call, calls_of_main_thread, stack_of_main_thread
 from collectives.runtime.watchdog import watch
 
@@ -101,3 +103,35 @@ def test_groups_that_are_made_while_the_watchdog_lists_them(impatient: None, mon
         kept.append(idle())
         watch(kept[-1])  # type: ignore[arg-type]
     assert not failures
+
+
+def test_memory_that_is_made_and_freed_while_the_table_of_shared_memory_is_read(impatient: None) -> None:
+    class Memory:
+        address = 1 << 40
+
+        def __init__(self) -> None:
+            self.cycle = self  # which the garbage collector frees, in any thread
+
+        def __len__(self) -> int:
+            return 4096
+
+    over = threading.Event()
+
+    def make() -> None:
+        while not over.is_set():
+            note_one_for_all(Memory())
+
+    before, usual = len(one_for_all), gc.get_threshold()
+    making = threading.Thread(target=make)
+    gc.set_threshold(3)
+    try:
+        making.start()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            assert not is_one_for_all(1)
+    finally:
+        over.set()
+        making.join()
+        gc.set_threshold(*usual)
+    gc.collect()
+    assert len(one_for_all) == before

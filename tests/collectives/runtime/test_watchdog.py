@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from collectives import ArgumentError
+from collectives import ArgumentError, Communicator
 from collectives.process import cores
+from collectives.runtime import watchdog
 from collectives.runtime.positions import ANY, END, Position, Positions
-from collectives.runtime.watchdog import limit_of, report
+from collectives.runtime.watchdog import Guard, limit_of, report
 
 HEAD = """
 import os, signal, sys, time
@@ -491,3 +493,36 @@ def test_limits_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) 
         limit_of(None)
     with pytest.raises(ArgumentError, match="timeout: got -1"):
         limit_of(-1)
+
+
+def over_nodes(comm: Communicator, ranks: int) -> Guard:
+    """The guard of a group of which every rank here is the first of another node's so many, and the others idle."""
+    here = [comm.rank, *(comm.size + comm.rank * ranks + number for number in range(ranks - 1))]
+    positions = Positions(bytearray(Positions.nbytes(ranks)), 0, ranks)
+    return Guard(comm.mpi.Dup(), positions, here, list(range(comm.size * (ranks + 1))), 4.0)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, exactly=True)
+def test_answers_to_other_nodes_last_until_they_are_taken(comm: Communicator) -> None:
+    """Of many ranks on a node they are longer than what MPI copies; the program takes and frees memory meanwhile."""
+    guard, known = over_nodes(comm, 64), set()
+    enough = time.monotonic() + 0.3
+    while len(known) < 2 * 64 or time.monotonic() < enough:
+        known = set(guard.positions_of_all())
+        junk = [bytes([0xEE]) * size for size in range(7000, 30000, 61)]
+        time.sleep(0.005)
+    assert len(known) == 2 * 64
+    assert junk
+    comm.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, exactly=True)
+def test_without_threads_in_mpi_other_nodes_are_not_asked(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = over_nodes(comm, 2)
+    guard.messages = SimpleNamespace(size=4)  # type: ignore[assignment]  # which can send nothing
+    monkeypatch.setattr(watchdog.MPI, "Query_thread", lambda: watchdog.MPI.THREAD_FUNNELED)
+    for now in (0.0, 1.0, 2.0):
+        assert set(guard.positions_of_all()) == set(guard.ranks)
+        guard.look(now, "", "")

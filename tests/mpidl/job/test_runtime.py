@@ -272,6 +272,26 @@ def test_a_program_that_catches_an_interrupt_goes_on(job) -> None:
     assert done.stdout.count("went on") == 2
 
 
+def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_that_goes_on(job) -> None:
+    done = job(
+        1,
+        "import hashlib, signal, threading\n"
+        "for after in (0.03, 0.05):\n"
+        "    threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "try:\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 600_000)\n"  # in which Python notices nothing
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    try:\n"
+        "        time.sleep(2)\n"
+        "    except KeyboardInterrupt:\n"  # on a slow machine they come apart
+        "        time.sleep(2)\n"
+        "print('went on\\n', end='')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "went on\n"
+
+
 def test_a_handler_that_a_program_puts_in_place_later_is_the_one_that_counts(job) -> None:
     done = job(
         1,

@@ -100,7 +100,7 @@ def hooks(owner: torch.nn.Module | torch.nn.Parameter) -> int:
 
 def allocations(comm) -> int:
     """Live pieces of symmetric memory of a Communicator and its duplicates."""
-    own = sum(memory() is not None for memory in comm._dispatch.allocator._live)
+    own = comm._dispatch.allocator.count_live()
     return own + sum(allocations(other) for other in comm._duplicates)
 
 
