@@ -93,10 +93,11 @@ class ModelFiles:
         """Raises ConfigurationError if a tied tensor has several values, in one of `ranks` even parts of it."""
         with self.opened() as read:
             for tensor in self.names:
-                first, *others = self.names_in_files(tensor) or [""]
+                names = self.names_in_files(tensor)
                 start, stop = (tensor.numel() * number // ranks for number in (rank, rank + 1))
-                if not others or start == stop:
+                if len(names) < 2 or start == stop:
                     continue
+                first, *others = names
                 value = elements(read(first), tensor, start, stop)
                 for name in others:
                     if not torch.equal(elements(read(name), tensor, start, stop), value):

@@ -65,7 +65,7 @@ class SharedMemory(mmap.mmap):
 
 
 # Where the memory that `Communicator.shared` and `pages` have made in this process begins and ends, for any group.
-# Added to and taken from at once, as the garbage collector may free memory in between, in any thread.
+# Each change is one operation of the dictionary, as the garbage collector may free memory at any moment, in any thread.
 one_for_all: dict[int, tuple[int, int]] = {}
 _spans = itertools.count()
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 _CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_reading = threading.Lock()  # held while the file is of one thread
 
 
 class Call(NamedTuple):
@@ -29,11 +30,12 @@ class Call(NamedTuple):
 def calls_of_main_thread() -> list[Call]:
     """Returns at most a hundred calls, the innermost first; none where there is no room to write them down."""
     try:
-        file = _file()
-        os.ftruncate(file, 0)
-        os.lseek(file, 0, os.SEEK_SET)
-        faulthandler.dump_traceback(file, all_threads=True)
-        said = os.pread(file, os.fstat(file).st_size, 0).decode("ascii", "replace")
+        with _reading:
+            file = _file()
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            faulthandler.dump_traceback(file, all_threads=True)
+            said = os.pread(file, os.fstat(file).st_size, 0).decode("ascii", "replace")
     except OSError:
         return []
     head = f"hread 0x{threading.main_thread().ident or 0:016x} "  # after "T", or "Current t"

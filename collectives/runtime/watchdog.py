@@ -136,7 +136,7 @@ class Guard:
 
     @property
     def _may_ask(self) -> bool:
-        """Returns whether it asks other nodes, and answers: its thread may call MPI, which has them."""
+        """Returns whether it asks other nodes, and answers them: where MPI lets the watchdog's thread call it."""
         return not self.sees_all and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     @property

@@ -284,7 +284,7 @@ def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_th
         "except KeyboardInterrupt:\n"
         "    try:\n"
         "        time.sleep(2)\n"
-        "    except KeyboardInterrupt:\n"  # on a slow machine they come apart
+        "    except KeyboardInterrupt:\n"  # on a slow machine the second interrupt comes here
         "        time.sleep(2)\n"
         "print('went on\\n', end='')",
     )
