@@ -23,7 +23,7 @@
     traffic          counts what was sent; forward_label: names the forward pass in a profile
 """
 
-from .construction.file_values import Safetensors
+from .construction.initial_values import Safetensors
 from .construction.recording import deferred_init
 from .gradients.sharded_gradient import ShardedGradient
 from .offload import Offload

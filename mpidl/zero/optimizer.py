@@ -28,7 +28,6 @@ from ..gradients.buckets import facts
 from ..gradients.compression import Compression, Compressor
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
-from ..model_files import Rename
 from ..optimizer_trial import without_parameters
 from .construction import arguments
 from .construction.build import build
@@ -51,8 +50,9 @@ from .stepping import step
 from .stepping.precision import Precision
 from .traffic import ZeroTraffic
 
-if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+if TYPE_CHECKING:  # at run time where they are asked for: few programs need them
     from ..gradients.compression.hook import CompressedReduction
+    from ..model_files import Rename
 
 _REQUIRED: Any = None  # the error for an argument that is not given says what to write
 

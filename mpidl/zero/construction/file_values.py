@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,38 +23,26 @@ from ...replicas.start_check import check_settings_agree
 from .value_targets import Targets, wanted
 
 
-@dataclass(frozen=True)
-class Safetensors:
-    """The source of weights: safetensors files.
-
-    path: a file, or a directory as Hugging Face saves it: `model.safetensors`, or several files and
-        `model.safetensors.index.json`. The same on every rank.
-    rename: from a name in the files to the model's; None from it leaves a tensor out.
-    missing: whether the files may lack a name of the model, as that of an adapter or a new head: what is there, or what
-        gives values to a model on the meta device, stays. By default they may lack none.
-    """
-
-    path: str | Path
-    rename: Rename | None = None
-    missing: Callable[[str], bool] | None = None
-
-
 class WeightFiles:
     """Opened and compared with a model, whose tensors they fit. tensors: those of which they have the values.
 
-    names: the model's, several for a tied one; one of them must be in the files, or all may be missing. Raises
-    ConfigurationError as ModelFiles, and for arguments that are none.
+    path, rename, missing: as `zero.Safetensors` has them. names: the model's, several for a tied one; one of them must
+    be in the files, or all may be missing. Raises ConfigurationError as ModelFiles, and for arguments that are none.
     """
 
-    def __init__(self, given: Safetensors | str | Path, names: Mapping[str, torch.Tensor]) -> None:
-        given = given if isinstance(given, Safetensors) else Safetensors(given)
-        if not isinstance(given.path, str | os.PathLike):
-            raise ConfigurationError(f"weights: got {given.path!r}; needs a path, or a zero.Safetensors with one")
-        for argument in ("rename", "missing"):
-            function = getattr(given, argument)
+    def __init__(
+        self,
+        path: str | Path,
+        rename: Rename | None,
+        missing: Callable[[str], bool] | None,
+        names: Mapping[str, torch.Tensor],
+    ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigurationError(f"weights: got {path!r}; needs a path, or a zero.Safetensors with one")
+        for argument, function in (("rename", rename), ("missing", missing)):
             if not (function is None or callable(function)):
                 raise ConfigurationError(f"{argument}: got {function!r}; needs a function of a name")
-        self._files = ModelFiles(given.path, names, given.rename, given.missing or (lambda _: False))
+        self._files = ModelFiles(path, names, rename, missing or (lambda _: False))
         self.tensors = self._files.tensors
 
     def check(self, comm: Communicator) -> None:

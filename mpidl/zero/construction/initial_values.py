@@ -8,8 +8,10 @@ finish  fills shards and masters, a tensor at a time
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -26,11 +28,31 @@ from ..parameter_shard import ParameterShard
 from ..placeholder import placeholder
 from ..slices import Slice
 from ..states.whole_states import StateNames
-from .file_values import Safetensors, WeightFiles
 from .module_values import InitFn, ModuleCalls
 from .recording import Recording
 from .tape import View
 from .value_targets import Target, wanted, write_all
+
+if TYPE_CHECKING:
+    from ...model_files import Rename
+    from .file_values import WeightFiles  # at run time where files are given: few programs need it
+
+
+@dataclass(frozen=True)
+class Safetensors:
+    """The source of weights: safetensors files.
+
+    path: a file, or a directory as Hugging Face saves it: `model.safetensors`, or several files and
+        `model.safetensors.index.json`. The same on every rank.
+    rename: from a name in the files to the model's; None from it leaves a tensor out.
+    missing: whether the files may lack a name of the model, as that of an adapter or a new head: what is there, or what
+        gives values to a model on the meta device, stays. By default they may lack none.
+    """
+
+    path: str | Path
+    rename: Rename | None = None
+    missing: Callable[[str], bool] | None = None
+
 
 Weights = Safetensors | str | Path | None
 
@@ -61,7 +83,10 @@ class Construction:
         left = dict.fromkeys([*plan._parameters, *plan._buffers])
         names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
         if weights is not None:
-            plan._files = WeightFiles(weights, plan._stored)
+            from .file_values import WeightFiles
+
+            given = weights if isinstance(weights, Safetensors) else Safetensors(weights)
+            plan._files = WeightFiles(given.path, given.rename, given.missing, plan._stored)
             left = {t: None for t in left if t not in plan._loaded}
         for recording in _recordings(model):
             views = {t: view for t in left if (view := recording.view(t)) is not None}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...job.agreement import check_everywhere, refuse_everywhere
-from ...model_files import Rename
 from ..optimizer_parts import Parts
 from ..states.state_methods import flush, gathered
-from .file_values import Safetensors, WeightFiles
 from .initial_values import targets_of
+
+if TYPE_CHECKING:
+    from ...model_files import Rename
 
 
 def load_safetensors(
     parts: Parts, path: str | Path, rename: Rename | None, missing: Callable[[str], bool] | None
 ) -> None:
     """Fills this rank's slices of the model's weights from files. Collective."""
+    from .file_values import WeightFiles  # which few programs need
+
     flush(parts)
     names = parts.names.tensors(parts.model)
-    files = check_everywhere(parts.comm, lambda: WeightFiles(Safetensors(path, rename, missing), names))
+    files = check_everywhere(parts.comm, lambda: WeightFiles(path, rename, missing, names))
     files.check(parts.comm)
     if files.tensors.issuperset(names.values()):
         parts.guard.put_back()
