@@ -132,7 +132,7 @@ def test_every_element_is_written_once_and_the_export_is_that_of_one_process(com
         assert (shared / "last/model.safetensors").read_bytes() == (shared / "out/model.safetensors").read_bytes()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_masters_of_a_cut_model_in_16_bits_come_back(comm, shared: Path, engine: str) -> None:
     with meshes(comm) as groups:
@@ -152,7 +152,7 @@ def test_masters_of_a_cut_model_in_16_bits_come_back(comm, shared: Path, engine:
                 assert all(map(torch.equal, expected, (o.values for o in alone.optimizer.owned_state().slices())))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_accumulation_goes_on_under_another_mesh(comm, shared: Path, engine: str) -> None:
     with training(engine, (2, comm.size // 2), comm) as run:
@@ -419,7 +419,7 @@ def test_any_mutation_of_cuts_is_refused_on_every_rank_or_loads_what_was_saved(c
         assert refused > 40
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_parallelized_gpt2_goes_on_in_one_process_and_back(comm, shared: Path, optimizer: Any) -> None:
     """Adafactor keeps rows and columns of the whole parameter, which no part has."""

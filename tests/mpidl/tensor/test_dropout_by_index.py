@@ -130,7 +130,7 @@ def test_activation_checkpoints_drop_the_same_elements_again(
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_checkpoint_within_a_region_is_refused(comm: Communicator) -> None:
     class Inner(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_outside_the_model_and_in_eval_mode_nothing_changes(comm: Communicator) 
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_failed_forward_pass_ends_the_mode(comm: Communicator) -> None:
     model = build("gpt2")
     with Mesh(tp=2, comm=comm) as mesh:
@@ -190,7 +190,7 @@ def test_a_failed_forward_pass_ends_the_mode(comm: Communicator) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_copy_drops_by_index(comm: Communicator) -> None:
     model = build("gpt2")
     with Mesh(tp=2, comm=comm) as mesh:

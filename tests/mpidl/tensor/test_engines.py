@@ -121,7 +121,7 @@ def test_a_norm_counts_every_element_once(
                 assert_same(train_cut(engine, model, mesh, recipe), expected)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("engine", WAYS)
 def test_the_state_of_the_model_is_the_whole_ones(comm: Communicator, engine: str) -> None:
     """Also loading it sets every rank's part, and its mark on another rank of dp is refused by all."""
@@ -232,7 +232,7 @@ def test_settings_of_engines(comm: Communicator, setting: str) -> None:
                 assert_same(train_cut(engine, model, mesh, recipe), expected)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.each("way")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mpidl.optim.LAMB, torch.optim.Adafactor])

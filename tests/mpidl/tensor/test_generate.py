@@ -73,7 +73,7 @@ def test_tokens_of_transformers_are_those_of_one_process(comm: Communicator, nam
         assert sum(held) == max(all_heads, comm.size)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize("implementation", ["static", "dynamic_full"])
 def test_a_cache_of_a_fixed_size_holds_the_ranks_heads(comm: Communicator, implementation: str) -> None:
     whole, model = build("llama, two key heads"), build("llama, two key heads")

@@ -196,7 +196,7 @@ def test_one_gather_serves_all_layers_of_a_region_in_each_backward_pass(comm: Co
                 torch.testing.assert_close(p.grad, part_of(q[1].grad, p), rtol=1e-4, atol=1e-6, msg=name)  # fp32 norms
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_gathered_input_is_released_after_its_last_use(comm: Communicator) -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
     model = _llama(1).double()

@@ -128,7 +128,7 @@ def test_values_are_converted_and_names_changed(comm: Communicator, folder: Path
         assert model_state_dict(inner)["wte.weight"].dtype == torch.float64
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_files_that_do_not_fit_are_one_line_on_every_rank(comm: Communicator, folder: Path) -> None:
     whole = Tiny()
     states = {name: t.clone() for name, t in whole.state_dict().items()}
@@ -160,7 +160,7 @@ def test_files_that_do_not_fit_are_one_line_on_every_rank(comm: Communicator, fo
         raised_alike(comm, ConfigurationError, "output.weight differs", lambda: load_safetensors(tied, paths[1]))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_buffer_that_nothing_computes_is_refused_by_name(comm: Communicator, folder: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

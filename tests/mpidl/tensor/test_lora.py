@@ -117,7 +117,7 @@ def test_dropout_of_adapters_leaves_the_ranks_alike(comm: Communicator, name: st
         assert len({bytes(other) for other in mpidl.all_gather_object(comm, state.numpy().tobytes())}) == 1
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_other_kinds_of_adapters_are_refused_by_name(comm: Communicator) -> None:
     model = adapted("gpt2", ("c_fc",))
     inner: Any = model.get_submodule("transformer.h.1.mlp.c_fc")

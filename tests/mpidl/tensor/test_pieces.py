@@ -107,7 +107,7 @@ def test_llama_gives_the_logits_of_the_last_tokens(comm: Communicator, kept: int
         check_same(model, whole, lambda each: each(x, logits_to_keep=kept).logits)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, exactly=True)
 def test_replicated_embeddings_drop_elements_of_whole_sequences(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

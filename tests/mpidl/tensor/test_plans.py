@@ -93,7 +93,7 @@ def test_padding_has_no_gradient(comm: Communicator, tied: bool) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_layers_of_derived_classes_compute_what_is_their_own(comm: Communicator) -> None:
     class Scaled(nn.Embedding):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_layers_of_derived_classes_compute_what_is_their_own(comm: Communicator)
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_the_plan_of_a_model_is_that_of_the_models_inside_it(comm: Communicator) -> None:
     import transformers
 
@@ -177,7 +177,7 @@ def test_a_plan_that_does_not_fit_is_one_line_on_every_rank(comm: Communicator, 
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_linear_layer_with_a_forward_pass_of_its_own_is_refused(comm: Communicator) -> None:
     class Quantized(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_a_linear_layer_with_a_forward_pass_of_its_own_is_refused(comm: Communic
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, exactly=True)
 def test_fewer_heads_than_ranks_are_refused_by_name(comm: Communicator) -> None:
     import transformers
 
@@ -205,7 +205,7 @@ def test_fewer_heads_than_ranks_are_refused_by_name(comm: Communicator) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_model_is_cut_once_and_by_a_mesh(comm: Communicator) -> None:
     plan = {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}
     with Mesh(tp=2, dp=1, comm=comm) as mesh:
@@ -263,7 +263,7 @@ class Fused(nn.Module):
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, exactly=True)
 def test_fused_heads_that_some_ranks_would_share_are_refused_on_all(comm: Communicator) -> None:
     """The last of three ranks would have the second key/value head by itself."""
     style = AttentionParallel(fused="qkv", output="out", heads="heads", key_heads="key_heads", input="x")
@@ -275,7 +275,7 @@ def test_fused_heads_that_some_ranks_would_share_are_refused_on_all(comm: Commun
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_tied_layers_that_are_cut_alike_on_some_ranks_alone_are_refused_on_all(comm: Communicator) -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight

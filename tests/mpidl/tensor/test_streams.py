@@ -77,7 +77,7 @@ def test_masks_agree_over_tp_where_data_agree_and_differ_where_data_differ(
             assert max(same) < share**2 + (1 - share) ** 2 + 0.1  # as of independent ones
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, exactly=True)
 @pytest.mark.parametrize("dropout", ["streams", "by_index"])
 def test_masks_differ_over_dp(comm: Communicator, dropout: str) -> None:
     model = build("hf gpt2, eager")
@@ -235,7 +235,7 @@ def test_a_plan_of_single_layers_has_streams_between_them(comm: Communicator) ->
     assert y.shape == (64, 4)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_several_column_parallel_layers_share_a_stream(comm: Communicator) -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +257,7 @@ def test_several_column_parallel_layers_share_a_stream(comm: Communicator) -> No
     assert torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_a_rate_in_a_config_is_seen(comm: Communicator) -> None:
     """13 features, of which the ranks draw different numbers."""
 

@@ -25,7 +25,7 @@ def folder(comm: Communicator, tmp_path: Path) -> Iterator[Path]:
     comm.barrier()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.each("name")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["gpt2", "hf gpt2", "qwen2, tied", "llama, one key head"])
@@ -53,7 +53,7 @@ def test_a_cut_model_on_the_meta_device_reads_its_slices(
             assert largest_difference(model, whole) < 1e-10
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, exactly=True)
 def test_files_of_other_shapes_are_refused_with_the_whole_ones(comm: Communicator, folder: Path) -> None:
     if comm.rank == 0:
         states = {name: t.clone() for name, t in build("gpt2").state_dict().items()}

@@ -101,7 +101,7 @@ def test_ranks_with_fewer_batches_join(comm: Communicator) -> None:
     torch.testing.assert_close(weights(FEEDING_BACK), weights(None), rtol=0.05, atol=5e-3)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, exactly=True)
 @zeros
 def test_hybrid_sharding(comm: Communicator, engine: str) -> None:
     group = comm.split(comm.rank // 2)
@@ -135,7 +135,7 @@ def test_complex_parameters_are_refused(comm: Communicator, engine: str) -> None
         make()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Communicator, engine: str) -> None:
     def made(mesh: Mesh, compress: Any) -> Any:
@@ -160,7 +160,7 @@ def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Comm
         assert torch.equal(norms, theirs)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, exactly=True)
 @pytest.mark.filterwarnings("ignore:Mesh")
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_experts_are_compressed_over_their_replicas(comm: Communicator, engine: str) -> None:

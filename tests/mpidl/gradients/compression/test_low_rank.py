@@ -215,7 +215,7 @@ def test_bytes_of_the_shapes_of_known_models() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, exactly=True)
 @pytest.mark.parametrize("method", ["powersgd:2", "powersgd:2,batched"])
 def test_replicas_of_shards_exchange_whole_parameters(comm: Communicator, method: str) -> None:
     """With shard_group= too the weights are the same bits on all ranks, and near those of full precision."""
