@@ -44,7 +44,7 @@ class Training:
         """Trains; returns the mean losses."""
         losses = []
         for step in range(first, first + steps):
-            x, y = (part.chunk(self.comm.size)[self.comm.rank] for part in sequences(step, 0))
+            x, y = (part.tensor_split(self.comm.size)[self.comm.rank] for part in sequences(step, 0))
             loss = self.called(x, y)
             loss.backward()
             self.optimizer.step()
