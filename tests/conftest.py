@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): ends the run if the test takes longer")
     config.addinivalue_line("markers", "ranks(*numbers): leaves the test out at other numbers of ranks")
     config.addinivalue_line("markers", "one_node: is about ranks that share memory; left out over several hosts")
+    config.addinivalue_line("markers", "at_most(ranks): left out on more ranks, which there are over several hosts")
     config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
     config.addinivalue_line("markers", "each(parameter): with --brief a case of each of its values runs, not two")
     config.addinivalue_line("markers", "once: with --brief one case of it runs, not two")

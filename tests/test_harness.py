@@ -328,10 +328,12 @@ def test_over_hosts_tests_run_at_all_numbers_of_ranks_or_say_so(suite: Callable)
         def test_of_two(): raise AssertionError
         @pytest.mark.ranks(3, exactly=True)
         def test_of_three(): pass
+        @pytest.mark.at_most(2)
+        def test_of_a_small_model(): raise AssertionError
         """
     status, output = suite(body)
     assert status == 0
-    assert "2 passed, 2 deselected" in output
+    assert "2 passed, 3 deselected" in output
 
 
 def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, mpirun: Launcher) -> None:

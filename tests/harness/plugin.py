@@ -13,7 +13,8 @@
   (`choice`).
 - `@pytest.mark.ranks(2, 3)` leaves a test out at other numbers of ranks, where it would show nothing new. Over several
   hosts, where there are fewer numbers to choose from, it runs at all of them, if it is not marked `one_node`;
-  `ranks(2, 4, exactly=True)` holds over hosts too, for a test that would fail at other numbers.
+  `ranks(2, 4, exactly=True)` holds over hosts too, for a test that would fail at other numbers, and `at_most(4)` leaves
+  one out at more, as the heads or sequences of its model are too few for them.
 """
 
 import gc
@@ -134,6 +135,9 @@ class Harness:
             return True
         over_hosts = self._agreement.hosts > 1
         if over_hosts and item.get_closest_marker("one_node") is not None:
+            return False
+        mark = item.get_closest_marker("at_most")
+        if mark is not None and self._agreement.size > mark.args[0]:
             return False
         mark = item.get_closest_marker("ranks")
         if mark is None or (over_hosts and not mark.kwargs.get("exactly")):

@@ -24,6 +24,7 @@ from tests.mpidl.ddp.reference import Several, check, data, follow, made, mean_g
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("settings", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_ranks_that_use_different_parameters(comm, settings: dict) -> None:
     orders = [(0,), (2, 1), (0, 0), (1,)]

@@ -146,6 +146,7 @@ def assert_same(model: nn.Module, whole: nn.Module) -> None:
             torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.mpi
 @pytest.mark.each("name")
 @pytest.mark.parametrize("sequence_parallel", [False, True])

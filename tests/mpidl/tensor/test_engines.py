@@ -47,6 +47,7 @@ def trained_alone(name: str, recipe: Recipe) -> Trained:
     return train_alone(build(name), recipe)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -74,6 +75,7 @@ def of_family(name: str) -> nn.Module:
     return adapted("gpt2", ("c_attn", "c_fc", "c_proj")) if name == "gpt2 with adapters" else build(name)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"), [("bert", True), ("t5", True), ("t5", False), ("gpt2 with adapters", True)]
 )
@@ -94,6 +96,7 @@ def test_engines_train_the_other_families(
                 assert_same(train_cut(engine, model, mesh, recipe), expected)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, inf])
 @pytest.mark.parametrize("name", ["gpt2", "llama, two key heads"])
@@ -187,6 +190,7 @@ def test_a_rank_may_hold_an_empty_part(comm: Communicator, engine: str) -> None:
             torch.testing.assert_close(value, whole.state_dict()[name.removeprefix("0.")], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.limit(300)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -219,6 +223,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_engines(comm: Communicator, setting: str) -> None:
     """Under sequence parallelism, where gradients of norms are summed in between."""

@@ -57,6 +57,7 @@ def test_of_a_cut_tensor_its_part_alone_is_read(
         assert read == {name: p.numel() for name, p in model.named_parameters()}
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("name")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_on_the_meta_device_reads_its_parts(comm: Communicator, name: str, folder: Path) -> None:

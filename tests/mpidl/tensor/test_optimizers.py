@@ -77,6 +77,7 @@ def test_zero_steps_on_a_cut_model_as_one_process(comm: Communicator, method: st
                 assert_same(train_cut(way, model, mesh, recipe(method)), expected, 1e-9)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
 @pytest.mark.parametrize("engine", ["torch", "ddp"])
 @pytest.mark.parametrize("method", ["LARS", "LAMB"])

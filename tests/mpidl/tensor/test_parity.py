@@ -25,6 +25,7 @@ from tests.mpidl.tensor.reference import (
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("name")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", MODELS)

@@ -145,6 +145,7 @@ def test_the_plan_of_a_model_is_that_of_the_models_inside_it(comm: Communicator)
             torch.testing.assert_close(loss_of(pair[name], x), loss_of(whole, x))
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def weights(model: Any, optimizer: Any) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize(
     ("engine", "scaler"), [*((engine, "mpidl") for engine in ENGINES), *((way, "torch") for way in WAYS)]
@@ -67,6 +68,7 @@ def test_an_overflow_on_one_rank_of_tp_skips_the_step_on_all(comm: Communicator,
             assert scales == [8.0, 8.0, 4.0, 4.0]
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize("watch", [True, False])
 @pytest.mark.parametrize("with_norm", [True, False])

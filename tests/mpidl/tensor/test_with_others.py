@@ -61,6 +61,7 @@ class Normalised(nn.Module):
         return self.outer(torch.tanh(self.inner(x))) + x
 
 
+@pytest.mark.at_most(4)
 def test_synchronised_batch_norm_in_a_model_that_is_cut_elsewhere(comm: Communicator) -> None:
     """Its statistics are over dp: the ranks of tp have the same samples."""
     plan = {"*": FeedForwardParallel(inputs=("inner",), output="outer", input="x")}
@@ -80,6 +81,7 @@ def test_synchronised_batch_norm_in_a_model_that_is_cut_elsewhere(comm: Communic
                 torch.testing.assert_close(dict(model.named_buffers())[name], value)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("engine", ["torch", "ddp", *WAYS])
 def test_an_average_of_the_weights(comm: Communicator, engine: str) -> None:
     """Each rank averages its parts; shown, they are those of one process's average."""
