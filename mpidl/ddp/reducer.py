@@ -19,7 +19,10 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +64,13 @@ if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
     from ..gradients.compression.hook import CompressedReduction
 
 
+class _OpaqueGraph:
+    """A hook of a forward pass's outputs that does nothing. It lives as long as their graph, which is opaque."""
+
+    def __call__(self, _: torch.Tensor) -> None:
+        pass
+
+
 class Reducer:
     """Averages the gradients of a module's parameters.
 
@@ -100,18 +110,18 @@ class Reducer:
         self._place = place
         self._arena = BucketMemory(comm, place.device)
         self._averages: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
-        self._results: list[tuple[GradientBucket, comm_hooks.Handle]] = []
+        self._results: deque[tuple[GradientBucket, comm_hooks.Handle]] = deque()
         self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._accumulated_under_no_sync: set[torch.Tensor] = set()
         self._without: set[torch.Tensor] = set()  # parameters to which the pass under way came, and gave no gradient
         self._several: SeveralBackwards | None = None  # on every rank, or on none
-        self._opaque = False  # whether forward passes since the last backward pass had functions of Python's
+        self._opaque: weakref.WeakSet[_OpaqueGraph] = weakref.WeakSet()  # of graphs that a backward pass may use
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
         self._wanted = self._what_trains()  # in the last synchronised forward pass
         self._trains: list[torch.dtype | None] = []  # as the buckets are laid out
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
-        self._foreign = ForeignSteps(names)
+        self._foreign = ForeignSteps(names, stay_in_place=True)
         self.steps: BackwardSteps | None = None  # within the passes; then buckets lie in its buffers, not in the arena
         self._given: set[torch.nn.Parameter] = set()  # what this rank gave a gradient in a pass that steps
         self._lost: set[torch.nn.Parameter] = set()  # and what had it no more when its bucket was filled
@@ -248,7 +258,7 @@ class Reducer:
     def retire(self) -> None:
         """Takes the hooks off the parameters; gradients stay. A pass that an exception has cut short is given up."""
         self.queue.set_buckets([])
-        self._results = []
+        self._results.clear()
         self._foreign.end()
         if self.steps is not None:
             self.steps.remove()
@@ -302,8 +312,13 @@ class Reducer:
 
     def after_forward(self, output: Any) -> None:
         """Watches the output of a forward pass; call it with that."""
-        if self._looks_for_unused and not self._opaque and torch.is_grad_enabled():
-            self._opaque = is_opaque(tensors_with_gradient(output))
+        if self._looks_for_unused and torch.is_grad_enabled():
+            outputs = list(tensors_with_gradient(output))
+            if is_opaque(outputs):
+                mark = _OpaqueGraph()
+                self._opaque.add(mark)
+                for tensor in outputs:
+                    tensor.register_hook(mark)
 
     def _mark_unreached(self) -> None:
         """Buckets need not wait for parameters that the pass will not reach."""
@@ -472,9 +487,9 @@ class Reducer:
 
     def _finish(self) -> None:
         self.join.end_backward()
-        results, self._results, self._opaque = self._results, [], False
-        for bucket, handle in results:
-            self._complete(bucket, handle)
+        while self._results:
+            self._complete(*self._results[0])
+            self._results.popleft()  # not before: what is under way is waited for, whatever happens
         if self.steps is not None:
             self.steps.finish()
         reached, wrong, waits = self._agreed()
@@ -513,9 +528,11 @@ class Reducer:
 
     def _abandon(self) -> None:
         """An exception cut the pass short: what was launched on all ranks is waited for."""
-        results, self._results, self._opaque = self._results, [], False
-        for _, handle in results:
-            handle.wait()
+        self._unreached = []
+        while self._results:
+            with suppress(Exception):  # the pass has ended with one that tells more
+                self._results[0][1].wait()
+            self._results.popleft()
         if self.steps is not None:
             self.steps.abandon()
         self._kept, self._without, self._several = {}, set(), None

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -149,7 +149,7 @@ class PassPhases:
     reduced: after that, if `communicates()`; they return when all buckets are reduced, on every rank.
     finished: after that, also where nothing was communicated; gradients are then what the program reads.
     abandoned: in place of the phases that are left, when an exception has cut the pass short. It is noticed when the
-        model is next called or the next pass begins, and at once if a phase itself has raised it.
+        model is next called or the next pass begins, and at once if `begun` or what follows `reached` has raised it.
     """
 
     begun: tuple[Callable[[], None], ...] = ()
@@ -183,13 +183,12 @@ class _LastCallback:
         self._watch = watch
 
     def __call__(self) -> None:
-        self._watch.active = False
-        try:
-            self._watch.phases.end()
-        except Exception:
-            with suppress(Exception):  # the first one tells more
-                self._watch._abandon()
-            raise
+        watch = self._watch
+        if watch._pass() is not self:
+            return  # it was abandoned in a pass nested in another, which goes on
+        watch.active = False
+        with watch._abandoned_if_cut_short():
+            watch.phases.end()
 
 
 class _OutputHook:
@@ -231,6 +230,7 @@ class BackwardWatch:
 
     def __init__(self) -> None:
         self.active, self.number = False, 0
+        self._is_abandoning = False  # also where an interrupt has stopped it
         self.is_training_backward: Callable[[list[Any] | None], bool] = lambda _: True
         self.are_replaced: Callable[[], bool] = lambda: False
         self._pass: Callable[[], Any] = lambda: None
@@ -276,7 +276,8 @@ class BackwardWatch:
             last = _LastCallback(self)
             self._pass = weakref.ref(last)
             torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]
-            self.phases.begin()
+            with self._abandoned_if_cut_short():  # not left to `last`, which the exception's traceback keeps
+                self.phases.begin()
 
     @property
     def is_running(self) -> bool:
@@ -285,13 +286,30 @@ class BackwardWatch:
 
     @property
     def _interrupted(self) -> bool:
-        """Returns whether an exception has ended the pass that was under way."""
-        return self.active and self._pass() is None
+        """Returns whether an exception has ended the pass that was under way, of which something is left."""
+        return self._is_abandoning or (self.active and self._pass() is None)
+
+    @contextmanager
+    def _abandoned_if_cut_short(self) -> Iterator[None]:
+        """Abandons the pass if a phase raises, or is interrupted."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first one tells more
+                self._abandon()
+            raise
 
     def _abandon(self) -> None:
-        self.active = False
-        for call in self.phases.abandoned:
-            call()
+        """Gives up what is left of the pass. An interrupt leaves that to the next one."""
+        self.active, self._pass = False, lambda: None
+        self._is_abandoning = True
+        try:
+            for call in self.phases.abandoned:
+                call()
+        except Exception:
+            self._is_abandoning = False
+            raise
+        self._is_abandoning = False
 
     def remove(self) -> None:
         """Takes the hooks off the model; passes through graphs that are left run nothing."""

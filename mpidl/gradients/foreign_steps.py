@@ -5,8 +5,8 @@
     pass ends       p was written to, or has lost its gradient: an error on every rank, as the ranks agree on it
 
 A pass under no_sync agrees on nothing: that p was written to there is an error of the next pass that communicates.
-Fused optimizers write what torch does not count, so that their steps are listened to. What is written through `p.data`
-is noticed by the gradient that is gone, if it is.
+Fused optimizers write what torch does not count, so that their steps are listened to. What is written into `p.data` is
+noticed by the gradient that is gone, if it is; other memory, `p.data = x`, by its address.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ def _listen() -> None:
 
 
 class ForeignSteps:
-    """Compares parameters before and after a backward pass. names: of all parameters."""
+    """Compares parameters before and after a backward pass.
 
-    def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        self._names = names
+    names: of all parameters. stay_in_place: whether a pass of the engine's leaves them in the memory where they are.
+    """
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str], *, stay_in_place: bool = False) -> None:
+        self._names, self._stay_in_place = names, stay_in_place
         self._parameters: Sequence[torch.nn.Parameter] = ()
-        self._versions: dict[torch.nn.Parameter, int] = {}
+        self._before: dict[torch.nn.Parameter, tuple[int, int]] = {}  # marks as the pass began
         self._stepped: set[torch.Tensor] = set()
         self._changed_before: set[torch.Tensor] = set()  # in passes that did not communicate
         _listen()
@@ -67,7 +70,7 @@ class ForeignSteps:
         """A pass begins that gives gradients to these."""
         self.end()
         self._parameters = parameters
-        self._versions = dict(zip(parameters, _versions(parameters), strict=True))
+        self._before = dict(zip(parameters, self._marks(parameters), strict=True))
         _passes.add(self)
 
     def heard(self, optimizer: torch.optim.Optimizer) -> None:
@@ -77,22 +80,22 @@ class ForeignSteps:
 
     def end(self) -> None:
         """The pass is over, or will come to no end."""
-        self._parameters, self._versions, self._stepped = (), {}, set()
+        self._parameters, self._before, self._stepped = (), {}, set()
         _passes.discard(self)
 
     @contextmanager
     def own(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """Inside, the engine itself writes to these, and steps with no other optimizer."""
-        before = _versions(parameters)
-        stepped = self._stepped | {p for p, v in zip(parameters, before, strict=True) if self._versions.get(p, v) != v}
+        before = self._marks(parameters)
+        stepped = self._stepped | {p for p, v in zip(parameters, before, strict=True) if self._before.get(p, v) != v}
         yield
         self._stepped = stepped
-        self._versions.update(zip(parameters, _versions(parameters), strict=True))
+        self._before.update(zip(parameters, self._marks(parameters), strict=True))
 
     def end_quietly(self) -> None:
         """Ends a pass that does not communicate; the `found` of the next one that does tells what was changed."""
-        now = _versions(self._parameters)
-        written = {p for p, version in zip(self._parameters, now, strict=True) if version != self._versions[p]}
+        now = self._marks(self._parameters)
+        written = {p for p, version in zip(self._parameters, now, strict=True) if version != self._before[p]}
         self._changed_before |= written | self._stepped.intersection(self._parameters)
         self.end()
 
@@ -102,9 +105,9 @@ class ForeignSteps:
         lost: parameters that have no longer the gradient that the pass gave them.
         """
         found = -1
-        for number, (p, now) in enumerate(zip(self._parameters, _versions(self._parameters), strict=True)):
+        for number, (p, now) in enumerate(zip(self._parameters, self._marks(self._parameters), strict=True)):
             before = p in self._changed_before
-            changed = now != self._versions[p] or p in self._stepped
+            changed = now != self._before[p] or p in self._stepped
             if before or changed or p in lost:
                 kind = _BEFORE if before else _CHANGED if changed else _LOST
                 found = len(_KINDS) * (number * comm.size + comm.rank) + kind
@@ -125,7 +128,7 @@ class ForeignSteps:
             "load the weights anew"
         )
 
-
-def _versions(parameters: Sequence[torch.nn.Parameter]) -> list[int]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return [p._version for p in parameters]
+    def _marks(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
+        """What changes as a parameter does: the count of writes to it, and its address."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(p._version, p.data_ptr() if self._stay_in_place else 0) for p in parameters]

@@ -215,7 +215,7 @@ class ShardReducer:
 
     def clear(self) -> None:
         """Forgets all gradients, also those of a pass that an exception has cut short."""
-        self._finish_reductions()
+        self._end_reductions()
         self._forget_used()
         self.queue.has_unreduced_gradients = False
         for gradients in self._of.values():
@@ -393,7 +393,7 @@ class ShardReducer:
 
         steps: give it to the stepper, if there is one; False where an exception has cut the pass short.
         """
-        gradients = self._in_flight.popleft()
+        gradients = self._in_flight[0]
         bucket = gradients.bucket
         assert bucket.flat is not None
         if gradients.handle is not None:
@@ -401,6 +401,9 @@ class ShardReducer:
         else:
             assert bucket.work is not None
             self._wait(bucket.work)
+        if gradients.agreed_reached is not None:
+            self._wait(gradients.agreed_reached[1])
+        self._in_flight.popleft()  # not before: what is under way is waited for, whatever happens
         bucket.work = gradients.handle = None
         target, before, gradients.target = gradients.target, gradients.shard, None
         assert target is not None
@@ -423,8 +426,7 @@ class ShardReducer:
         """Gives the reduced gradient to the stepper, and forgets it."""
         assert gradients.agreed_reached is not None
         assert gradients.shard is not None
-        reached, work = gradients.agreed_reached
-        self._wait(work)
+        reached, _ = gradients.agreed_reached
         gradients.agreed_reached = None
         if steps:
             gradients.used = reached.astype(bool).tolist()
@@ -446,13 +448,22 @@ class ShardReducer:
 
     def abandon_pass(self) -> None:
         """An exception has cut the pass short: waits for what was launched on all ranks, and forgets the rest."""
-        self._finish_reductions()
+        self._end_reductions()
         self._gradients_after_launch.clear()
         self._foreign.end()
 
     def _finish_reductions(self, steps: bool = False) -> None:
         while self._in_flight:
             self._finish_oldest_reduction(steps)
+
+    def _end_reductions(self) -> None:
+        """Waits for what is in flight, also where its results are lost, as a communication hook's wait() raises."""
+        while self._in_flight:
+            try:
+                self._finish_oldest_reduction(steps=False)
+            except Exception:  # the pass has ended with one that tells more
+                gradients = self._in_flight.popleft()
+                gradients.bucket.work = gradients.handle = gradients.target = gradients.agreed_reached = None
 
 
 def _refuse_double_backward() -> None:

@@ -300,6 +300,32 @@ def test_activation_checkpoints(comm, reentrant: bool) -> None:
     follow(comm, Checkpointed, lambda m, rank: m(data(rank), (0, 1, 2)).sum())
 
 
+@pytest.mark.parametrize("retained", [False, True], ids=["two forward passes", "a retained graph"])
+def test_several_backward_passes_behind_re_entrant_checkpoints(comm, retained: bool) -> None:
+    """Without a forward pass in between. What the graph does not show of one may be behind the other, too."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(checkpoint(self.hidden, x, use_reentrant=True))
+
+    def losses(m: Any, rank: int) -> list[torch.Tensor]:
+        x = data(rank).requires_grad_()
+        return [m(x).sum()] * 2 if retained else [m(x).sum(), m(x).sum()]
+
+    model = made(Checkpointed)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, find_unused_parameters=True)
+    expected = mean_gradients(Checkpointed, lambda m, rank: m(data(rank).requires_grad_()).sum(), comm.size, passes=2)
+    for _ in range(2):
+        model.zero_grad()
+        for loss in losses(wrapped, comm.rank):
+            loss.backward(retain_graph=retained)
+        check(model, expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "re-entrant"])
 def test_the_whole_model_in_a_checkpoint(comm, reentrant: bool) -> None:
     def loss(m: Any, rank: int) -> torch.Tensor:

@@ -18,16 +18,16 @@ IN_ORDER = ["begun", "reached", "take", "reached", "take", "filled", "launch", "
 class Engine:
     """Two parameters in one bucket that launches at the end of a pass; notes what runs."""
 
-    def __init__(self, fails_in: str = "") -> None:
+    def __init__(self, fails_in: tuple[str, ...] = (), error: type[BaseException] = KeyError) -> None:
         self.model, self.watch = nn.Linear(2, 2), BackwardWatch()
         self.seen: list[str] = []
-        self.fails_in = fails_in
+        self.fails_in, self.error = fails_in, error
 
         def noted(name: str) -> Any:
             def call(*_: object) -> None:
                 self.seen.append(name)
-                if name == self.fails_in:
-                    raise KeyError(name)
+                if name in self.fails_in:
+                    raise self.error(name)
 
             return call
 
@@ -75,20 +75,39 @@ def test_a_pass_under_no_sync_reduces_nothing_and_is_remembered() -> None:
     assert not engine.queue.has_unreduced_gradients
 
 
-@pytest.mark.parametrize("phase", ["filled", "launch", "finish", "drained", "finished"])
-def test_a_phase_that_fails_abandons_the_pass(phase: str) -> None:
-    engine = Engine(fails_in=phase)
-    with pytest.raises(KeyError, match=phase):
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("phase", ["begun", "filled", "launch", "finish", "drained", "finished"])
+def test_a_phase_that_fails_abandons_the_pass(phase: str, error: type[BaseException]) -> None:
+    engine = Engine(fails_in=(phase,), error=error)
+    with pytest.raises(error, match=phase):
         engine.backward()
     assert engine.seen == [*IN_ORDER[: IN_ORDER.index(phase) + 1], "abandoned"]
-    engine.fails_in = ""
+    engine.fails_in = ()
     assert engine.backward() == IN_ORDER
 
 
 def test_a_pass_that_an_exception_cuts_short_is_abandoned_before_the_next_forward_pass() -> None:
-    engine = Engine(fails_in="take")
+    engine = Engine(fails_in=("take",))
     with pytest.raises(KeyError, match="take"):
         engine.backward()
     assert engine.seen == ["begun", "reached", "take"]
-    engine.fails_in = ""
+    engine.fails_in = ()
     assert engine.backward() == ["abandoned", *IN_ORDER]
+
+
+def test_what_an_interrupt_left_of_a_pass_is_abandoned_before_the_next_one() -> None:
+    engine = Engine(fails_in=("drained", "abandoned"), error=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt, match="abandoned"):
+        engine.backward()
+    engine.fails_in = ()
+    assert engine.backward() == ["abandoned", *IN_ORDER]
+    assert engine.backward() == IN_ORDER
+
+
+def test_a_pass_that_fails_as_it_begins_is_abandoned_while_its_error_is_handled() -> None:
+    engine = Engine(fails_in=("begun",))
+    try:
+        engine.backward()
+    except KeyError:
+        engine.fails_in = ()
+        assert engine.backward() == IN_ORDER

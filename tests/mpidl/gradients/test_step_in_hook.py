@@ -101,6 +101,25 @@ def test_ddp_and_a_hook_that_writes_unseen_and_takes_the_gradient(comm) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
+@pytest.mark.parametrize("of", ["parameter", "gradient", "module"])
+def test_ddp_and_a_hook_that_gives_other_memory(comm, of: str) -> None:
+    def hook(p: torch.Tensor) -> None:
+        p.data = p.data - 0.1 * p.grad
+
+    def hooks(model: nn.Module) -> None:
+        weight, head = model.head.weight, model.head
+        if of == "parameter":
+            weight.register_post_accumulate_grad_hook(hook)
+        elif of == "gradient":
+            weight.register_hook(lambda gradient: setattr(weight, "data", weight.data - 0.1 * gradient))
+        else:
+            head.register_full_backward_hook(lambda *_: setattr(weight, "data", weight.data * 0.9))
+
+    called, _ = engine(comm, "ddp", nothing, hooks)
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: changed during the backward pass on rank"):
+        called(zero.data(comm.rank)).sum().backward()
+
+
 @pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
 def test_on_one_rank(comm, way: str) -> None:
     def hooks(model: nn.Module) -> None:
