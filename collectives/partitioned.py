@@ -61,12 +61,19 @@ class PartitionedAllReduce:
 
         Raises what an all_reduce raises.
         """
-        works, self._works = self._works, []
+        works = self._works
         if self._reduction is not None and works:
+            self._works = []
             self._complete(len(works))
-        for work in works:
-            if work is not None:
-                work.wait()
+            return
+        try:
+            for work in works:
+                if work is not None:
+                    work.wait()
+        except Exception:
+            self._works = []
+            raise
+        self._works = []  # not after an interrupt: another call waits for what is under way
 
     def abandon(self) -> None:
         """Abandons what was handed in, for which no rank waits; this object cannot be used again."""

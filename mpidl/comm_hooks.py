@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, get_origin, get_type_hints
 
 import torch
@@ -132,7 +133,8 @@ def check(given: Any) -> None:
         raise ConfigurationTypeError(f"register_comm_hook: got {given!r} as the hook; needs a callable")
     try:
         signature = inspect.signature(given)
-        annotations = get_type_hints(given if inspect.isroutine(given) else type(given).__call__)
+        called = given.func if isinstance(given, partial) else given
+        annotations = get_type_hints(called if inspect.isroutine(called) else type(called).__call__)
     except (TypeError, ValueError, NameError, AttributeError):  # nothing is known of it
         return
     try:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from ..base.arguments import seconds
 from ..base.buffers import DTYPES, Buffer, DType
 from ..errors import OperationError
 from ..memory.lifetime import keep_for_ever
@@ -159,6 +160,8 @@ class Message(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the message has been sent or has arrived; see Work.wait."""
+        if timeout is not None:
+            timeout = seconds(f"{self.name}: wait", timeout)
         if not self._done.is_set():
             refuse_if_forked(self.name)
         if timeout is None:

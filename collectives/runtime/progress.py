@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
+from ..base.arguments import seconds
 from ..errors import MismatchError, OperationError, WorkTimeout
 from ..process import cores, exit_status
 from ..process.forked import refuse_if_forked
@@ -59,9 +60,11 @@ class Work:
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the operation has ended.
 
-        timeout: seconds; WorkTimeout when they pass first (the operation goes on). Raises OperationError if the
+        timeout: seconds above 0; WorkTimeout when they pass first (the operation goes on). Raises OperationError if the
         operation failed, MismatchError if the ranks were in different ones.
         """
+        if timeout is not None:
+            timeout = seconds(f"{self.name}: wait", timeout)
         if not self._done.is_set():
             refuse_if_forked(self.name)
         if self._count_waiter is not None and not self._done.is_set():

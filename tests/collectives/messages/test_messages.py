@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from collectives import Communicator, OperationError, WorkTimeout
+from collectives import ArgumentError, Communicator, OperationError, WorkTimeout
 from collectives.messages import message as message_work
 from collectives.messages.message import under_way
 
@@ -121,6 +122,19 @@ def test_a_wait_that_gives_up_says_how_long_it_took(comm: Communicator) -> None:
     comm.barrier()
     comm.send(np.ones(4), right)
     receiving.wait()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "soon", [1]])
+def test_a_wait_for_no_time_at_all_is_refused(comm: Communicator, timeout: Any) -> None:
+    works = [comm.all_reduce(np.ones(4), async_op=True), comm.send(np.ones(4), comm.rank, async_op=True)]
+    for work in works:
+        assert work is not None
+        with pytest.raises((ArgumentError, TypeError), match=r"wait: got .*; needs a number of seconds"):
+            work.wait(timeout)
+    comm.recv(np.zeros(4), comm.rank)
+    for work in works:
+        assert work is not None
+        work.wait(30)
 
 
 def test_a_rank_that_waits_does_not_stop_a_thread_that_asks(comm: Communicator) -> None:

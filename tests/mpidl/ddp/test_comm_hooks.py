@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,8 +151,9 @@ class Called:
         (wrong_second, "bucket is annotated as Tensor"),
         (wrong_return, r"annotated to return Tensor; needs a handle with wait\(\)"),
         (Called(), "bucket is annotated as int"),
+        (partial(wrong_bucket, None), "bucket is annotated as int"),
     ],
-    ids=["bucket", "second", "return", "object"],
+    ids=["bucket", "second", "return", "object", "partial"],
 )
 def test_a_hook_with_annotations_that_do_not_fit(comm, hook: Any, message: str) -> None:
     wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
