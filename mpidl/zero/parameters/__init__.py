@@ -7,6 +7,7 @@ sharded             stage 3 over several nodes: units are gathered while they co
 
 units               cuts a model into units
 gathered_unit       one unit: its shards, its whole, and its states
+forward_passes      the forward passes that run now
 gather_rounds       agreement of the ranks on which units to gather next
 compressed_gather   the gather with `compress_parameters=`
 released_parameter  a parameter without memory, gathered before an operator reads it

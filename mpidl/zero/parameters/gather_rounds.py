@@ -127,20 +127,15 @@ class GatherRounds:
         )
         return started
 
-    def done(self, held: Collection[int], pinned: Collection[int] = ()) -> GatherRound:
-        """Returns a round in which this rank wants nothing, when it is over."""
-        last = self.start(None, held, Purpose.DONE, pinned)
-        last.wait()
-        return last
-
-    def refresh(self, numbers: Collection[int]) -> None:
-        """Gathers those of these units that are whole once more, as their shards have changed. Collective."""
+    def refresh(self, numbers: Collection[int]) -> GatherRound:
+        """Starts to gather those of these units that are whole once more, as their shards have changed. Collective."""
 
         def task() -> None:
             for number in sorted(self._whole.intersection(numbers)):
                 self._gather(number, self._units[number].exact)
 
-        self._comm.compound("gather units", task, device=self._device)
+        self._last = GatherRound(self._comm.compound("gather units", task, async_op=True, device=self._device))
+        return self._last
 
     def _run(self, message: list[int], started: GatherRound) -> None:
         self._message[:] = message

@@ -63,8 +63,10 @@ class WholeParameters:
     @contextmanager
     def _readable(self, chosen: Sequence[torch.nn.Parameter] | None) -> Iterator[None]:
         with torch.no_grad(), self._parameters.gathered(chosen, writable=False):
-            yield
-            self._parameters.drain()
+            try:
+                yield
+            finally:  # others may be in it, also when an exception ends this rank's block
+                self._parameters.drain()
 
     @contextmanager
     def _writable(self, chosen: Sequence[torch.nn.Parameter] | None, from_rank: int | None) -> Iterator[None]:
@@ -76,12 +78,13 @@ class WholeParameters:
                 with self._parameters.gathered(chosen):
                     of = list(self._model.parameters()) if chosen is None else chosen
                     changes = _Changes([_Held(p, p.data, p._version) for p in of], from_rank)
-                    self._open.append(changes)
+                    depth = len(self._open)
                     try:
+                        self._open.append(changes)
                         yield
-                        self._parameters.drain()
                     finally:
-                        self._open.pop()
+                        del self._open[depth:]
+                        self._parameters.drain()
                         problem = self._agree(changes)
             finally:  # also when an exception ends it, as the parameters keep what was changed until then
                 for part in self._slices.values():

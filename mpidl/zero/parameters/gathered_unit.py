@@ -96,9 +96,7 @@ class FlatParameters:
 
     def copy(self) -> None:
         """Makes the parameters views of a copy of this rank's own, of what was gathered, for one block more."""
-        views = self._private.open(self.whole)
-        if views is not None:
-            self._point_to(views)
+        self._private.open(self.whole, self._point_to, self.hold)
 
     def follow(self) -> None:
         """Lets the copy, if there is one, take what was gathered meanwhile."""
@@ -106,8 +104,11 @@ class FlatParameters:
 
     def keep_changes(self) -> None:
         """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
-        if self._private.close():
-            self.hold()
+        self._private.close(self.hold)
+
+    def discard_copy(self) -> None:
+        """Ends a block without its changes."""
+        self._private.discard(self.hold)
 
     def _point_to(self, tensors: Sequence[torch.Tensor], watched: bool = False) -> None:
         for p, tensor in zip(self._parameters, tensors, strict=True):

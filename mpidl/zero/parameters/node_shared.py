@@ -26,7 +26,7 @@ from collectives.devices import Place
 from ...gradients.buckets import aligned
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
-from .private_copy import PrivateCopy
+from .private_copy import PrivateCopy, close_copies, discard_copies, open_copies
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import FlatGroup, UnitLayout, backward_order
 
@@ -102,14 +102,16 @@ class NodeSharedParameters(ParameterStrategy):
             return
         wanted = None if parameters is None else set(parameters)
         chosen = [flat for flat in self._flats if wanted is None or wanted & set(flat.shard.parameters)]
-        for flat in chosen:
-            flat.copy()
+        open_copies(chosen)
         try:
             yield
         finally:
-            self._meet()
-            for flat in chosen:
-                flat.keep_changes()
+            try:
+                self._meet()
+            except BaseException:  # others may be reading still
+                discard_copies(chosen)
+                raise
+            close_copies(chosen)
             self._meet()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -148,9 +150,7 @@ class _SharedFlat:
 
     def copy(self) -> None:
         """Makes the parameters views of a copy, for one block more."""
-        views = self._private.open(self._whole)
-        if views is not None:
-            self._point_to(views)
+        self._private.open(self._whole, self._point_to, self.share)
 
     def follow(self) -> None:
         """A copy takes what the shards have been given meanwhile."""
@@ -158,8 +158,11 @@ class _SharedFlat:
 
     def keep_changes(self) -> None:
         """Takes this rank's shard from the copy, and gives the copy up at the end of the outermost block."""
-        if self._private.close():
-            self.share()
+        self._private.close(self.share)
+
+    def discard_copy(self) -> None:
+        """Ends a block without its changes."""
+        self._private.discard(self.share)
 
 
 def _groups(layouts: Sequence[UnitLayout]) -> list[FlatGroup]:

@@ -43,13 +43,16 @@ from ...gradients.compression import OwnedCompressor
 from ...job import communicator_pool
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
+from .forward_passes import ForwardPasses
 from .gather_rounds import Forecast, GatherRound, GatherRounds, Purpose, leave
 from .gathered_unit import Call, GatheredUnit, UnitState
+from .private_copy import close_copies, open_copies
 from .strategy import NamesOf, ParameterStrategy, unfreeze_shards
 from .units import UnitLayout, backward_order
 
 FIRST_POLL_S, _POLL_S = 0.1, 0.002  # a wait for a reduction, before its first and its further rounds for other ranks
 _REDUCTION_STALL_S = 10.0  # until a rank that waits for a reduction, while all others drain, counts as stuck
+_ALONE = "; what a rank runs alone belongs inside `with optimizer.gathered(writable=False):`, which every rank enters"
 _DEADLOCK_POLL_S, _DEADLOCK_POLLS = 0.5, 4  # between looks at what the others wait in; how many must find the same
 
 
@@ -111,7 +114,7 @@ class ShardedParameters(ParameterStrategy):
         self._prefetches: dict[GatheredUnit, GatherRound] = {}  # of them, those that are not held, and their rounds
         self._gathered_in: dict[GatheredUnit, GatherRound] = {}  # the rounds by which units became whole here last
         self._for_next_pass: list[GatherRound] = []  # started by `publish`, as many on every rank
-        self._forward_running: list[int] = []  # modules in their forward pass: the model, or parts that hold units
+        self._forwards = ForwardPasses()  # of the model, or parts that hold units
         self._trained_since_step = False  # whether there was a forward pass with gradients since the last step
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.shard.parameters}
@@ -174,33 +177,27 @@ class ShardedParameters(ParameterStrategy):
 
     def _abandon_interrupted_pass(self) -> None:
         """Abandons a backward pass that an exception has cut short, where a forward pass may begin."""
-        if not self._forward_running:
+        if not self._forwards.any_runs():
             self._watch.before_forward()
 
     @uncompiled
     def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
         self._abandon_interrupted_pass()
-        self._forward_running.append(id(part))
+        self._forwards.begin(part)
         self._trained_since_step |= torch.is_grad_enabled()
 
     @uncompiled
     def _after_part(self, part: torch.nn.Module, *_: Any) -> None:
-        self._has_run(part)
-        if not (self._forward_running or torch.is_grad_enabled() or self._watch.active or inside_backward()):
+        self._forwards.end(part)
+        if not (self._forwards.any_runs() or torch.is_grad_enabled() or self._watch.active or inside_backward()):
             self.end_backward()
-
-    def _has_run(self, part: torch.nn.Module) -> None:
-        """Notes the end of a module's forward pass, also where an exception has kept its begin from being noted."""
-        if id(part) in self._forward_running:
-            while self._forward_running.pop() != id(part):
-                pass  # cut short by what is no Exception, after which no hook is called
 
     def _before_forward(self, unit: GatheredUnit) -> Callable[..., None]:
         @torch.compiler.disable
         def hook(module: torch.nn.Module, *_: Any) -> None:
             self._abandon_interrupted_pass()
             if unit is self._root:
-                self._forward_running.append(id(module))
+                self._forwards.begin(module)
                 self._trained_since_step |= torch.is_grad_enabled()
             self._unshard_and_prefetch(unit)
 
@@ -223,7 +220,7 @@ class ShardedParameters(ParameterStrategy):
         def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             training = torch.is_grad_enabled()
             if unit is self._root:
-                self._has_run(module)
+                self._forwards.end(module)
             if training:
                 call = Call(unit, use, ended)
                 for tensor in tensors_with_gradient((args, kwargs)) if unit.frozen else ():
@@ -296,7 +293,7 @@ class ShardedParameters(ParameterStrategy):
         unit = self._unit_of[parameter]
         changes = function.endswith("_") and not function.endswith("__")
         computes = self._trained_since_step and torch.is_grad_enabled() and not changes and function != "data"
-        if not (computes or self._forward_running or inside_backward()):
+        if not (computes or self._forwards.any_runs() or inside_backward()):
             raise TrainingError(
                 f"{self._names[parameter]}: {function} of a parameter that is sharded over the ranks; call it inside "
                 "`with optimizer.gathered(...):`, on every rank"
@@ -352,21 +349,27 @@ class ShardedParameters(ParameterStrategy):
         if unit.is_held and unit.is_as_wanted:
             return
         with label("mpidl::gather", unit.name):
+            does = f"needs {unit.name or 'the weights of the model itself'}, which all ranks gather together"
             prefetched = self._prefetches.pop(unit, None)
             self.traffic.ahead += prefetched is not None
             started = prefetched or self._start(unit.number, Purpose.NEEDED)
-            self._wait_for_others(unit, started)
+            self._wait_for_others(started, does, _ALONE)
             # Some rank's engine is gone, and gathers nothing; or a `gathered` block begins or has ended meanwhile.
             while not (started.served and unit.is_as_wanted):
                 started = self._start(unit.number, Purpose.NEEDED)
-                self._wait_for_others(unit, started)
+                self._wait_for_others(started, does, _ALONE)
             self._gathered_in[unit] = started
-            unit.hold(watched)
+            try:
+                unit.hold(watched)
+            except BaseException:
+                unit.release(self._before_read)
+                raise
 
-    def _wait_for_others(self, unit: GatheredUnit, started: GatherRound) -> None:
+    def _wait_for_others(self, started: GatherRound, does: str, advice: str = "") -> None:
         """Returns when the round is over. Raises TrainingError where others wait for this rank in another operation.
 
-        The round stays in flight; they join it when they next gather something.
+        The round stays in flight; they join it when they next gather something. does: why this rank waits. advice: ends
+        the error's message.
         """
         before: dict[int, str] = {}
         polls = 0
@@ -380,9 +383,7 @@ class ShardedParameters(ParameterStrategy):
             if waiting and polls == _DEADLOCK_POLLS:
                 others = "; ".join(f"rank {rank} is in {operation}" for rank, operation in waiting.items())
                 raise TrainingError(
-                    f"rank {self._world.rank} needs {unit.name or 'the weights of the model itself'}, which all ranks "
-                    f"gather together, but {others}, to which this rank has not come; what a rank runs alone belongs "
-                    "inside `with optimizer.gathered(writable=False):`, which every rank enters"
+                    f"rank {self._world.rank} {does}, but {others}, to which this rank has not come{advice}"
                 )
 
     def _reshard_if_backward_done(self, unit: GatheredUnit) -> None:
@@ -429,10 +430,15 @@ class ShardedParameters(ParameterStrategy):
     def drain(self) -> None:
         """Returns when every round has been joined by all ranks. Collective; errors as of `release`.
 
-        So no rank waits in one while the others are in operations of their program.
+        So no rank waits in one while the others are in operations of their program. Where they wait there for this
+        rank, which an exception has taken out of a `gathered` block, it raises TrainingError.
         """
         stuck_since: float | None = None
-        while not (started := self._rounds.done(self._held_numbers(), self._pinned_numbers())).everyone_done:
+        while True:
+            started = self._start(None, Purpose.DONE)
+            self._wait_for_others(started, "waits until every rank has ended its pass or its `gathered` block")
+            if started.everyone_done:
+                return
             stuck_since = (stuck_since or monotonic()) if started.reducing else None
             if stuck_since is not None and monotonic() - stuck_since > _REDUCTION_STALL_S:
                 raise TrainingError(
@@ -459,7 +465,7 @@ class ShardedParameters(ParameterStrategy):
         """Gathers anew the units that `gathered` blocks keep whole, and starts to gather the next pass's first ones."""
         pinned = [unit for unit in self._units if unit.pin_count]
         if pinned:
-            self._rounds.refresh([unit.number for unit in pinned])
+            self._refresh(pinned)
             for flat in (flat for unit in pinned for flat in unit.flats):
                 flat.follow()
         if self._count_ahead > 1:
@@ -492,26 +498,32 @@ class ShardedParameters(ParameterStrategy):
         """
         wanted = None if parameters is None else set(parameters)
         chosen = [u for u in self._units if wanted is None or any(wanted & set(f.shard.parameters) for f in u.flats)]
-        for unit in chosen:
-            unit.pin_count += 1
-            try:
-                self._unshard(unit)
-            except BaseException:
-                unit.pin_count -= 1
-                raise
-        flats = [flat for unit in chosen for flat in unit.flats]
-        for flat in flats if writable else ():
-            flat.copy()
+        flats = [flat for unit in chosen for flat in unit.flats] if writable else []
+        pinned: list[GatheredUnit] = []
         try:
-            yield
-        finally:
-            if writable:
-                for flat in flats:
-                    flat.keep_changes()
-                self._rounds.refresh([unit.number for unit in chosen])
             for unit in chosen:
+                unit.pin_count += 1
+                pinned.append(unit)
+                self._unshard(unit)
+            open_copies(flats)
+            try:
+                yield
+            finally:
+                if writable:
+                    try:
+                        close_copies(flats)
+                    finally:
+                        self._refresh(chosen)
+        finally:  # also when an exception keeps the block from beginning
+            for unit in pinned:
                 unit.pin_count -= 1
+            for unit in pinned:
                 self._reshard_if_unused(unit)
+
+    def _refresh(self, units: Sequence[GatheredUnit]) -> None:
+        """Gathers units anew, whose shards have changed. Collective; errors as of `drain`."""
+        started = self._rounds.refresh([unit.number for unit in units])
+        self._wait_for_others(started, "gathers anew what a `gathered` block has changed")
 
     def remove(self) -> None:
         """Takes the hooks off the model."""

@@ -166,13 +166,14 @@ class WeightGuard:
         self.refuse_moved()
         before = set(self._written())
         allowed = set((self._model if module is None else module).parameters()) if writable else set()
-        if writable:
-            self._writable.append(allowed)
+        depth = len(self._writable)
         try:
+            if writable:
+                self._writable.append(allowed)
             yield
         finally:
+            del self._writable[depth:]
             if writable:
-                self._writable.pop()
                 for p in allowed & self._memory_of.keys() - before:
                     self._memory_of[p].version = p._version
         wrong = [p for p in self._written() if p not in before and not self._may_write(p)]
