@@ -68,7 +68,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # an interrupt too
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
@@ -101,6 +101,17 @@ def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
     for name in inside:
         (temporary / name).mkdir()
     return temporary
+
+
+def discard(temporary: Path) -> None:
+    """Removes a directory that is being written, on any rank, unless it is committed.
+
+    It is renamed first, so that rank 0 cannot commit it while its files are being removed.
+    """
+    gone = _out_of_the_way(temporary)
+    with contextlib.suppress(OSError):  # it has been committed, or another rank has renamed it
+        temporary.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:

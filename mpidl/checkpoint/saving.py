@@ -7,6 +7,7 @@ import operator
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
 from . import directory_lock, folder
-from .collect import Collected, collect, common_states
+from .collect import Collected, Piece, collect, common_states
 from .engine import Engine, engine_of, unwrap
 from .parts import ModelPart
 from .writing import Saving, finisher, labelled, write_part
@@ -71,9 +72,9 @@ def save(
     mesh: where the model lies in parts over pp, tp or ep of one, whose ranks all call: each part is kept with its own
         states and its first rank's `extra`, and the checkpoint is complete with all of them.
 
-    Raises CheckpointError on every rank for replicas that differ, too little space and any failure to write: earlier
-    checkpoints are as they were, and nothing is left of this one. ConfigurationError for arguments
-    that do not fit.
+    Raises CheckpointError on every rank for replicas that differ, too little space and any failure to copy or write:
+    earlier checkpoints are as they were, and nothing is left of this one. ConfigurationError for arguments
+    that do not fit. After an interrupt that the program catches, this checkpoint is complete, or nothing is left of it.
     """
     engine = engine_of(model, optimizer, process_group, mesh)
     comm = engine.whole
@@ -112,9 +113,9 @@ def save(
         found = collected()
     if compare:
         engine.check_replicas(f"{folder.name_of(step)} was not saved", found.shared, found.copied)
+    pieces = together(comm, lambda: _copies(found.pieces, step)) if background else found.pieces
     temporary = _begin(engine.part, into.absolute() if background else into, step, found)
     own = temporary / engine.part.name
-    pieces = [piece.copy() for piece in found.pieces] if background else found.pieces
     saving = Saving(
         comm,
         temporary,
@@ -124,7 +125,12 @@ def save(
     )
     if background:
         engine.model.__dict__[_UNDER_WAY] = saving
-        saving.start()
+        try:
+            saving.start()
+        except BaseException:  # such as an interrupt
+            if not saving.started:
+                del engine.model.__dict__[_UNDER_WAY]
+            raise
     else:
         saving.run()
     return saving
@@ -151,8 +157,17 @@ def wait(model: torch.nn.Module) -> Path | None:
 
     Returns its directory. Raises CheckpointError on every rank if it could not be written.
     """
-    saving: Saving | None = unwrap(model)[1].__dict__.pop(_UNDER_WAY, None)
-    return None if saving is None else saving.wait()
+    kept = unwrap(model)[1].__dict__
+    saving: Saving | None = kept.get(_UNDER_WAY)
+    if saving is None:
+        return None
+    try:
+        path = saving.wait()
+    except CheckpointError:
+        del kept[_UNDER_WAY]
+        raise
+    del kept[_UNDER_WAY]  # not after an interrupt: the thread may still be writing
+    return path
 
 
 def _differing(engine: Engine, found: Collected) -> str | None:
@@ -168,6 +183,21 @@ def _differing(engine: Engine, found: Collected) -> str | None:
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Returns the gradients of the micro-steps. Collective; ZeRO's own method raises its errors on every rank."""
     return engine.gradients() if engine.owned is not None else together(engine.comm, engine.gradients)
+
+
+def _copies(pieces: Sequence[Piece], step: int) -> list[Piece]:
+    """Copies what this rank writes. Raises CheckpointError if it cannot, as without memory, and frees the copies."""
+    copies: list[Piece] = []
+    for piece in pieces:
+        try:
+            copies.append(piece.copy())
+        except Exception as error:
+            copies.clear()
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"{folder.name_of(step)} was not saved: {piece.name} was not copied: {said}"
+            ) from error
+    return copies
 
 
 def _checked(

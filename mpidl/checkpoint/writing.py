@@ -8,6 +8,9 @@ thread polls for all of them and renames the directory:
     rank00001.json         all is on the disk; lists the files
     rank00001.failed       why it failed, if that could be written
 
+A rank that gets an exception which is no failure to write, such as an interrupt, removes the directory. The program may
+catch it and save the same step again.
+
 `wait` raises a failure. If the program ends without a `wait`, rank 0 ends the job with it (`ending.BACKGROUND_ERRORS`).
 """
 
@@ -24,7 +27,7 @@ from typing import Any
 
 from collectives import Communicator
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MpidlError
 from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
 from ..job.ending import BACKGROUND_ERRORS, TEMP_PATHS
 from ..job.objects import all_gather_object
@@ -96,13 +99,23 @@ class Saving:
 
     def run(self) -> None:
         """Writes now. Raises CheckpointError on every rank, after the directory is removed. Collective."""
-        TEMP_PATHS.update(self._unfinished)
         try:
-            part, failure, cause = attempt(self._write_once)
+            TEMP_PATHS.update(self._unfinished)
+            error, cause = self._commit_together()
+            self._agreed = True
+            if error is not None:
+                self._remove()
         except BaseException:  # of this rank alone, such as an interrupt
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            TEMP_PATHS.difference_update(self._unfinished)
+            folder.discard(self._temporary)
             raise
+        finally:
+            TEMP_PATHS.difference_update(self._unfinished)
+        if error is not None:
+            raise self._explained(str(error)) from cause
+
+    def _commit_together(self) -> tuple[MpidlError | None, BaseException | None]:
+        """Writes this rank's part, and commits all on rank 0. Returns the error of all ranks, and its cause."""
+        part, failure, cause = attempt(self._write_once)
         error = error_of(all_gather_object(self._comm, failure))
         if error is None:
             parts = gather_json(self._comm, part)
@@ -110,21 +123,32 @@ class Saving:
                 on_rank_0(self._comm, lambda: self._finish(parts))
             except CheckpointError as raised_here:
                 error, cause = raised_here, raised_here.__cause__
-        self._agreed = True
-        if error is not None:
-            self._remove()
-        TEMP_PATHS.difference_update(self._unfinished)
-        if error is not None:
-            raise self._explained(str(error)) from cause
+        return error, cause
 
     def start(self) -> None:
-        """Writes in a thread, while the program goes on. Collective."""
-        TEMP_PATHS.update(self._unfinished)
-        with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
-            self._mark("writing").touch()
-        self._comm.barrier()
-        self._thread = threading.Thread(target=self._behind, name="mpidl-checkpoint", daemon=False)
-        self._thread.start()
+        """Writes in a thread, while the program goes on; at once on a rank that can start none. Collective."""
+        thread = threading.Thread(target=self._behind, name="mpidl-checkpoint", daemon=False)
+        try:
+            TEMP_PATHS.update(self._unfinished)
+            with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
+                self._mark("writing").touch()
+            self._comm.barrier()
+            try:
+                self._thread = thread
+                thread.start()
+            except RuntimeError:  # the system has no more; rank 0's thread waits for this rank's part
+                self._thread = None
+                self._behind()
+        except BaseException:  # of this rank alone, such as an interrupt
+            if self._thread is None:
+                TEMP_PATHS.difference_update(self._unfinished)
+                folder.discard(self._temporary)
+            raise
+
+    @property
+    def started(self) -> bool:
+        """True if a thread writes, or has written, for which no `wait` has waited."""
+        return self._thread is not None
 
     def done(self) -> bool:
         """True once this rank has written; on rank 0, once the checkpoint is complete or failed. Not collective."""
@@ -138,15 +162,17 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        BACKGROUND_ERRORS.pop(self._temporary, None)
         if not self._agreed:
             found = all_gather_object(self._comm, self._failures)
             error = error_of([f for f, _ in found]) or error_of([f for _, f in found[:1]])
+            self._error = None if error is None else str(error)
             self._agreed = True
-            if error is not None:
-                self._remove()
-                self._error = str(error)
-            TEMP_PATHS.difference_update(self._unfinished)
+            BACKGROUND_ERRORS.pop(self._temporary, None)
+            try:
+                if error is not None:
+                    self._remove()
+            finally:
+                TEMP_PATHS.difference_update(self._unfinished)
         if self._error is not None:
             raise self._explained(self._error)
         return self.path

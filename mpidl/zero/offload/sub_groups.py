@@ -140,12 +140,12 @@ class SubGroup:
     def read(self, buffer: torch.Tensor) -> None:
         """Reads masters and states into the buffer."""
         if self._file is not None:
-            self._file.read(merged(self._there()), buffer)
+            self._file.read(merged(self._there(), to_write=False), buffer)
 
     def write(self, buffer: torch.Tensor) -> None:
         """Writes masters and states from the buffer."""
         if self._file is not None:
-            self._file.write(merged(self._there()), buffer)
+            self._file.write(merged(self._there(), to_write=True), buffer)
 
     def _there(self) -> list[tuple[Extent, int]]:
         return [(e, position) for chunk, name, e, position in self._places if name == MASTER or name in chunk.present]

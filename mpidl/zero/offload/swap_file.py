@@ -3,7 +3,9 @@
     file     [ masters of shard 0 | exp_avg of shard 0 | exp_avg_sq of shard 0 | masters of shard 1 | ... ]
                       ######                #####                 #####            a sub-group's parts: extents
     buffer   [ ###### ##### ##### ]        extents that follow each other in the file do so here, and are read as one,
-                                           with the padding between them
+                                           with the few bytes between them
+
+Between two extents lies padding, or the state of a parameter that this step does not change: a write leaves it out.
 
 A step reads and writes through buffers. Whole states, which are asked for now and then, are read and written through
 the mapping; the kernel keeps both equal.
@@ -22,7 +24,8 @@ import torch
 from ...scratch_file import ScratchFile
 from .offloaded_slice import OffloadedSlice
 
-_ALIGNED = 64  # bytes: a cache line; between the begin of two parameters lies at least one
+_ALIGNED = 64  # bytes: a cache line, at which a region begins
+_READ_OVER = 64  # bytes: extents with less between them are read as one
 
 
 class Extent(NamedTuple):
@@ -43,7 +46,7 @@ class Transfer(NamedTuple):
 def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
     """The position of each extent in a buffer, and the bytes of all: aligned as in the file, neighbours together.
 
-    Neighbours have less than a line between them, so nothing but padding.
+    Neighbours have less than `_READ_OVER` bytes between them.
 
     extents: by offset.
     """
@@ -51,19 +54,23 @@ def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
     end, filled = -1, 0
     for extent in extents:
         gap = extent.offset - end
-        filled = filled + gap if positions and 0 <= gap < _ALIGNED else _up(filled) + extent.offset % _ALIGNED
+        filled = filled + gap if positions and 0 <= gap < _READ_OVER else _up(filled) + extent.offset % _ALIGNED
         positions.append(filled)
         filled += extent.nbytes
         end = extent.offset + extent.nbytes
     return positions, filled
 
 
-def merged(pairs: Iterable[tuple[Extent, int]]) -> list[Transfer]:
-    """Merges extents at positions, given by offset, into as few transfers as possible."""
+def merged(pairs: Iterable[tuple[Extent, int]], *, to_write: bool) -> list[Transfer]:
+    """Merges extents at positions, given by offset, into as few transfers as possible.
+
+    to_write: the transfers hold nothing but the extents; else also what lies between neighbours.
+    """
     transfers: list[Transfer] = []
+    limit = 1 if to_write else _READ_OVER
     for (offset, nbytes), position in pairs:
-        gap = offset - (transfers[-1].offset + transfers[-1].nbytes) if transfers else _ALIGNED
-        if 0 <= gap < _ALIGNED and transfers[-1].position + transfers[-1].nbytes + gap == position:
+        gap = offset - (transfers[-1].offset + transfers[-1].nbytes) if transfers else limit
+        if 0 <= gap < limit and transfers[-1].position + transfers[-1].nbytes + gap == position:
             transfers[-1] = transfers[-1]._replace(nbytes=transfers[-1].nbytes + gap + nbytes)
         elif nbytes:
             transfers.append(Transfer(offset, position, nbytes))

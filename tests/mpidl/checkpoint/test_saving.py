@@ -22,6 +22,7 @@ from mpidl.checkpoint import (
     claim,
     directory_lock,
     export_safetensors,
+    folder,
     import_safetensors,
     load,
     newest,
@@ -29,7 +30,9 @@ from mpidl.checkpoint import (
     tensorfile,
     verify,
     wait,
+    writing,
 )
+from mpidl.checkpoint.collect import Piece
 from mpidl.job.ending import TEMP_PATHS
 from mpidl.zero import ShardedGradient
 from tests.mpidl.checkpoint.training import ENGINES, Run
@@ -121,7 +124,7 @@ def test_a_kill_at_any_instant_leaves_a_complete_checkpoint(
         return act
 
     if comm.rank == 0:
-        from mpidl.checkpoint import folder, index, writing
+        from mpidl.checkpoint import index
 
         for name in ("write_text", "sync"):
             monkeypatch.setattr(folder, name, mortal(getattr(folder, name)))
@@ -347,6 +350,173 @@ def test_a_disk_that_fills_up_is_told_to_all_and_the_former_one_stays(
     run.save(shared, 3, background=background)
     wait(run.model)
     assert newest(shared)[0] == shared / "step-00000003"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.limit(60)
+def test_a_rank_that_cannot_copy_for_the_background_is_an_error_on_every_rank(comm, shared: Path, monkeypatch) -> None:
+    model = torch.nn.Linear(3, 2)
+    plain = Piece.copy
+
+    def copy(self: Piece) -> Piece:
+        if comm.rank == comm.size - 1:
+            raise MemoryError("not enough memory")
+        return plain(self)
+
+    monkeypatch.setattr(Piece, "copy", copy)
+    with pytest.raises(mpidl.CheckpointError) as raised:
+        save(shared, model, step=1, background=True, process_group=comm)
+    told = mpidl.all_gather_object(comm, str(raised.value))
+    assert len(set(told)) == 1
+    assert "step-00000001 was not saved" in told[0]
+    assert f"was not copied: not enough memory (on rank {comm.size - 1})" in told[0]
+    assert names(shared) == []
+    assert not TEMP_PATHS
+    monkeypatch.undo()
+    save(shared, model, step=1, background=True, process_group=comm)
+    assert wait(model) == shared / "step-00000001"
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_rank_that_can_start_no_thread_writes_at_once(comm, shared: Path, monkeypatch, rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if comm.rank == rank % comm.size:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    saving = save(shared, model, step=1, background=True, process_group=comm)
+    monkeypatch.undo()
+    assert wait(model) == saving.path == shared / "step-00000001"
+    comm.barrier()
+    assert names(shared) == ["latest", "step-00000001"]
+    assert not TEMP_PATHS
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("where", ["all_gather_object", "gather_json", "on_rank_0"])
+def test_an_interrupt_while_ranks_agree_lets_the_same_step_be_saved(
+    comm, shared: Path, monkeypatch, where: str
+) -> None:
+    """A terminal sends it to all ranks."""
+    model = torch.nn.Linear(3, 2)
+    save(shared, model, step=1, process_group=comm)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, where, interrupt)
+    interrupted_and_saved(comm, shared, model, monkeypatch, 2)
+    assert names(shared) == ["latest", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupt_while_a_checkpoint_is_committed_lets_the_same_step_be_saved(
+    comm, shared: Path, monkeypatch, step: int
+) -> None:
+    """Whatever of it rank 0 waits for the disk with."""
+    model = torch.nn.Linear(3, 2)
+    synced = os.fsync
+    instants = 0
+
+    for instant in range(20):
+        into, count = shared / str(instant), 0
+        save(into, model, step=1, process_group=comm)
+
+        def interrupt(descriptor: int, instant: int = instant) -> None:
+            nonlocal count
+            count += 1
+            if count > instant:
+                raise KeyboardInterrupt
+            synced(descriptor)
+
+        def commit(comm: Any, act: Any) -> None:
+            try:
+                if comm.rank == 0:
+                    with monkeypatch.context() as patched:
+                        patched.setattr(os, "fsync", interrupt)
+                        act()
+            except KeyboardInterrupt:
+                pass
+            comm.barrier()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(writing, "on_rank_0", commit)
+        interrupted_and_saved(comm, into, model, monkeypatch, step)
+        assert names(into) == ["latest", *(f"step-{kept:08d}" for kept in sorted({1, step}))]
+        if not mpidl.broadcast_object(comm, count > instant):
+            break
+        instants += 1
+    assert instants >= (5 if step == 2 else 8)
+
+
+def interrupted_and_saved(comm, shared: Path, model: Any, monkeypatch, step: int) -> None:
+    """Saves a step, by which an interrupt comes, and then once more, as a program does that catches it."""
+    with pytest.raises(KeyboardInterrupt):
+        save(shared, model, step=step, extra="first", process_group=comm)
+    assert not TEMP_PATHS
+    comm.barrier()
+    assert not [name for name in names(shared) if name.endswith(".tmp")]
+    comm.barrier()
+    monkeypatch.undo()
+    save(shared, model, step=step, extra="second", process_group=comm)
+    found = load(shared, model, process_group=comm)
+    assert (found.step, found.extra) == (step, "second")
+
+
+def test_files_of_what_another_rank_may_commit_are_removed_under_another_name(comm, shared: Path, monkeypatch) -> None:
+    if comm.rank == 0:
+        temporary = folder.begin(shared, 1)
+        remove, left = shutil.rmtree, []
+
+        def look(path: Path, **settings: Any) -> None:
+            left.append(temporary.exists())
+            remove(path, **settings)
+
+        monkeypatch.setattr(folder.shutil, "rmtree", look)
+        folder.discard(temporary)
+        assert left == [False]
+    comm.barrier()
+    assert names(shared) == []
+
+
+@pytest.mark.limit(60)
+def test_an_interrupt_before_the_thread_starts_leaves_nothing_to_wait_for(comm, shared: Path, monkeypatch) -> None:
+    model = torch.nn.Linear(3, 2)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(comm), "barrier", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(shared, model, step=1, background=True, process_group=comm)
+    assert not TEMP_PATHS
+    comm.barrier()
+    assert names(shared) == []
+    assert wait(model) is None
+    save(shared, model, step=1, background=True, process_group=comm)
+    assert wait(model) == shared / "step-00000001"
+
+
+@pytest.mark.limit(60)
+def test_an_interrupt_of_a_wait_leaves_the_checkpoint_to_be_waited_for(comm, shared: Path, monkeypatch) -> None:
+    model = torch.nn.Linear(3, 2)
+    saving = save(shared, model, step=1, background=True, process_group=comm)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            wait(model)
+    assert wait(model) == saving.path
+    assert wait(model) is None
+    assert not TEMP_PATHS
 
 
 @pytest.mark.ranks(2, 3)

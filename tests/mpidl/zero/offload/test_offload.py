@@ -367,12 +367,48 @@ def test_ranks_that_offload_differently_are_told(comm) -> None:
     assert np.isfinite(trained(comm, "stage 1", 1, offload="disk")[1].clip_grad_norm_(1.0))
 
 
-def test_neighbours_in_the_file_are_read_as_one_with_nothing_but_padding_between() -> None:
-    """A parameter of one element without a gradient takes a line, which must not be written over."""
-    near, far = ([Extent(0, 12), Extent(start, 8)] for start in (64, 128))
-    for extents, runs in ((near, [(0, 0, 72)]), (far, [(0, 0, 12), (128, 64, 8)])):
+class SumOfSigns(torch.optim.Optimizer):
+    """Keeps its state in another dtype."""
+
+    def __init__(self, params: Any, lr: float, dtype: torch.dtype) -> None:
+        super().__init__(params, {"lr": lr, "dtype": dtype})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                before = state.get("sum", torch.zeros_like(p, dtype=group["dtype"]))
+                state["sum"] = before + p.grad.sign().to(group["dtype"])
+                p.sub_(state["sum"].to(p.dtype), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_states_of_parameters_without_gradients_are_not_written_over(comm, dtype: torch.dtype) -> None:
+    """A small one's state of 16 or 32 bytes lies between those of its neighbours, which make their first step later."""
+    runs = []
+    for offload in (None, "disk"):
+        model = nn.ParameterList(torch.zeros(4 if number % 3 == 1 else 64) for number in range(20))
+        optimizer = zero(comm, model, params=model.parameters(), optimizer=SumOfSigns, dtype=dtype, offload=offload)
+        for small in (True, False, True, False, True):
+            sum((p * 3).sum() for p in model if (len(p) == 4) == small).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(whole(optimizer))
+    assert differences(*runs) == []
+
+
+def test_neighbours_in_the_file_are_read_as_one_and_nothing_between_them_is_written() -> None:
+    near, far, beside = ([Extent(0, 12), Extent(start, 8)] for start in (64, 128, 12))
+    for extents, read, written in (
+        (near, [(0, 0, 72)], [(0, 0, 12), (64, 64, 8)]),
+        (far, [(0, 0, 12), (128, 64, 8)], [(0, 0, 12), (128, 64, 8)]),
+        (beside, [(0, 0, 20)], [(0, 0, 20)]),
+    ):
         positions, _ = arrange(extents)
-        assert merged(zip(extents, positions, strict=True)) == runs
+        pairs = [*zip(extents, positions, strict=True)]
+        assert merged(pairs, to_write=False) == read
+        assert merged(pairs, to_write=True) == written
 
 
 def test_a_buffer_is_read_into_only_when_it_has_been_written(comm) -> None:
