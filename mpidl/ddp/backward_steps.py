@@ -6,12 +6,18 @@
     bucket 2                              fills                     is reduced in A
 
 Two buffers rotate in place of the arena that holds all gradients, as large as the two largest buckets of a dtype. A
-gradient stays where autograd has put it until its bucket is filled; then it is copied to the buffer and released.
+gradient stays where autograd has put it until its bucket is filled; then it is copied to the buffer, and released once
+the bucket's reduction has begun.
 
 Who runs what: everything here is called by the thread of the backward pass, and each rank steps on parameters of its
 own. The ranks begin the same collectives in the order of the buckets: of each bucket its reduction, and one of flags
 that tell which of its parameters any rank has reached. A rank waits for the oldest two when no buffer is free, a
 condition that depends on the buckets' sizes alone, so that all ranks wait for the same ones.
+
+An exception or an interrupt may come anywhere. A bucket is in the list of those in flight from before it takes its
+buffer until both operations have ended, and a buffer is free if none in the list has it: so no buffer is lost, and none
+is filled while an operation may still write to it. Where a hook that raises has begun operations on its bucket's
+Communicator, these have run before the next pass launches: that pass begins with a collective there.
 """
 
 from __future__ import annotations
@@ -39,13 +45,18 @@ from .used_gradient import UsedGradient
 
 @dataclass
 class _InFlight:
-    """A bucket that is being reduced. reached: flags of its parameters, of all ranks once `agreed` is complete."""
+    """A bucket that has a buffer.
+
+    reached: flags of its parameters, of all ranks once `agreed` has ended. handle, agreed: the two operations, each
+    None before it begins and after it has ended. has_failed: an error of one of them was raised.
+    """
 
     bucket: GradientBucket
     buffer: torch.Tensor
-    handle: Handle
     reached: np.ndarray
-    agreed: Work | None
+    handle: Handle | None = None
+    agreed: Work | None = None
+    has_failed: bool = False
 
 
 class BackwardSteps:
@@ -72,14 +83,13 @@ class BackwardSteps:
         self._partial = {optimizer: PartialSteps(optimizer) for optimizer in optimizers}
         self._of: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
         self._buffers: list[torch.Tensor] = []
-        self._free: list[torch.Tensor] = []
         self._in_flight: deque[_InFlight] = deque()
         self._streams: set[Any] = set()  # that were the last to read a buffer
         self._number = 0  # of buckets launched in this pass
         self._stepped: list[torch.nn.Parameter] = []  # in this pass
         self._open: set[torch.optim.Optimizer] = set()  # that have stepped in a pass since their `step` was called
         self._inside: set[torch.optim.Optimizer] = set()  # whose `step` runs, and may run a pass as its closure
-        self._handles = [handle for optimizer in optimizers for handle in _listen(optimizer, self)]
+        self._handles = [_listen(optimizer, self) for optimizer in optimizers]
 
     # ---- between passes ---------------------------------------------------------------------------------------------
 
@@ -88,13 +98,12 @@ class BackwardSteps:
         sizes: dict[torch.dtype, list[int]] = {}
         for bucket in buckets:
             sizes.setdefault(bucket.dtype, []).append(bucket.layout.padded)
-        self._free = self._buffers = []  # gone before new ones are made
+        self._buffers = []  # gone before new ones are made
         self._buffers = [
             self._comm.empty(size, dtype, device=self._place.device)
             for dtype, every in sizes.items()
             for size in sorted(every)[-2:]
         ]
-        self._free = list(self._buffers)
 
     def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """`optimizer.step()` begins: it finds none of the gradients that a pass has used."""
@@ -124,15 +133,18 @@ class BackwardSteps:
 
     def remove(self) -> None:
         """Passes step no more."""
-        for handle in self._handles:
-            handle.remove()
+        for optimizer, (before, after) in zip(self._optimizers, self._handles, strict=True):
+            # `handle.remove()` does nothing where the garbage collector frees the handle.
+            optimizer._optimizer_step_pre_hooks.pop(before.id, None)
+            optimizer._optimizer_step_post_hooks.pop(after.id, None)
         _forget_used(list(self._names))
-        self._buffers = self._free = []
+        self._buffers = []
 
     # ---- within a pass ----------------------------------------------------------------------------------------------
 
     def begin(self, synchronise: bool) -> None:
         """A pass begins. Raises TrainingError for one that does not communicate after one that has stepped."""
+        self.abandon()  # of a pass before, where an interrupt has cut `abandon` short
         if not synchronise:
             if self.is_open:
                 raise TrainingError(STEP_NOT_CALLED)
@@ -144,64 +156,78 @@ class BackwardSteps:
 
     @torch.no_grad()
     def launch(self, bucket: GradientBucket, given: Sequence[bool]) -> None:
-        """Begins the reduction of a filled bucket. given: per parameter, whether this rank gives it a gradient."""
-        buffer = self._take_buffer(bucket)
-        bucket.allocate(buffer)
-        for p, view, is_given in zip(bucket.parameters, bucket.views, given, strict=True):
+        """Begins the reduction of a filled bucket. given: per parameter, whether this rank gives it a gradient.
+
+        If the reduction raises, gradients stay where they are.
+        """
+        launched = _InFlight(bucket, self._take_buffer(bucket), np.array(given, np.uint8))
+        self._in_flight.append(launched)
+        bucket.allocate(launched.buffer)
+        for p, view in zip(bucket.parameters, bucket.views, strict=True):
             if p.grad is None:
                 view.zero_()
             else:
                 view.copy_(p.grad)
-                if is_given and p in self._of:
-                    self._place.keep(p.grad)
-                    p.grad = None
-        reached = np.array(given, np.uint8)
-        handle = self._reduce(bucket, self._number)
-        agreed = self._comm.all_reduce(reached, "max", async_op=True) if self._comm.size > 1 else None
-        self._in_flight.append(_InFlight(bucket, buffer, handle, reached, agreed))
+        launched.handle = self._reduce(bucket, self._number)
+        if self._comm.size > 1:
+            launched.agreed = self._comm.all_reduce(launched.reached, "max", async_op=True)
+        for p, is_given in zip(bucket.parameters, given, strict=True):
+            if is_given and p in self._of and p.grad is not None:
+                self._place.keep(p.grad)
+                p.grad = None
         self._number += 1
 
     def _take_buffer(self, bucket: GradientBucket) -> torch.Tensor:
         """The smallest free one with room for the bucket."""
         while True:
-            fitting = [b for b in self._free if b.dtype == bucket.dtype and len(b) >= bucket.layout.padded]
+            free = [b for b in self._buffers if all(b is not each.buffer for each in self._in_flight)]
+            fitting = [b for b in free if b.dtype == bucket.dtype and len(b) >= bucket.layout.padded]
             if fitting:
-                found = min(fitting, key=len)
-                self._free = [b for b in self._free if b is not found]
                 self._place.wait_for_streams(self._streams)
-                return found
+                return min(fitting, key=len)
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Waits for a bucket's reduction, and steps on its parameters."""
-        done = self._in_flight.popleft()
+        oldest = self._in_flight[0]
         try:
-            self._complete(done.bucket, done.handle)
-            if done.agreed is not None:
-                done.agreed.wait()
-            self._use(done)
-        finally:
-            self._release(done)
-            self._streams.add(self._place.stream())
+            if oldest.handle is not None:
+                self._complete(oldest.bucket, oldest.handle)
+                oldest.handle = None
+            if oldest.agreed is not None:
+                oldest.agreed.wait()
+                oldest.agreed = None
+        except Exception:
+            oldest.has_failed = True
+            raise
+        self._use(oldest)
+        self._drop_oldest()
 
     def _use(self, done: _InFlight) -> None:
         """Steps with the means, or leaves them to parameters that have no optimizer here."""
         mine = []
-        for p, view, reached in zip(done.bucket.parameters, done.bucket.views, done.reached.tolist(), strict=True):
-            if not reached:
-                continue
-            if p in self._of:
-                p.grad = view
-                mine.append(p)
-            elif p.grad is None:
-                p.grad = view.clone()
-            else:
-                p.grad.copy_(view)
-        self.step(mine)
+        try:
+            for p, view, reached in zip(done.bucket.parameters, done.bucket.views, done.reached.tolist(), strict=True):
+                if not reached:
+                    continue
+                if p in self._of:
+                    p.grad = view
+                    mine.append(p)
+                elif p.grad is None:
+                    p.grad = view.clone()
+                else:
+                    p.grad.copy_(view)
+            self.step(mine)
+        finally:
+            for p, view in zip(done.bucket.parameters, done.bucket.views, strict=True):
+                if p.grad is view:  # `step` did not come to it
+                    p.grad = None
+            self._streams.add(self._place.stream())
 
-    def _release(self, done: _InFlight) -> None:
-        done.bucket.release()
-        self._free.append(done.buffer)
+    def _drop_oldest(self) -> None:
+        """Frees the buffer of a bucket whose operations have ended."""
+        self._in_flight[0].bucket.release()
+        self._in_flight.popleft()
 
     @torch.no_grad()
     def step(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -235,19 +261,29 @@ class BackwardSteps:
                 p.grad = UsedGradient(p, self._names[p])
 
     def abandon(self) -> None:
-        """An exception cut the pass short: what was launched on all ranks is waited for, and not stepped."""
+        """An exception cut the pass short: what was launched on all ranks is waited for, and not stepped.
+
+        Raises the first error of an operation that was not raised before, when all have ended. Where an interrupt comes
+        before, the next pass begins with the rest.
+        """
+        first: Exception | None = None
         while self._in_flight:
-            done = self._in_flight.popleft()
-            try:
-                done.handle.wait()
-                if done.agreed is not None:
-                    done.agreed.wait()
-            finally:
-                self._release(done)
+            oldest = self._in_flight[0]
+            for operation in (oldest.handle, oldest.agreed):
+                try:
+                    if operation is not None:
+                        operation.wait()
+                except Exception as error:
+                    first = first or (None if oldest.has_failed else error)
+            self._drop_oldest()
+        if first is not None:
+            raise first
 
 
-def _listen(optimizer: torch.optim.Optimizer, steps: BackwardSteps) -> list[torch.utils.hooks.RemovableHandle]:
-    """Tells `steps` of calls of the optimizer's step, and does not keep it."""
+def _listen(
+    optimizer: torch.optim.Optimizer, steps: BackwardSteps
+) -> tuple[torch.utils.hooks.RemovableHandle, torch.utils.hooks.RemovableHandle]:
+    """Tells `steps` of calls of the optimizer's step, and does not keep it. Returns the handles of both hooks."""
     where = weakref.ref(steps)
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -260,7 +296,7 @@ def _listen(optimizer: torch.optim.Optimizer, steps: BackwardSteps) -> list[torc
         if alive is not None:
             alive.after_step(optimizer)
 
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
 
 
 def _forget_used(parameters: Sequence[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,6 +145,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._hook: tuple[Any, comm_hooks.Hook] | None = None
         self.compressed: CompressedReduction | None = None
         self._reducer: Reducer | None = None
+        self._ending: _Ending | None = None
         self._quiet = False
         self._watch = BackwardWatch()
         self._first_pass: FirstPass | None = None
@@ -200,7 +202,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._forget_first_pass()
         comm = self.process_group
         pooled = communicator_pool.take(comm)
-        self._reducer = Reducer(
+        ending = _Ending(pooled)
+        self._reducer = ending.reducer = Reducer(
             self.module,
             self._named_parameters(frozen=True),
             pooled.comm,
@@ -216,8 +219,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
         if self._hook is not None:
             self._reducer.hook = self._hook
-        # What it refers to does not refer to it, so that its hooks are gone as soon as it is, on every rank.
-        weakref.finalize(self, _retire, self._reducer, pooled).atexit = False
+        self._ending = ending
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -471,13 +473,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("process_group", "_reducer", "_watch", "_first_pass", "_hook", "_place", "compressed"):
+        for name in ("process_group", "_reducer", "_watch", "_first_pass", "_hook", "_place", "compressed", "_ending"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reducer = self._first_pass = None
+        self._reducer = self._first_pass = self._ending = None
         self._watch = BackwardWatch()
         self._place = place_of_model("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
@@ -504,6 +506,27 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def _retire(reducer: Reducer, pooled: communicator_pool.PooledCommunicator) -> None:
-    reducer.retire()
-    pooled.give_back()
+class _Ending:
+    """Retires a wrapper's reducer, and gives its Communicator back, when the wrapper is freed, which alone has this.
+
+    Nothing of the engine refers to the wrapper, so that its hooks are gone as soon as it is, on every rank. Where a
+    communication hook or the module does, the garbage collector frees them all. It could not if a `weakref.finalize`
+    did this, which keeps its arguments as long as the wrapper lives: through the reducer, hook and module as well.
+    """
+
+    def __init__(self, pooled: communicator_pool.PooledCommunicator) -> None:
+        self.reducer: Reducer | None = None
+        self._pooled = pooled
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        try:
+            if self.reducer is not None:
+                handles = dict(self.reducer.queue._handles)
+                self.reducer.retire()
+                for p, handle in handles.items():  # handles that the garbage collector frees remove nothing
+                    if p._post_accumulate_grad_hooks:
+                        p._post_accumulate_grad_hooks.pop(handle.id, None)
+        finally:
+            self._pooled.give_back()

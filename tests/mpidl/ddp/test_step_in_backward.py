@@ -482,6 +482,185 @@ def test_training_goes_on_after_an_error_of_the_optimizer(comm) -> None:
         check_equal(other, everyone[0])
 
 
+def own_gradients(ddp: mpidl.DistributedDataParallel, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of this rank alone."""
+    plain = copy.deepcopy(ddp.module)
+    plain.zero_grad()
+    plain(x).square().sum().backward()
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def check_training(comm, ddp: mpidl.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Training from here on has the bits of training without steps within the pass."""
+    other, plain, after = several(comm)
+    other.load_state_dict(ddp.module.state_dict())
+    after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(10, 13):
+        for called, o in ((ddp, optimizer), (plain, after)):
+            called(data(comm.rank, step)).square().sum().backward()
+            o.step()
+            o.zero_grad()
+        check_equal(ddp.module.state_dict(), other.state_dict())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", [0, 4])
+def test_training_goes_on_after_an_error_of_a_communication_hook(comm, number: int) -> None:
+    """The gradients of the bucket are not lost, nor is its buffer. number: of the bucket."""
+    failing: list[nn.Parameter] = []
+    raises = False
+
+    def hook(_: Any, bucket: mpidl.comm_hooks.GradBucket) -> Any:
+        if raises and bucket.index() == number:
+            failing[:] = bucket.parameters()
+            raise ArithmeticError
+        return mpidl.comm_hooks.allreduce(comm, bucket)
+
+    model, ddp, optimizer = several(comm)
+    ddp.register_comm_hook(None, hook)
+    ddp.step_in_backward(optimizer)
+    for step, raises in enumerate((False, True, True, True, False)):
+        own = own_gradients(ddp, data(comm.rank, step))
+        loss = ddp(data(comm.rank, step)).square().sum()
+        if raises:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            assert failing
+            for name, p in model.named_parameters():
+                if any(p is other for other in failing):
+                    assert torch.equal(p.grad, own[name])
+            optimizer.zero_grad()
+        else:
+            loss.backward()
+        optimizer.step()
+    check_training(comm, ddp, optimizer)
+
+
+class Interrupted:
+    """A handle of which the first waits are interrupted. times: how many; shared."""
+
+    def __init__(self, handle: Any, times: list[int], under_way: set[Any]) -> None:
+        self.handle, self.times, self.under_way = handle, times, under_way
+        under_way.add(self)
+
+    def wait(self) -> Any:
+        if self.times[0]:
+            self.times[0] -= 1
+            raise KeyboardInterrupt
+        result = self.handle.wait()
+        self.under_way.discard(self)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_an_operation_is_waited_for_after_interrupts(comm) -> None:
+    """One in the pass, and one as the pass is given up: no buffer is filled before its operation has ended."""
+    times: list[int] = [0]
+    under_way: set[Any] = set()
+
+    def hook(_: Any, bucket: mpidl.comm_hooks.GradBucket) -> Interrupted:
+        where = bucket.buffer().data_ptr()
+        assert all(each.where != where for each in under_way)
+        made = Interrupted(mpidl.comm_hooks.allreduce(comm, bucket), times, under_way)
+        made.where = where
+        return made
+
+    _, ddp, optimizer = several(comm)
+    ddp.register_comm_hook(None, hook)
+    ddp.step_in_backward(optimizer)
+    for _ in range(2):
+        times[0] = 2
+        loss = ddp(data(comm.rank)).square().sum()
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert len(under_way) == 2
+        with pytest.raises(KeyboardInterrupt):
+            ddp(data(comm.rank))
+        assert len(under_way) == 2
+        ddp(data(comm.rank)).square().sum().backward()
+        assert not under_way
+        optimizer.step()
+        optimizer.zero_grad()
+    check_training(comm, ddp, optimizer)
+
+
+class Fails:
+    """A handle whose operation ends, and then its wait raises."""
+
+    def __init__(self, handle: Any, waits: list[Any]) -> None:
+        self.handle, self.waits = handle, waits
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.waits.append(self)
+        raise ArithmeticError
+
+
+@pytest.mark.ranks(2)
+def test_errors_of_several_handles(comm) -> None:
+    """Those in flight are all waited for, of two dtypes; the first error of these is raised as the pass is given up."""
+    waits: list[Any] = []
+    begun: list[Any] = []
+    raises = False
+
+    def hook(_: Any, bucket: mpidl.comm_hooks.GradBucket) -> Any:
+        handle = mpidl.comm_hooks.allreduce(comm, bucket)
+        if not raises:
+            return handle
+        begun.append(Fails(handle, waits))
+        return begun[-1]
+
+    def make() -> nn.Module:
+        return nn.ModuleList([nn.Linear(3, 3, dtype=d) for d in 2 * [torch.float32, torch.float64]])
+
+    model = made(make)
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x.to(layer.weight.dtype))
+            return x
+
+    ddp = mpidl.DistributedDataParallel(Sums(), process_group=comm, bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp.step_in_backward(optimizer)
+    for raises in (False, True, False):
+        loss = ddp(data(comm.rank)).square().sum()
+        if raises:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            assert len(begun) > 3
+            with pytest.raises(ArithmeticError):
+                ddp(data(comm.rank))
+            assert set(begun) == set(waits)
+            optimizer.zero_grad()
+        else:
+            loss.backward()
+        optimizer.step()
+    everyone = mpidl.all_gather_object(comm, model.state_dict())
+    check_equal(everyone[0], everyone[-1])
+
+
+def test_an_error_of_one_optimizer_leaves_no_gradient_in_a_buffer(comm) -> None:
+    model = made(Several)
+    ddp = mpidl.DistributedDataParallel(model, process_group=comm)
+    parts = model.blocks.parameters(), model.head.parameters()
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    ddp.step_in_backward(*optimizers)
+    for o in optimizers:
+        o.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        ddp(data(comm.rank)).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_late_gradients_are_refused(comm) -> None:
     model = made(CallsBlocksTwice)
     ddp = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-6)

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 
 import mpidl
 from mpidl import comm_hooks
+from mpidl.ddp.used_gradient import UsedGradient
+from mpidl.job import communicator_pool
 from tests.mpidl.ddp.reference import Several, check, data, follow, made, mean_gradients
 
 pytestmark = pytest.mark.mpi
@@ -126,6 +129,57 @@ def test_a_new_wrapper_takes_over_at_once(comm) -> None:
                 gc.collect()
     finally:
         gc.enable()
+
+
+class Trainer:
+    """A program's object that has a wrapper, and to which the wrapper leads. by: which of its parts does."""
+
+    def __init__(self, comm, model: nn.Module, by: str) -> None:
+        self.comm = comm
+        self.wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+        if by == "hook":
+            self.wrapped.register_comm_hook(None, self.hook)
+        elif by == "state":
+            self.wrapped.register_comm_hook(self, Trainer.hook)
+        else:
+            model.trainer = [self]  # type: ignore[assignment]
+
+    def hook(self, *of_bucket: Any) -> comm_hooks.Handle:
+        return comm_hooks.allreduce(self.comm, of_bucket[-1])
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["", "steps"])
+@pytest.mark.parametrize("by", ["hook", "state", "module"])
+def test_a_wrapper_that_leads_to_itself_is_freed(comm, by: str, steps: bool) -> None:
+    """By the garbage collector, with what it has; and another wrapper has its Communicator."""
+    group = comm.duplicate()
+    for number in range(2):
+        model = made(Several)
+        trainer = Trainer(group, model, by)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if steps:
+            trainer.wrapped.step_in_backward(optimizer)
+        whole(trainer.wrapped, comm.rank).backward()
+        parameters = list(model.parameters()) if number else []  # which may outlive it, as the optimizer
+        kept = [weakref.ref(each) for each in (trainer, trainer.wrapped, model)]
+        memory = [weakref.ref(each) for each in trainer.wrapped.held_tensors()["gradients"]]
+        assert memory
+        del trainer, model
+        if not number:
+            del optimizer
+        gc.collect()
+        assert [where() for where in kept] == [None] * 3
+        assert all(where() is None for where in memory)
+        assert not any(p._post_accumulate_grad_hooks for p in parameters)
+        assert not any(isinstance(p.grad, UsedGradient) for p in parameters)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    free = communicator_pool.take(group)
+    free.give_back()
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=group)
+    assert communicator_pool.take(group) is not free
+    del wrapped
+    assert communicator_pool.take(group) is free
 
 
 def test_another_model_trains_after_a_pass_that_was_cut_short(comm) -> None:
