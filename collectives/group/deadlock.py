@@ -23,8 +23,10 @@ def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:
     here: a Communicator in an operation of which this rank is now. there: a Communicator that has the ranks of `here`
     among its own, by whose numbers the result goes.
     """
-    group = here.mpi.Get_group()
-    numbers = MPI.Group.Translate_ranks(group, list(range(here.size)), there.mpi.Get_group())
+    groups = here.mpi.Get_group(), there.mpi.Get_group()
+    numbers = MPI.Group.Translate_ranks(groups[0], list(range(here.size)), groups[1])
+    for group in groups:
+        group.Free()
     waiting, gathering = _positions(there), _positions(here)
     found = {}
     for rank, number in enumerate(numbers):
