@@ -192,7 +192,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         step.before_backward_steps(self._parts, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. With set_to_none=False they count as zero, so that a step still decays weights."""
+        """Forgets the gradients. With set_to_none=False they become zeros, as torch's: a step still decays weights.
+
+        A parameter without a gradient keeps none.
+        """
         clip_and_unscale.clear(self._parts, self._nonfinite, set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -20,21 +20,18 @@ from ..optimizer_parts import Parts
 
 
 def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> None:
-    """Forgets the gradients; set_to_none=False: they count as zeros. nonfinite: what watches their values."""
+    """Forgets the gradients; set_to_none=False: makes them zeros. nonfinite: what watches their values."""
+    kept = {} if set_to_none else parts.grad_attributes.with_gradient()
     parts.shard_reducer.clear()
     parts.grad_attributes.clear()
     if nonfinite is not None:
         nonfinite.clear()
-    if not set_to_none:
-        for number in range(len(parts.shards)):
-            flags = parts.shard_reducer.reached(number)
-            flags[:] = [True] * len(flags)
     for part in parts.slices.values():
         part.values.grad = None
-    for p in parts.model.parameters():
+    for p in parts.model.parameters() if set_to_none else parts.slices:
         p.grad = None
     if not set_to_none:
-        parts.grad_attributes.show_gradients()
+        parts.grad_attributes.show_zeros(kept)
 
 
 def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:

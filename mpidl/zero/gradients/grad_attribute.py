@@ -3,6 +3,7 @@
     zero_grad     backward (autograd gives gradients to the buckets)     the pass has ended       step      zero_grad
     p.grad None   None, or a ShardedGradient to which autograd adds      a ShardedGradient        same      None
 
+With zero_grad(set_to_none=False) the last one is a ShardedGradient of zeros, where there was a gradient.
 A parameter gets one at the end of a pass if any rank's passes have reached it, so that all ranks see the same ones.
 `p.grad = None` forgets one gradient, as with a plain model.
 
@@ -116,6 +117,28 @@ class GradAttributes:
         self._changes.clear()
         self._pass_is_open = False
 
+    def with_gradient(self) -> dict[torch.nn.Parameter, bool]:
+        """The parameters that have a gradient on this rank, with whether every rank's `.grad` shows it."""
+        found = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, bucket in enumerate(self._gradients.queue.buckets):
+                for p, reached in zip(bucket.parameters, self._gradients.reached(number), strict=True):
+                    if p.grad is not None or (reached and p not in self._shown):  # the program may have set None
+                        found[p] = self._shown.get(p, False)
+        return found
+
+    def show_zeros(self, kept: Mapping[torch.nn.Parameter, bool]) -> None:
+        """Gives parameters whose gradients were forgotten zeros as their gradients. kept: as of `with_gradient`.
+
+        What not every rank shows has no `.grad` before the next pass; the step takes it as a zero.
+        """
+        for number, bucket in enumerate(self._gradients.queue.buckets):
+            self._gradients.reached(number)[:] = [p in kept for p in bucket.parameters]
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, _ in self._reached():
+                if kept[p]:
+                    p.grad, self._shown[p] = self._made[p], True
+
     # ---- at the step ------------------------------------------------------------------------------------------------
 
     def note(self, change: str, name: str | None = None) -> None:
@@ -172,6 +195,11 @@ class GradAttributes:
         piece = place.piece
         return self._gradients.shard(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
 
+    def shows(self, gradient: ShardedGradient) -> bool:
+        """True if the tensor is the one that was put into `.grad`, and not another one that refers to it."""
+        bucket = self._gradients.queue.buckets[gradient.place.number]
+        return self._made.get(bucket.parameters[gradient.place.index]) is gradient
+
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
         """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step."""
         self.read(place)
@@ -192,7 +220,7 @@ class GradAttributes:
 
     def _all_norms(self, order: float) -> dict[GradientPlace, float]:
         self._release()
-        places = [place for _, place in self._reached()]
+        places = [place for p, place in self._reached() if p in self._shown]
         norms = local_norms([self._part(place) for place in places], order)
         number = code(f"norms of order {order} of {len(places)} gradients", _EXACT_BITS)
         if math.isinf(order):

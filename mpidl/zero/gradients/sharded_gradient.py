@@ -7,7 +7,8 @@
 An operator that treats every element by itself works on this rank's part, in place or into a result that is cut in the
 same way. One that makes a number of all elements (norm, max, all, ...) combines the numbers of all ranks: every rank
 must call it. Where parameters are cut over tp, norms are of whole parameters, all else of the part that this rank has.
-Shape, dtype and device are known without. Every other operator is refused by name.
+Shape, dtype and device are known without. `out=` and an assignment to `.data` take what is computed of the same
+parameter's. Every other operator is refused by name, and so is every way to memory that it does not have.
 
 `torch._foreach_norm` and the norms one by one, as `torch.nn.utils.clip_grad_norm_` asks for them, cost one operation
 between the ranks for all gradients together (`grad_attribute`).
@@ -55,6 +56,9 @@ class Source(Protocol):
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
         """This rank's part, to be changed in place. change: the operator and its arguments, the same on every rank."""
 
+    def shows(self, gradient: ShardedGradient) -> bool:
+        """True if the tensor is the one that was put into `.grad`, and not another one that refers to it."""
+
     def norm(self, place: GradientPlace, order: float) -> float:
         """The norm of a whole gradient. Collective."""
 
@@ -99,6 +103,15 @@ class GradientPlace:
         return source
 
 
+def _without_memory(name: str) -> Any:
+    """A method that refuses: torch's own reads or shares memory, and a ShardedGradient has none."""
+
+    def refuse(self: ShardedGradient, *_: Any, **__: Any) -> Any:
+        raise self._refusal(f"{name}()")
+
+    return refuse
+
+
 class ShardedGradient(torch.Tensor):
     """A gradient that is cut over the ranks, or what was computed of one element by element.
 
@@ -122,6 +135,7 @@ class ShardedGradient(torch.Tensor):
         """Makes a tensor without memory of its own."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         made.place, made.result = place, result
+        torch._C._set_throw_on_mutable_data_ptr(made)  # by which C++ would read address 0
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -134,6 +148,36 @@ class ShardedGradient(torch.Tensor):
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise self._refusal("pickling")
+
+    __dlpack__ = _without_memory("__dlpack__")
+    __dlpack_device__ = _without_memory("__dlpack_device__")
+    apply_ = _without_memory("apply_")
+    data_ptr = _without_memory("data_ptr")
+    numpy = _without_memory("numpy")
+    share_memory_ = _without_memory("share_memory_")
+    tolist = _without_memory("tolist")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Storage without memory, which has a size alone: torch.compile asks for it."""
+        return torch.UntypedStorage(self.numel() * self.dtype.itemsize, device="meta")
+
+    @property
+    def data(self) -> ShardedGradient:  # type: ignore[override]
+        """What `detach()` gives. Setting it takes the values of what was computed of the same parameter's `.grad`."""
+        return self._with(self.result)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        cut = value if isinstance(value, ShardedGradient) and value.place is self.place else None
+        if cut is None or cut.dtype.is_floating_point != self.dtype.is_floating_point:
+            raise TrainingError(
+                f"{self.place.name}: the .data of its .grad was set to {_described(value)}; needs what is computed of "
+                "the same .grad element by element, as p.grad.data = p.grad.data.clamp(-1, 1)"
+            )
+        if self.result is not None or not self.place.known().shows(self):
+            self.result = None if cut.result is None else cut.result.to(self.dtype)
+        elif cut.result is not None:
+            self.place.known().write(self.place, ".data = a result").copy_(cut.result)
 
     @property
     def norm_is_over_tp(self) -> bool:
@@ -168,6 +212,8 @@ class ShardedGradient(torch.Tensor):
         name, kwargs = function.overloadpacket.__name__, kwargs or {}
         first = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, cls))
         with torch.no_grad():
+            if kwargs and any(argument.is_out for argument in function._schema.arguments):
+                return first._into(function, args, kwargs)
             if name in _SAME:
                 return first._with(first.result)
             if name == "add_" and inside_backward():
@@ -218,13 +264,33 @@ class ShardedGradient(torch.Tensor):
         return self._with(function(*args, **kwargs))
 
     def _changed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
+        told = [*args[1:], *kwargs.values()]
         args, kwargs = self._parts(function, (args, kwargs))
-        target = self.result
-        if target is None:
-            told = [_told(a) for a in [*args[1:], *kwargs.values()]]
-            target = self.place.known().write(self.place, f"{function.overloadpacket.__name__}({', '.join(told)})")
-        function(target, *args[1:], **kwargs)
+        function(self._target(function, told), *args[1:], **kwargs)
         return self
+
+    def _into(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
+        """An operator on each element writes into out=, a tensor that is cut likewise."""
+        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+        out, given = kwargs.pop("out", None), tree_flatten((args, kwargs))[0]
+        fits = isinstance(out, ShardedGradient) and out.place is self.place
+        if not fits or function.overloadpacket.__name__ not in _ELEMENTWISE or not any(_is_cut(leaf) for leaf in given):
+            raise TrainingError(
+                f"{self.place.name}: {function.__name__}() with out=; needs an operator on each element of a .grad, "
+                "with the same parameter's .grad as out=; leave out= off, and take what the operator returns"
+            )
+        self._parts(function, given)
+        target = out._target(function, [*given, "out"])
+        args, kwargs = self._parts(function, (args, kwargs))
+        function(*args, **kwargs, out=target)
+        return out
+
+    def _target(self, function: Any, arguments: Sequence[Any]) -> torch.Tensor:
+        """This rank's part, for the operator to write into. arguments: of the operator, for the ranks to compare."""
+        if self.result is not None:
+            return self.result
+        change = f"{function.overloadpacket.__name__}({', '.join(_told(a) for a in arguments)})"
+        return self.place.known().write(self.place, change)
 
     def _norm(self, function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
@@ -301,12 +367,22 @@ _REDUCTIONS = {
     "count_nonzero": _Reduction(torch.count_nonzero, torch.sum, torch.int64),
     "_local_scalar_dense": _Reduction(_sum, torch.sum),
 }
+_BY_ONES = _ELEMENTWISE | _IN_PLACE | _NORMS | set(_REDUCTIONS)  # of torch._foreach_...
 _OF_COMPLEX = frozenset({"all", "any", "count_nonzero"})
 
 
 def root_of(power: float, order: float) -> float:
     """The norm of this order whose ranks' powers add up to `power`; for the infinite one the largest of them."""
     return power if math.isinf(order) else power ** (1.0 / order)
+
+
+def _is_cut(given: Any) -> bool:
+    return isinstance(given, ShardedGradient)
+
+
+def _described(value: torch.Tensor) -> str:
+    of = f" of {value.place.name}" if isinstance(value, ShardedGradient) else ""
+    return f"a {type(value).__name__}{of} of {value.dtype}"
 
 
 def _finer(dtype: torch.dtype) -> torch.dtype:
@@ -327,10 +403,10 @@ def _for_each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
     """torch._foreach_...: the operator on one after the other."""
     operator = name.removeprefix("_foreach_")
     call = torch.linalg.vector_norm if operator == "norm" else getattr(torch.Tensor, operator, None)
+    if operator not in _BY_ONES or call is None or not isinstance(args[0], list | tuple):
+        raise next(leaf for leaf in tree_flatten((args, kwargs))[0] if _is_cut(leaf))._refusal(f"{operator}()")
     results = []
     for number, gradient in enumerate(args[0]):
-        if call is None or not isinstance(gradient, torch.Tensor):
-            raise next(g for g in args[0] if isinstance(g, ShardedGradient))._refusal(f"{name}()")
         rest = [a[number] if isinstance(a, list | tuple) else a for a in args[1:]]
         results.append(call(gradient, *rest, **kwargs))
     return None if operator.endswith("_") else results

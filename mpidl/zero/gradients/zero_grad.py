@@ -6,20 +6,27 @@ import weakref
 
 import torch
 
+from .sharded_gradient import ShardedGradient
+
 
 def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Lets the model's own `zero_grad` forget the gradients that the optimizer holds, as long as that is there."""
     of, by = weakref.ref(model), weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        """Forgets the gradients that the optimizer holds, and those of torch.nn.Module.zero_grad."""
+        """Clears as torch.nn.Module.zero_grad; the optimizer clears the gradients that are cut over the ranks."""
         model, optimizer = of(), by()
-        if optimizer is not None:
-            optimizer.zero_grad()
+        cut: dict[torch.nn.Parameter, torch.Tensor] = {}
+        if model is not None and optimizer is not None:
+            cut = {p: p.grad for p in model.parameters() if isinstance(p.grad, ShardedGradient)}
+        for p in cut:
+            p.grad = None
         if model is not None:
             type(model).zero_grad(model, set_to_none)
-        if optimizer is not None and not set_to_none:
-            optimizer.zero_grad(set_to_none=False)
+        for p, gradient in cut.items():
+            p.grad = gradient
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none)
 
     model.zero_grad = zero_grad  # type: ignore[method-assign]
 
