@@ -198,12 +198,12 @@ def check_kinds(saved: Any, here: Any, lists_grow: bool = True) -> None:
     None fits anything. Of objects the keys that both have are compared; tuples have to be of one length.
     lists_grow: lists need not.
     """
-    was, now = _kind(saved), _kind(here)
-    if None in (saved, here) or ({was, now} <= {"number", "tensor"} and "$scalar" in (tag_of(saved), tag_of(here))):
+    was, now = kind_of(saved), kind_of(here)
+    if None in (saved, here) or one_is_scalar(saved, here):
         return
     if was != now:
         raise Malformed(f"is a {was}; needs a {now}")
-    one, other = _inner(saved), _inner(here)
+    one, other = inner_of(saved), inner_of(here)
     if now == "sequence" and len(one) != len(other):
         if lists_grow and list in (type(saved), type(here)):
             return
@@ -216,7 +216,12 @@ _KINDS = {"$tuple": "sequence", "$dict": "mapping", "$float": "number", "$scalar
 _KINDS |= {"$tensor": "tensor", "$array": "tensor", "$dtype": "dtype"}
 
 
-def _inner(encoded: Any) -> dict[Any, Any]:
+def one_is_scalar(saved: Any, here: Any) -> bool:
+    """Returns True if both are numbers or tensors, and one of them a tensor without dimensions."""
+    return {kind_of(saved), kind_of(here)} <= {"number", "tensor"} and "$scalar" in (tag_of(saved), tag_of(here))
+
+
+def inner_of(encoded: Any) -> dict[Any, Any]:
     """Returns the values inside an encoded one, by keys or numbers."""
     tag = tag_of(encoded)
     if tag == "$dict":
@@ -226,7 +231,8 @@ def _inner(encoded: Any) -> dict[Any, Any]:
     return encoded if isinstance(encoded, dict) and tag is None else {}
 
 
-def _kind(encoded: Any) -> str:
+def kind_of(encoded: Any) -> str:
+    """Returns the kind of an encoded value, in a word for an error. None and booleans are numbers here."""
     if isinstance(encoded, dict):
         return _KINDS.get(tag_of(encoded) or "", "mapping")
     return "sequence" if isinstance(encoded, list) else "text" if isinstance(encoded, str) else "number"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ..errors import CheckpointError, CheckpointMismatch
 from ..job.agreement import on_rank_0, together
 from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
-from . import cuts, folder, index, json_encoding, parts
+from . import cuts, folder, index, json_encoding, part_checks, parts
 from . import random_states as randoms
 from .collect import state_of
 from .engine import Engine, engine_of
@@ -95,7 +97,9 @@ def load(
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
     if comm.rank == 0:
-        for said in made.compression.said:
+        anew = "scaler" in parts and part_checks.starts_anew(scaler, content.about["scaler"])
+        off = ["the scaler was saved while it was not enabled; the one here keeps its own scale"] if anew else []
+        for said in [*made.compression.said, *off]:
             warnings.warn(f"checkpoint.load: {content.file}: {said}", RuntimeWarning, stacklevel=2)
     about = opened.about
     return Loaded(opened.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
@@ -158,7 +162,7 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
     engine.check_writable()
     made = plan(engine, content)
     for name, part in parts.items():
-        state_of(name, part)
+        here = state_of(name, part)
         if name not in content.about:
             raise CheckpointMismatch(f"{content.file}: was saved without a {name}")
         own_class, saved_class = type(part).__name__, content.about.get(f"{name}_class")
@@ -166,7 +170,10 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
             raise CheckpointMismatch(
                 f"{content.file}: holds the state of {saved_class}; the {name} here is {own_class}"
             )
-        _check_kinds(content, name, part)
+        try:
+            part_checks.check_state(part, content.about[name], here)
+        except json_encoding.Malformed as error:
+            raise CheckpointError(f"{content.file}: {json_encoding.within(name, error)}") from None
     kept = [content.about[name] for name in (*parts, "extra")]
     small = [*made.small, *json_encoding.names_in([*kept, content.about["model"].get("extra_state")])]
     own = own_states(engine, content)
@@ -184,25 +191,6 @@ def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: b
     for name, share in [(name, share) for name, _, shares in wanted if verify for share in shares]:
         reader.check(name, share.cut, share.start, share.stop)
     return made
-
-
-def _check_kinds(content: Index, name: str, part: Any) -> None:
-    """Raises CheckpointError for values that torch's classes would take and fail with in a later step.
-
-    Classes of other packages check their states themselves.
-    """
-    if type(part).__module__.partition(".")[0] not in ("torch", "mpidl"):
-        return
-    saved, here = content.about[name], state_of(name, part)
-    try:
-        # A scheduler takes all keys as its attributes.
-        takes_all = isinstance(saved, dict) and isinstance(part, torch.optim.lr_scheduler.LRScheduler)
-        for key in saved if takes_all else ():
-            if key not in here and hasattr(part, key):
-                raise json_encoding.Malformed(f"has {json_encoding.shown(key)}, which is no part of it")
-        json_encoding.check_kinds(saved, json_encoding.encode(here, name, {}), lists_grow=False)
-    except json_encoding.Malformed as error:
-        raise CheckpointError(f"{content.file}: {json_encoding.within(name, error)}") from None
 
 
 def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]:
@@ -237,8 +225,8 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
     states = together(engine.whole, there)
 
     def take() -> None:
-        for name, (saved, _, load_into) in states.items():
-            state = json_encoding.decode(saved, reader.tensor)
+        for name, (saved, before, load_into) in states.items():
+            state = _with_counters(json_encoding.decode(saved, reader.tensor), before)
             try:
                 if state or name != "scaler":  # a scaler that was not enabled has nothing to say
                     load_into(state)
@@ -254,6 +242,16 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
                 with contextlib.suppress(Exception):  # the one that failed may fail again; the others get theirs
                     load_into(before)
         raise
+
+
+def _with_counters(state: Any, here: Any) -> Any:
+    """Returns the state with a Counter for each that is one here, as MultiStepLR's milestones; JSON has none."""
+    if type(state) is dict and isinstance(here, Mapping):
+        filled = {key: _with_counters(value, here.get(key)) for key, value in state.items()}
+        return Counter(filled) if type(here) is Counter else filled
+    if type(state) is list and isinstance(here, list):
+        return [_with_counters(*pair) for pair in zip_longest(state, here[: len(state)])]
+    return state
 
 
 def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..mesh.placement import Cut
 from ..optim.elementwise_state import mark_replicated, saved_state
-from . import compression_state, cuts, json_encoding
+from . import compression_state, cuts, json_encoding, part_checks
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
@@ -25,6 +25,8 @@ from .saved_state_check import KeptStates
 from .schema import SLICES
 
 _LISTED = 3  # names in a message
+# Numbers that torch's schedulers put into the optimizer's groups, and take from there.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +222,9 @@ def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: 
         with contextlib.suppress(ConfigurationError):  # what cannot be encoded was not saved either
             here = json_encoding.encode(group.get(key), key, {})
         try:
+            of_scheduler = key in _OF_SCHEDULERS and group.get(key, 0) is not None
+            if of_scheduler and json_encoding.kind_of(value) != "tensor":
+                part_checks.any_number(value)
             json_encoding.check_kinds(value, here)
         except json_encoding.Malformed as error:
             where = f"optimizer.groups.{number}.{json_encoding.within(key, error)}"

@@ -18,6 +18,8 @@ from . import json_encoding
 from .engine import Engine
 from .held_tensor import HeldTensor
 from .index import Index
+from .json_encoding import Malformed, check_at
+from .part_checks import count
 from .schema import SLICES
 
 
@@ -31,6 +33,8 @@ class KeptStates:
         self._engine, self._index = engine, index
         assert engine.optimizer is not None
         self._class = engine.optimizer_type
+        kinds = [kind for kind in self._class.__mro__ if kind is not torch.optim.Optimizer]
+        self._counts_steps = any(kind.__module__.startswith(("torch.optim.", "mpidl.")) for kind in kinds)
         self._settings: dict[torch.Tensor, tuple[int, Any]] = {}
         for number, group in enumerate(engine.optimizer.param_groups):
             kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -57,6 +61,11 @@ class KeptStates:
         for key, value in (wanted or self._there(held)).items():
             if key in saved and not self._fits(held, saved[key], value):
                 problem = f"{key} is {json_encoding.shown(saved[key])}, which {self._class.__name__} does not keep"
+        if problem is None and self._counts_steps and json_encoding.kind_of(saved.get("step", 0)) == "number":
+            try:
+                check_at("step", count, saved.get("step", 0))
+            except Malformed as error:
+                problem = str(error)
         if problem:
             raise CheckpointError(f"{self._index.file}: optimizer.state of {held.name}: {problem}")
 
