@@ -224,7 +224,7 @@ class ShardedGradient(torch.Tensor):
                 return first._changed(function, args, kwargs)
             if name in _NORMS:
                 return first._norm(function, args, kwargs)
-            if name in _REDUCTIONS:
+            if name in _REDUCTIONS and len(function._schema.returns) == 1:  # not max(0), which gives indices too
                 return first._reduced(name, args, kwargs)
             if name.startswith("_foreach_"):
                 return _for_each(name, args, kwargs)

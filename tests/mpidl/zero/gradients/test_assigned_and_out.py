@@ -137,6 +137,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "all": (lambda _, g: torch.all(g, out=torch.empty((), dtype=torch.bool)), r"all\.all_out\(\) with out="),
     "each": (lambda _, g: torch.ops.aten._foreach_mul.Scalar_out([g], 2, out=[g]), r"_foreach_mul\.Scalar_out\(\)"),
     "each of several": (lambda _, g: torch._foreach_addcmul_([g], [g], [g], 2), r"addcmul_\(\)"),
+    "largest of a row": (lambda m, _: m.head.bias.grad.max(0), r"max\.dim\(\)"),
     "powers": (lambda _, g: torch._foreach_pow(2.0, [g]), r"pow\(\)"),
     "numpy": (lambda _, g: np.asarray(g), r"numpy\(\)"),
     "list": (lambda _, g: g.tolist(), r"tolist\(\)"),
