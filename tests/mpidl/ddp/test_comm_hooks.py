@@ -151,7 +151,7 @@ class Called:
         (wrong_second, "bucket is annotated as Tensor"),
         (wrong_return, r"annotated to return Tensor; needs a handle with wait\(\)"),
         (Called(), "bucket is annotated as int"),
-        (partial(wrong_bucket, None), "bucket is annotated as int"),
+        (partial(wrong_bucket), "bucket is annotated as int"),
     ],
     ids=["bucket", "second", "return", "object", "partial"],
 )
