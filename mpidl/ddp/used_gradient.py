@@ -33,6 +33,7 @@ class UsedGradient(torch.Tensor):
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         made._name_of_parameter = name
+        torch._C._set_throw_on_mutable_data_ptr(made)  # by which C++ would read address 0
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -43,6 +44,21 @@ class UsedGradient(torch.Tensor):
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise self._refusal("pickling")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self._refusal("__dlpack__()")
+
+    def __dlpack_device__(self) -> Any:
+        raise self._refusal("__dlpack_device__()")
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Refuses to be read, and to be set."""
+        raise self._refusal(".data")
+
+    @data.setter
+    def data(self, _: Any) -> None:
+        raise self._refusal("an assignment to .data")
 
     def _refusal(self, what: str) -> TrainingError:
         return TrainingError(

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -337,6 +338,9 @@ def test_what_needs_all_gradients_is_refused(comm) -> None:
         "reading": lambda: model.head.bias.grad + 1,
         "changing": lambda: model.head.bias.grad.mul_(2),
         "a copy": lambda: copy.deepcopy(model.head.bias.grad),
+        "memory": lambda: np.from_dlpack(model.head.bias.grad),
+        "torch's memory": lambda: torch.from_dlpack(model.head.bias.grad),
+        "other values": lambda: setattr(model.head.bias.grad, "data", torch.zeros(2)),
     }
     for call in calls.values():
         with pytest.raises(mpidl.TrainingError, match="with step_in_backward the backward pass has made the step"):
