@@ -69,7 +69,7 @@ class _Ending:
             self._said = self._page.tensor(0, DIGEST, torch.uint8)
         except OperationError:  # then every rank says what it has to say
             pass
-        self._noticed = False
+        self._noticed_at = 0.0  # by time.monotonic(): when Python last called the handler
         self._writing: int | None = None
 
     def of_program(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -144,28 +144,31 @@ class _Ending:
         self._writing = None
 
     def _notice(self, number: int, frame: FrameType | None) -> NoReturn:
-        self._noticed = True  # a lock, as Event has one, could be held here by the handler of an interrupt before
+        # Without a lock, as Event has one: the handler of an interrupt before could hold it.
+        self._noticed_at = time.monotonic()
         raise KeyboardInterrupt
 
     def _stands(self) -> bool:
         return signal.getsignal(signal.SIGINT) == self._notice
 
     def _wait(self, reading: int) -> None:
+        since = 0.0
         while received := os.read(reading, 64):
             if signal.SIGINT not in received:
                 continue
-            if self._stands() and not self._is_noticed() and self._stands():
+            if self._stands() and not self._is_noticed(since) and self._stands():
                 self._interrupted()
-            while select.select([reading], [], [], 0)[0] and os.read(reading, 64):
-                pass  # of interrupts that came meanwhile, for which Python has called the handler once
-            self._noticed = False
+            more = True
+            while more:  # of interrupts that came meanwhile, for which Python has called the handler once
+                since = time.monotonic()  # what comes from now on may be noticed before its byte is read
+                more = bool(select.select([reading], [], [], 0)[0] and os.read(reading, 64))
 
-    def _is_noticed(self) -> bool:
-        """Returns whether Python calls the handler within a while."""
+    def _is_noticed(self, since: float) -> bool:
+        """Returns whether Python has called the handler since then, or calls it within a while."""
         deadline = time.monotonic() + _NOTICE_S
-        while not self._noticed and time.monotonic() < deadline:
+        while self._noticed_at <= since and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self._noticed
+        return self._noticed_at > since
 
 
 def _end_by_hangup() -> None:

@@ -279,7 +279,7 @@ def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_th
         "for after in (0.03, 0.05):\n"
         "    threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
         "try:\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 600_000)\n"  # in which Python notices nothing
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000)\n"  # in which Python notices nothing
         "    time.sleep(60)\n"
         "except KeyboardInterrupt:\n"
         "    try:\n"
@@ -290,6 +290,32 @@ def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_th
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "went on\n"
+
+
+def test_an_interrupt_that_python_notices_before_its_byte_is_read_ends_no_program(job) -> None:
+    done = job(
+        1,
+        "import select, signal\n"
+        "look, sent = select.select, []\n"
+        "def late(*args):\n"
+        "    found = look(*args)\n"
+        "    if not (found[0] or sent):\n"
+        "        sent.append(os.kill(os.getpid(), signal.SIGINT))\n"
+        "        time.sleep(0.5)\n"  # in which Python notices it
+        "    return found\n"
+        "select.select = late\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(2)\n"
+        "print(len(sent), 'went on\\n', end='')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1 went on\n"
 
 
 def test_a_handler_that_a_program_puts_in_place_later_is_the_one_that_counts(job) -> None:
