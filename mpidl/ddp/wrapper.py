@@ -523,10 +523,6 @@ class _Ending:
             return
         try:
             if self.reducer is not None:
-                handles = dict(self.reducer.queue._handles)
                 self.reducer.retire()
-                for p, handle in handles.items():  # handles that the garbage collector frees remove nothing
-                    if p._post_accumulate_grad_hooks:
-                        p._post_accumulate_grad_hooks.pop(handle.id, None)
         finally:
             self._pooled.give_back()

@@ -72,8 +72,7 @@ class BucketQueue:
         """Sets the buckets that passes fill from the next one on."""
         self.buckets = list(buckets)
         self._bucket_of = {p: (b, index) for b in self.buckets for index, p in enumerate(b.parameters)}
-        for p in [p for p in self._handles if p not in self._bucket_of]:
-            self._handles.pop(p).remove()
+        self._take_off([p for p in self._handles if p not in self._bucket_of])
         self.listen(self._bucket_of)
         self.reset()
 
@@ -170,5 +169,12 @@ class BucketQueue:
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
-        for handle in self._handles.values():
-            handle.remove()
+        self._take_off(list(self._handles))
+
+    def _take_off(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Takes the hooks off these, also where the garbage collector frees the handles, which then remove nothing."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in parameters:
+                handle, hooks = self._handles.pop(p), p._post_accumulate_grad_hooks
+                if hooks:
+                    hooks.pop(handle.id, None)

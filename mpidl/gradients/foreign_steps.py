@@ -129,6 +129,6 @@ class ForeignSteps:
         )
 
     def _marks(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
-        """What changes as a parameter does: the count of writes to it, and its address."""
+        """Returns for each parameter how many writes torch has counted, and its address; both tell of a change."""
         with torch._C.DisableTorchFunctionSubclass():
             return [(p._version, p.data_ptr() if self._stay_in_place else 0) for p in parameters]

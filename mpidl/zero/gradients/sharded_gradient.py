@@ -163,7 +163,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def data(self) -> ShardedGradient:  # type: ignore[override]
-        """What `detach()` gives. Setting it takes the values of what was computed of the same parameter's `.grad`."""
+        """The same as `detach()`. It may be set to a result that was computed of the same parameter's `.grad`."""
         return self._with(self.result)
 
     @data.setter

@@ -68,7 +68,7 @@ class Listed:
 
 
 def nested(o: Any, k: int) -> Any:
-    """Of three levels, so that `last_epoch` of the innermost is -3. torch has no step over the outer milestones."""
+    """Makes three levels, so that the innermost has a `last_epoch` of -3. The outer milestones are not reached."""
     inner = of_torch.SequentialLR(o, [of_torch.ConstantLR(o, 0.5, k), of_torch.CosineAnnealingWarmRestarts(o, 4)], [3])
     middle = of_torch.SequentialLR(o, [of_torch.LinearLR(o, 0.5), inner], [50])
     return of_torch.SequentialLR(o, [of_torch.ConstantLR(o, 0.1, k), middle], [50])

@@ -487,7 +487,7 @@ def test_training_goes_on_after_an_error_of_the_optimizer(comm) -> None:
 
 
 def own_gradients(ddp: mpidl.DistributedDataParallel, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of this rank alone."""
+    """Computes this rank's gradients, without an average."""
     plain = copy.deepcopy(ddp.module)
     plain.zero_grad()
     plain(x).square().sum().backward()

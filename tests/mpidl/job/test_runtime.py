@@ -272,6 +272,17 @@ def test_a_program_that_catches_an_interrupt_goes_on(job) -> None:
     assert done.stdout.count("went on") == 2
 
 
+# The end of a program that has begun a `try:`, and goes on after one interrupt or two.
+CATCHES_TWO = """
+    time.sleep(60)
+except KeyboardInterrupt:
+    try:
+        time.sleep(2)
+    except KeyboardInterrupt:
+        time.sleep(2)
+"""
+
+
 def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_that_goes_on(job) -> None:
     done = job(
         1,
@@ -280,13 +291,7 @@ def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_th
         "    threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
         "try:\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000)\n"  # in which Python notices nothing
-        "    time.sleep(60)\n"
-        "except KeyboardInterrupt:\n"
-        "    try:\n"
-        "        time.sleep(2)\n"
-        "    except KeyboardInterrupt:\n"  # on a slow machine the second interrupt comes here
-        "        time.sleep(2)\n"
-        "print('went on\\n', end='')",
+        f"{CATCHES_TWO}print('went on\\n', end='')",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "went on\n"
@@ -306,13 +311,7 @@ def test_an_interrupt_that_python_notices_before_its_byte_is_read_ends_no_progra
         "select.select = late\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    time.sleep(60)\n"
-        "except KeyboardInterrupt:\n"
-        "    try:\n"
-        "        time.sleep(60)\n"
-        "    except KeyboardInterrupt:\n"
-        "        time.sleep(2)\n"
-        "print(len(sent), 'went on\\n', end='')",
+        f"{CATCHES_TWO}print(len(sent), 'went on\\n', end='')",
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1 went on\n"

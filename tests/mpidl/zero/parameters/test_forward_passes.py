@@ -64,7 +64,7 @@ def test_a_pass_that_an_exception_has_ended_runs_no_more(error: type[BaseExcepti
 
 
 def test_a_pass_inside_a_pass_ends_alone() -> None:
-    """Of the same module, after one that was interrupted; some of the inner ones are, too."""
+    """Both are passes of one module, after an interrupted one. Some of the inner passes are interrupted too."""
     model = Calls()
     passes = followed(model)
     seen: list[tuple[str, bool]] = []

@@ -125,7 +125,7 @@ def test_an_error_of_one_rank_inside_a_block_is_raised_and_others_go_on(
 def test_an_error_inside_a_block_in_which_others_wait_for_the_rank_is_not_hidden(
     comm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the first rank alone makes a text, and the others wait for it."""
+    """Rank 0 raises the error while the other ranks wait for it in a barrier."""
     if comm.size == 1:
         return
     monkeypatch.setattr(sharded, "_DEADLOCK_POLL_S", 0.05)
