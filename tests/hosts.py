@@ -97,6 +97,9 @@ def obstacle() -> str | None:
     for tool in ("ip", "tc", "mount", "nsenter", "setpriv", "unshare"):
         if not shutil.which(tool):
             return f"the program {tool} is missing (packages iproute2 and util-linux have it)"
+    mpirun = shutil.which("mpirun", path=_environment(1)["PATH"])
+    if mpirun is None or "HYDRA" not in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout:
+        return f"{mpirun or 'mpirun'} is not MPICH's"
     attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add switch type bridge && ip link add host1 type veth"
     done = subprocess.run([*APART, "sh", "-c", attempt], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return f"namespaces are not allowed here: {_one_line(done.stderr)}" if done.returncode else None
@@ -188,8 +191,7 @@ def _job(options: argparse.Namespace, pids: dict[str, int], folder: Path) -> tup
     """mpirun's command line and environment."""
     environment = _environment(options.hosts * options.ranks_per_host)
     mpirun = shutil.which("mpirun", path=environment["PATH"])
-    if mpirun is None:
-        raise CannotError(f"there is no mpirun in {environment['PATH']}")
+    assert mpirun is not None, "as `obstacle` has found"
     launcher = folder / "ssh"
     for name, pid in pids.items():
         (folder / name).write_text(str(pid))
@@ -199,11 +201,7 @@ def _job(options: argparse.Namespace, pids: dict[str, int], folder: Path) -> tup
     )
     launcher.chmod(0o755)
     ranks = options.ranks_per_host
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environment).stdout
-    if "HYDRA" in version:
-        where = ["-hosts", ",".join(pids), "-ppn", str(ranks), "-launcher", "ssh", "-launcher-exec", str(launcher)]
-    else:
-        raise CannotError(f"{mpirun} is not MPICH's")
+    where = ["-hosts", ",".join(pids), "-ppn", str(ranks), "-launcher", "ssh", "-launcher-exec", str(launcher)]
     return [mpirun, *where, "-n", str(ranks * options.hosts), *options.command], environment
 
 

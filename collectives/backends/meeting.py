@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,6 +189,14 @@ class Meeting:
             for rank, row in enumerate(self._table)
         )
 
+    def scatters_in_place(self, starts: Sequence[int]) -> bool:
+        """Returns whether every rank's output of a reduce_scatter lies at its place in its input, which all map."""
+        itemsize = DTYPES[_DTYPES[self._table[0][1]]].itemsize
+        return self.pull and all(
+            row[_ADDRESSES + 1] == row[_ADDRESSES] + start * itemsize or start == stop
+            for row, (start, stop) in zip(self._table, pairwise(starts), strict=True)
+        )
+
     @property
     def factors(self) -> list[float]:
         """The factor of each rank's contribution to a premultiplied sum."""
@@ -212,6 +221,10 @@ class Meeting:
     def coming(self, rank: int, peer: int) -> int:
         """The offset in rank's output of the elements from the peer."""
         return self._range(rank, 2, peer)
+
+    def elements(self, rank: int, peer: int) -> int:
+        """The number of elements that go from rank's input to the peer's output."""
+        return self._range(rank, 1, peer)
 
     def largest(self) -> int:
         """Elements of the largest part that goes from one rank to another or to itself."""

@@ -43,14 +43,18 @@ def moved_bytes(op: str, nbytes: int, ranks: int) -> int | None:
 
 
 class EventClock(Clock):
-    """Clock between two events on the current stream, once all work before is done and the caches hold other data."""
+    """Clock between two events on the current stream, once all work before is done and the caches hold other data.
+
+    l2_bytes: of the cache that this rank is to fill; 0 where another rank on the same GPU does.
+    """
 
     def __init__(self, l2_bytes: int) -> None:
         self._other = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
 
     def ready(self) -> None:
         """Implements `Clock.ready`."""
-        self._other.zero_()
+        if self._other.numel():
+            self._other.zero_()
         torch.cuda.synchronize()
 
     def seconds(self, call: Any) -> float:
@@ -79,7 +83,7 @@ class Gpu:
         self.own = len(set(everyone)) == comm.size
         found = torch.cuda.get_device_properties(self.index)
         self.name, self.l2_bytes = found.name, int(getattr(found, "L2_cache_size", 0)) or 128 << 20
-        self.clock = EventClock(self.l2_bytes)
+        self.clock = EventClock(0 if self._turn else self.l2_bytes)
 
     def copy_bandwidth(self, comm: Communicator) -> float:
         """Bytes that a copy inside the GPU reads and writes a second, alone; that of the fastest GPU. Collective."""

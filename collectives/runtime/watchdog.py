@@ -252,16 +252,24 @@ class Guard:
             self.messages.Isend(np.empty(0, np.uint8), rank, TAGS[0]).Free()
 
     def _answer(self, now: float) -> None:
-        """Answers other nodes' questions, and takes their answers."""
-        status = MPI.Status()
-        while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[0], status):
+        """Answers other nodes' questions, and takes their answers.
+
+        A late message may be of a group that is gone and whose number MPI has given to this one, from a rank that this
+        one has not: it is forgotten.
+        """
+        status, size = MPI.Status(), self.messages.size
+        while (question := self.messages.Improbe(MPI.ANY_SOURCE, TAGS[0], status)) is not None:
+            question.Recv(np.empty(0, np.uint8))
             asker = status.Get_source()
-            self.messages.Recv(np.empty(0, np.uint8), asker, TAGS[0])
+            if asker >= size:
+                continue
             silent = [now - seen.heard for seen in self._seen] or [0.0] * len(self.ranks)
             self._sent[:] = [request for request in self._sent if not request.Test()]
             self._sent.append(self.messages.isend((self.ranks, self.positions.snapshot(), silent), asker, TAGS[1]))
-        while self.messages.Iprobe(MPI.ANY_SOURCE, TAGS[1], status):
-            ranks, snapshot, silent = self.messages.recv(None, status.Get_source(), TAGS[1])
+        while (answer := self.messages.improbe(MPI.ANY_SOURCE, TAGS[1])) is not None:
+            ranks, snapshot, silent = answer.recv()
+            if max(ranks) >= size:
+                continue
             told = Positions.decode(snapshot)
             self._answers.update(zip(ranks, zip(told, silent, strict=True), strict=True))
             self._heard.update((rank, (there, time.monotonic())) for rank, there in zip(ranks, told, strict=True))

@@ -298,7 +298,9 @@ def _gradient_sums(
     """sum dy and sum dy x^ over this rank's samples: the gradients of the bias and the weight in eval mode."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
+    # CUDA needs a weight, and reads the mean and rsqrt(variance) of training where others read those of evaluation.
+    weight, saved = torch.ones_like(mean), (mean, torch.rsqrt(variance + eps))
     _, sum_dy_x, sum_dy = torch.ops.aten.native_batch_norm_backward(
-        dy.contiguous(), x.contiguous(), None, mean, variance, None, None, False, eps, [False, True, True]
+        dy.contiguous(), x.contiguous(), weight, mean, variance, *saved, False, eps, [False, True, True]
     )
     return sum_dy, sum_dy_x

@@ -45,7 +45,8 @@ class Slice:
 
     def attach(self, gradient: torch.Tensor | None) -> None:
         """Points the slice's `.grad` to its part of the bucket's reduced gradient."""
-        self.values.grad = None if gradient is None else self.of(gradient).to(self.values.dtype)
+        part = None if gradient is None else self.of(gradient)
+        self.values.grad = part if part is None or part.dtype == self.values.dtype else part.to(self.values.dtype)
 
     def write_back(self) -> None:
         """Rounds a master into the parameters' shard, and gives its fp32 gradient up.
@@ -56,8 +57,10 @@ class Slice:
             self.of(self.shard.values).copy_(self.values.detach())
             self.values.grad = None
             return
-        own = self.of(self.shard.values)
-        if self.values.data_ptr() != own.data_ptr():
+        shard = self.shard.values
+        place = shard.data_ptr() + self.piece.offset * shard.element_size()
+        if self.values.data_ptr() != place and self.values.numel():
+            own = self.of(shard)
             own.copy_(self.values.detach())
             self.values.data = own
 

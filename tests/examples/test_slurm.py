@@ -49,7 +49,7 @@ def slurm(tmp_path: Path):
         job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "mine", "SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8"}
         job["PYTHONPATH"] = str(launch.ROOT)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
-        environment = launch.environment(PATH=path, **files, **job)
+        environment = launch.environment(PATH=path, MPI=None, **files, **job)
         with (tmp_path / "said").open("wb") as said:
             process = subprocess.Popen(
                 ["bash", SCRIPTS / script], env=environment, cwd=tmp_path, stdout=said, stderr=said

@@ -4,13 +4,14 @@
     rank 1   stream  ... copies  E1 .   waits for E0  ... goes on
              hosts          record  meet  wait
 
-The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU. Nothing runs on a
-GPU while a stream waits for an event, so that ranks which share one, and get its time in turn, do not hold it from each
-other, as a kernel would that looks at a flag. CUDA knows of these waits, which it does not of a stream's wait for a
-value in memory: it promises no order of streams around one, and two groups' may come to wait for each other.
+The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU. CUDA knows of
+these waits, which it does not of a stream's wait for a value in memory: it promises no order of streams around one, and
+two groups' may come to wait for each other.
 
 Two events a rank take turns: at the next meeting of hosts all have asked to wait for the last one. Where events cannot
-be opened, or one is not waited for when it is tried, each host waits for its own stream before it meets the others.
+be opened, or one is not waited for when it is tried, each host waits for its own stream before it meets the others. So
+it does where ranks share a GPU, which gives each process its time in turn, also one whose streams only wait: on an H200
+a meeting of 4 such processes by events takes 1 ms, and one of their hosts 0.02 ms.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ _TOKEN = 0x6576656E74 << 16
 
 
 class StreamBarrier:
-    """A barrier of the ranks of a node, each for one stream. on_gpu: whether the streams wait, or the hosts."""
+    """A barrier of the ranks of a node, each for one stream. on_gpu: whether the streams wait, or the hosts.
 
-    def __init__(self, device: Device, stream: Stream, node: MPI.Intracomm, allocator: DeviceAllocator) -> None:
+    shared: whether some of the ranks share a GPU; the same on all.
+    """
+
+    def __init__(
+        self, device: Device, stream: Stream, node: MPI.Intracomm, allocator: DeviceAllocator, *, shared: bool
+    ) -> None:
         self._device, self._stream, self._node = device, stream, node
         self._own: list[SharedEvent] = []
         self._others: list[list[Event]] = [[], []]
         self._turn = 0
-        self.on_gpu = node.Get_size() > 1 and self._open() and self._is_kept(allocator)
+        self.on_gpu = node.Get_size() > 1 and not shared and self._open() and self._is_kept(allocator)
 
     def __call__(self) -> None:
         """Collective."""

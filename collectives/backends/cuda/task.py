@@ -50,16 +50,8 @@ class Task:
         array = next(_on_gpu(arrays))
         with device.current():
             current = partial(device.stream_of, array)
-            return Started(self._run, self._hold if hold else None, device, self._open(current()), current, arrays)
-
-    def _open(self, stream: Stream) -> Stream:
-        """The stream, unless nothing can be queued on it."""
-        if stream.is_capturing:
-            raise ArgumentError(
-                f"{self._operation}: called while a CUDA graph is captured, which cannot hold what the host does "
-                "for it; needs to be called outside of the capture"
-            )
-        return stream
+            stream = _open(current(), self._operation)
+            return Started(self._run, self._hold if hold else None, device, stream, current, arrays)
 
 
 class Compound(Task):
@@ -76,7 +68,7 @@ class Compound(Task):
         """Implements `Task.start`; in the place of torch's current stream."""
         device = driver.open_device(self._index)
         with device.current():
-            stream = self._open(device.torch_stream())
+            stream = _open(device.torch_stream(), self._operation)
             return Started(self._run, None, device, stream, device.torch_stream, arrays)
 
     def _run_parts(self, begin: Event) -> Event:
@@ -125,7 +117,7 @@ class Started:
         """Makes the current stream of the arrays' library wait for the end of the operation."""
         if self.end is not None:
             with self._device.current():
-                self._current().wait(self.end)
+                _open(self._current(), "Work.wait").wait(self.end)
 
 
 class GpuWork(Work):
@@ -152,6 +144,16 @@ class GpuWork(Work):
     def give_up(self) -> None:
         """Gives up the host's part; see Work.give_up."""
         self._work.give_up()
+
+
+def _open(stream: Stream, what: str) -> Stream:
+    """The stream, unless nothing can be queued on it. what: names the call in the error."""
+    if stream.is_capturing:
+        raise ArgumentError(
+            f"{what}: called while a CUDA graph is captured, which cannot hold what the host does for it; needs to be "
+            "called outside of the capture"
+        )
+    return stream
 
 
 def _on_gpu(arrays: Any) -> Iterator[Any]:

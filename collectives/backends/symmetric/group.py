@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...base.buffers import DTYPES, Buffer, address, unowned
+from ...base.partition import even_counts
 from ...base.reduction import Call, Reduction
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
@@ -96,6 +97,13 @@ class Group:
         # What is written to memory that is one for all must be there for all when any rank goes on.
         may = not meeting.shared and self.may_stage(entry.operation, nbytes, symmetric=symmetric)
         return may and self.staging_of(entry).is_possible()
+
+    def slices(self, size: int) -> list[int]:
+        """Returns how many of `size` elements each rank reduces."""
+        leader = self.processor.leader
+        if leader is None:
+            return even_counts(size, self.ranks)
+        return [size if rank == leader else 0 for rank in range(self.ranks)]
 
     @property
     def _barrier(self) -> Call:

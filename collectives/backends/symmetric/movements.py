@@ -76,6 +76,10 @@ class Movements(Group):
                 stages.chunks = -(-largest // self._share(entry, some, movement))
                 staged: Call = (staging.run, (stages, some.dtype, meeting.filled))
                 return [*own(), staged]
+            if meeting.pull and meeting.push and self.processor.leader is not None:
+                assert x is not None
+                assert out is not None
+                return [*self._all_moves(meeting, x, out), self._barrier]
             if meeting.pull:
                 calls = own()
                 assert x is not None
@@ -103,6 +107,19 @@ class Movements(Group):
             return [*calls, self._barrier]
 
         return Operation(self, entry, x, out, stages, program, movement)
+
+    def _all_moves(self, meeting: Meeting, x: Buffer, out: Buffer) -> Program:
+        """The leader copies for every rank; the others do nothing."""
+        calls: Program = []
+        if self.rank == self.processor.leader:
+            sources, targets = self._arrays(meeting, x), self._arrays(meeting, out, outputs=True)
+            for giver, source in enumerate(sources):
+                for taker, target in enumerate(targets):
+                    size, low = meeting.elements(giver, taker), meeting.leaving(giver, taker)
+                    start = meeting.coming(taker, giver)
+                    if size:
+                        calls += self._copied(source[low : low + size], target[start : start + size])
+        return calls
 
     def _share(self, entry: Entry, data: Buffer, movement: Movement) -> int:
         """Elements of a chunk that one rank gets."""

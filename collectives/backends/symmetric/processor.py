@@ -16,11 +16,15 @@ Program = list[Call]  # that carries out one rank's part of an operation
 
 
 class Processor:
-    """The host's processor. chunk_bytes: of scratch for each rank and buffer, for arrays in private memory."""
+    """The host's processor. chunk_bytes: of scratch for each rank and buffer, for arrays in private memory.
 
-    def __init__(self, chunk_bytes: int = 512 << 10) -> None:
+    leader: the rank that does the work of all ranks where it reaches all arrays; None where each does its part.
+    """
+
+    def __init__(self, chunk_bytes: int = 512 << 10, leader: int | None = None) -> None:
         self.blocks = Scratch()
         self.chunk_bytes = chunk_bytes
+        self.leader = leader
 
     def copy(self, target: Array, source: Array) -> None:
         """target = source."""

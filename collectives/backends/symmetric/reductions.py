@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base.buffers import Buffer
-from ...base.partition import even_counts
+from ...base.buffers import Buffer, DType
 from ...base.reduction import Reduction
 from ..meeting import Entry, Meeting, Ranges
 from .group import Group, entry_of, starts_of
@@ -35,7 +34,7 @@ class Reductions(Group):
 
     def _reduce(self, entry: Entry, x: Buffer, op: Reduction, takers: Sequence[int]) -> Operation:
         takes = self.rank in takers
-        first, last = starts_of(even_counts(x.size, self.ranks))[self.rank : self.rank + 2]
+        first, last = starts_of(self.slices(x.size))[self.rank : self.rank + 2]
         factors = [op.factor] * self.ranks
 
         def program(meeting: Meeting) -> Program | None:
@@ -81,7 +80,7 @@ class Reductions(Group):
         def slices(chunk: int) -> tuple[Array, slice, list[slice]]:
             """The chunk of x, this rank's slice of it, and what lies before and after that."""
             part = x.flat[chunk * size : (chunk + 1) * size]
-            low, high = starts_of(even_counts(part.size, self.ranks))[me : me + 2]
+            low, high = starts_of(self.slices(part.size))[me : me + 2]
             rest = [run for run in (slice(0, low), slice(high, part.size)) if run.stop > run.start]
             return part, slice(low, high), rest
 
@@ -130,12 +129,26 @@ class Reductions(Group):
             factors[:] = meeting.factors
             if self.stages(meeting, entry, x.nbytes):
                 return None
+            if self.processor.leader is not None and meeting.scatters_in_place(starts):
+                calls = self._all_parts(self._arrays(meeting, x), starts, op, x.dtype, factors)
+                return [*calls, self._barrier]
             if meeting.pull:
                 mine = [a[starts[me] : starts[me + 1]] for a in self._arrays(meeting, x)]
                 return [*self.processor.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
             return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
 
-        return Operation(self, entry, x, None, Stages(-(-max(counts) // size), [copy_in, work]), program)
+        stages = Stages(-(-max(counts) // size), [copy_in, work])
+        return Operation(self, entry, x, None, stages, program, beside=out)
+
+    def _all_parts(
+        self, arrays: list[Array], starts: Sequence[int], op: Reduction, dtype: DType, factors: Sequence[float]
+    ) -> Program:
+        """The leader reduces every rank's part, in place of the part of that rank's array; the others do nothing."""
+        calls: Program = []
+        for rank in range(self.ranks) if self.rank == self.processor.leader else ():
+            parts = [a[starts[rank] : starts[rank + 1]] for a in arrays]
+            calls += self.processor.calls(op, parts, [parts[rank]], dtype, factors)
+        return calls
 
     def _reduce_direct(
         self, meeting: Meeting, x: Buffer, part: Sequence[int], out: Buffer | None, op: Reduction, takers: Sequence[int]

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,9 @@ from .hooked_reduction import shown_bucket, take_result
 from .sharded_gradient import ShardedGradient
 from .stepper import Stepper
 
+# Of a GPU, whose work the host may be ahead of: so many buffers are shared, as far as so many bytes hold them.
+_GPU_BUFFERS, _GPU_BUFFER_BYTES = 8, 512 << 20
+
 
 class ShardReducer:
     """Reduces every bucket's gradients, as backward fills it, so that each rank holds the mean of its shard.
@@ -60,7 +64,7 @@ class ShardReducer:
     names: of the parameters.
     reduce_dtype: of the buckets; by default that of their parameters.
     wait: waits for a reduction.
-    num_shared_buffers: of each dtype; one fills while the others are reduced.
+    num_shared_buffers: of each dtype; one fills while the others are reduced. On a GPU there may be more.
     num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
     place: where the parameters lie.
     keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
@@ -128,7 +132,12 @@ class ShardReducer:
             self._buffers = self._make_buffers(self.queue.buckets)
 
     def _make_buffers(self, buckets: Sequence[GradientBucket]) -> BufferPool:
-        return BufferPool(buckets, self._comm, self._num_shared_buffers, self._dedicated, self._place.device)
+        shared = self._num_shared_buffers
+        if self._place.queues:
+            sizes = sorted((bucket.nbytes for bucket in buckets if bucket not in self._dedicated), reverse=True)
+            fitting = sum(total <= _GPU_BUFFER_BYTES for total in accumulate(sizes[:_GPU_BUFFERS]))
+            shared = max(shared, fitting)
+        return BufferPool(buckets, self._comm, shared, self._dedicated, self._place.device)
 
     def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:
         buckets = [GradientBucket(shard.parameters, shard.layout) for shard in shards]

@@ -247,7 +247,7 @@ def test_different_operations_are_told_of_beside_a_late_rank_and_not_of_one_at_i
         f"""
         if rank == 2:
             time.sleep({LONG})
-        comm.all_reduce(x) if rank else comm.barrier()
+        comm.all_reduce(x, algorithm="mpi") if rank else comm.barrier()
         """,
         MPIDL_TIMEOUT="1.5",
     )

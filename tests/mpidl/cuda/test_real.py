@@ -116,7 +116,8 @@ def test_a_graph_that_is_captured_is_refused(comm: Communicator, device: Any, ki
     x, y = (part.to(device) for part in sequences(0, 0))
 
     def step() -> None:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        # Only this thread's calls count: another one may still be at the all-gather of the last step.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             call(x, y).backward()
             optimizer.step()
 

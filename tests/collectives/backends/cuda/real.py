@@ -54,6 +54,11 @@ class RealGpu:
         if values.numel():
             torch.as_tensor(array, device=f"cuda:{self.index}").copy_(values)
 
+    def assign(self, target: Any, source: Any) -> None:
+        """Queues target = source on the current stream."""
+        place = f"cuda:{self.index}"
+        torch.as_tensor(target, device=place).copy_(torch.as_tensor(source, device=place))
+
     def get(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=f"cuda:{self.index}").cpu()
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import threading
@@ -51,9 +52,11 @@ class Gpu(device.Device):
         self.index, self.seed, self.exports = index, seed, exports
         self.aware, self.events, self.pins = "no", "yes", "any"
         self.island = 0  # memory is opened on the same one alone
+        self.own = False  # each rank has one of its own, and they reach each other
         self.errors: list[BaseException] = []
         self.order, self.lines = Order(self.errors), set[Line]()
         self.copies: list[str] = []  # kinds of all copies so far: "to host", "to device", "inside"
+        self.reductions = 0  # kernels that reduce, so far
         self._maps: dict[int, Mapping] = {}
         self._pinned: dict[int, Region] = {}
         self._local = threading.local()
@@ -140,6 +143,7 @@ class Gpu(device.Device):
             return
         result = dtype.wide if op.partial else dtype
         read, written = self._for_kernel(inputs, outputs, size, dtype, result, stream)
+        self.reductions += 1
 
         def work() -> None:
             op.combine([_view(p, size, dtype) for p in read], [_view(p, size, result) for p in written], dtype, factors)
@@ -225,7 +229,7 @@ class Gpu(device.Device):
         pass
 
     def identity(self) -> str:
-        return "stand-in"
+        return f"stand-in of {os.getpid()}" if self.own else "stand-in"
 
     def pin(self, address: int, nbytes: int) -> None:
         self._must_be_current()
@@ -318,6 +322,12 @@ class Gpu(device.Device):
         to, stream = self._reach(place, nbytes), self.current_stream
         self.order.access(stream.number, [], [(place, place + nbytes)])
         stream.queue(lambda: ctypes.memmove(to.now(), kept.data_ptr(), nbytes))
+
+    def assign(self, target: Array, source: Array) -> None:
+        """Queues target = source on the current stream."""
+        nbytes = math.prod(source.shape) * getattr(torch, source.dtype).itemsize
+        with self.current():
+            self.copy(target.address, source.address, nbytes, self.current_stream)
 
     def get(self, array: Any) -> torch.Tensor:
         """Returns the array's values, once the current stream has computed them."""

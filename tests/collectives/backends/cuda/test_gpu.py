@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from collectives import ArgumentError, Communicator
+from collectives import ArgumentError, Communicator, OperationError
 from collectives.base.buffers import DTYPES, Buffer, DType
 from tests.collectives.backends.cuda.real import RealGpu
 from tests.collectives.backends.cuda.test_kernels import OPS, data, is_nan, served
@@ -125,3 +126,89 @@ def test_bf16_is_seen_in_both_ways(cuda: RealGpu) -> None:
     seen = inspect(x, "x", writable=True)
     assert isinstance(seen, Buffer)
     assert (seen.address, seen.dtype.name, seen.size) == (x.data_ptr(), "bfloat16", 5)
+
+
+@pytest.mark.mpi
+def test_memory_that_is_not_there_is_an_error_on_all_ranks(comm: Communicator, cuda: RealGpu) -> None:
+    """What was there stays usable."""
+    x = comm.empty(1000, torch.float32, device="cuda")
+    x.fill_(1)
+    whole = torch.cuda.get_device_properties(cuda.index).total_memory
+    with pytest.raises(OperationError, match="no room for"):
+        comm.empty(2 * whole, torch.uint8, device="cuda")
+    comm.all_reduce(x)
+    assert (x == comm.size).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.limit(240)
+def test_memory_that_comes_and_goes_200_times(comm: Communicator, cuda: RealGpu) -> None:
+    """Each time other processes open it; in the end the GPU has as much free memory as before."""
+    for _ in range(2):
+        free = torch.cuda.mem_get_info(cuda.index)[0]
+        for turn in range(100):
+            x = comm.empty(300_000, torch.float32, device="cuda")
+            x.fill_(turn)
+            work = comm.all_reduce(x, async_op=True)
+            assert work is not None
+            if turn % 3 == 0:  # dropped while others may still read it
+                del x, work
+                continue
+            work.wait()
+            assert (x == turn * comm.size).all()
+            del x, work
+        for _ in range(3):
+            comm.all_reduce(torch.ones(1, device="cuda"))
+            comm.barrier()
+    assert torch.cuda.mem_get_info(cuda.index)[0] >= free - (64 << 20)
+
+
+@pytest.mark.mpi
+def test_two_communicators_take_turns(comm: Communicator, cuda: RealGpu) -> None:
+    """Their operations are under way side by side, on streams of their own."""
+    other = comm.duplicate()
+    xs = [group.empty(3_000_000, torch.float32, device="cuda") for group in (comm, other)]
+    streams = [cuda.stream(), cuda.stream()]
+    for turn in range(20):
+        works = []
+        for group, x, stream in zip((comm, other), xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                x.fill_(turn)
+                works.append(group.all_reduce(x, async_op=True))
+        for work, x, stream in zip(works, xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                assert work is not None
+                work.wait()
+                assert (x == turn * comm.size).all()
+    other.close()
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from collectives import Communicator
+comm = Communicator()
+x = comm.empty(50_000_000, torch.float32, device="cuda")
+x.fill_(1)
+for turn in range(200):
+    if turn == 50 and comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(x, "avg")
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_killed_rank_ends_the_job_and_gives_its_memory_back(ranks: int) -> None:
+    """The others have its memory open, and it has theirs."""
+    from tests.harness.launch import mpirun
+
+    free = torch.cuda.mem_get_info()[0]
+    done = mpirun(ranks, "-c", KILLED, timeout=120)
+    assert done.returncode != 0
+    deadline = time.monotonic() + 20
+    while torch.cuda.mem_get_info()[0] < free - (64 << 20):  # if no other program uses the GPU
+        assert time.monotonic() < deadline, "the killed job's memory is still in use"
+        time.sleep(0.1)
+    done = mpirun(ranks, "-c", KILLED.replace("turn == 50", "False"), timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ from tests.collectives.reference import BITWISE, DTYPES, OPERATORS, assert_equal
 
 pytestmark = pytest.mark.mpi
 ISLANDS = pytest.param("islands", marks=[pytest.mark.one_node, pytest.mark.ranks(4)])
-WAYS = ["staged", pytest.param("ipc", marks=pytest.mark.one_node), "aware", ISLANDS]
+IPC = [pytest.param(way, marks=pytest.mark.one_node) for way in ("ipc", "ipc between GPUs")]
+WAYS = ["staged", *IPC, "aware", ISLANDS]
 KINDS = ["array", "tensor"]
 
 
@@ -23,12 +24,15 @@ def way(request: pytest.FixtureRequest, comm: Communicator, gpu: Gpu, monkeypatc
         gpu.island = comm.rank // 2
         monkeypatch.delenv("MPIDL_CUDA", raising=False)
         return "islands"
+    transport = request.param.split()[0]
     if isinstance(gpu, Gpu):
-        gpu.aware = "yes"
+        gpu.aware, gpu.own = "yes", request.param == "ipc between GPUs"
+    elif request.param == "ipc between GPUs":
+        pytest.skip("what 'ipc' takes where each rank has a GPU")
     elif request.param == "aware" and gpu.aware == "no":
         pytest.skip("the MPI library does not take device memory")
-    monkeypatch.setenv("MPIDL_CUDA", request.param)
-    return str(request.param)
+    monkeypatch.setenv("MPIDL_CUDA", transport)
+    return str(transport)
 
 
 def own_part(comm: Communicator, whole: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -41,6 +41,7 @@ def test_an_operation_comes_after_what_its_caller_s_stream_holds(comm: Communica
 @pytest.mark.one_node
 def test_no_host_waits_for_a_gpu(comm: Communicator, standin: Gpu) -> None:
     """By ipc, operations return while what they come after has not begun, also on arrays from elsewhere."""
+    standin.own = True
     placed = comm.empty(1000, torch.float32, device="cuda:0")
     standin.fill(placed, torch.ones(1000))
     comm.all_reduce(placed)
@@ -64,8 +65,7 @@ def test_what_is_queued_after_an_operation_sees_its_result(comm: Communicator, g
         with gpu.using(gpu.stream()):
             x, y = gpu.put(torch.ones(300_000)), gpu.put(torch.zeros(300_000))
             comm.all_reduce(x)
-            with gpu.current():
-                gpu.copy(y.address, x.address, 4 * 300_000, gpu.current_stream)
+            gpu.assign(y, x)
             assert (gpu.get(y) == comm.size).all()
 
 
@@ -113,7 +113,7 @@ def test_an_array_is_given_back_after_its_operation(comm: Communicator, standin:
 
 def test_operations_run_in_the_order_of_issue_whatever_their_streams(comm: Communicator, gpu: Gpu) -> None:
     x = gpu.put(torch.ones(1000))
-    gpu.current_stream.record().wait()
+    gpu.synchronize()
     for _ in range(5):
         with gpu.using(gpu.stream()):
             work = comm.all_reduce(x, async_op=True)

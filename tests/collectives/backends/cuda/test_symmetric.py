@@ -83,6 +83,32 @@ def test_symmetric_memory_is_reduced_without_a_copy(comm: Communicator, standin:
 
 
 @pytest.mark.one_node
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("own", [False, True], ids=["one GPU", "a GPU for each rank"])
+def test_one_rank_works_for_all_that_share_its_gpu(comm: Communicator, standin: Gpu, own: bool) -> None:
+    """Of operations in place on symmetric memory; where each rank has a GPU, each does its part."""
+    standin.own = own
+    counts = [40 + rank for rank in range(comm.size)]
+    x = placed(comm, standin, torch.full((sum(counts),), comm.rank + 1.0))
+    part = x.split(counts)[comm.rank]
+    for reduce in (lambda: comm.all_reduce(x), lambda: comm.reduce_scatter(part, x, counts=counts)):
+        standin.reductions = 0
+        reduce()
+        assert (standin.reductions > 0) == (own or comm.rank == 0)
+    assert (standin.get(part) == comm.size * comm.size * (comm.size + 1) / 2).all()
+    standin.fill(part, torch.full((counts[comm.rank],), float(comm.rank)))
+    standin.copies.clear()
+    comm.all_gather(x, part, counts)
+    assert ("inside" in standin.copies) == (own or comm.rank == 0)
+    assert all((value == rank).all() for rank, value in enumerate(standin.get(x).split(counts)))
+    y = placed(comm, standin, torch.full((50,), float(comm.rank)))
+    standin.copies.clear()
+    comm.broadcast(y, 1)
+    assert ("inside" in standin.copies) == (comm.rank != 1 if own else comm.rank == 0)
+    assert (standin.get(y) == 1).all()
+
+
+@pytest.mark.one_node
 def test_bits_do_not_depend_on_the_memory_or_the_cut(
     comm: Communicator, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
