@@ -310,3 +310,15 @@ def test_models_on_several_devices_are_refused(comm: Communicator, place: Any) -
     ):
         with pytest.raises(mpidl.ConfigurationError, match=r"has 0.weight on cpu, 1.weight on \w+:\d; needs all"):
             make()
+
+
+def test_buckets_share_more_buffers_on_a_gpu(comm: Communicator, place: Any) -> None:
+    """So that the host, which fills them, may be ahead of it."""
+    found = []
+    for model in (fresh(MODELS["gpt2"]), placed(fresh(MODELS["gpt2"]), place)):
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, bucket_cap_mb=0.002, lr=1.0)
+        reducer = optimizer._parts.shard_reducer
+        found.append((len(reducer.queue.buckets), len(reducer._buffers.free)))
+    (buckets, on_host), on_gpu = found
+    assert buckets > 8
+    assert (on_host, on_gpu) == (3, (buckets, 8))
