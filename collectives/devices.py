@@ -40,12 +40,12 @@ __all__ = [
 class Place:
     """The host's memory: there is nothing to wait for, to order or to keep. device: as torch has it.
 
-    queues: work is queued, and the host may be ahead of it.
+    is_asynchronous: work is queued, and the host may be ahead of it.
     keeps_freed: freed memory is kept for the next allocation; else it may come back from the system page by page.
     """
 
     device = torch.device("cpu")
-    queues = False
+    is_asynchronous = False
     keeps_freed = False
 
     def stream(self) -> Stream | None:
@@ -85,7 +85,7 @@ class Place:
 class GpuPlace(Place):
     """The memory of one GPU. index: its number in this process."""
 
-    queues = True
+    is_asynchronous = True
     keeps_freed = True  # torch's allocator does
 
     def __init__(self, index: int) -> None:

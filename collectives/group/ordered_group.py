@@ -127,7 +127,9 @@ class OrderedGroup:
         self._guard: Guard | None = None
         if self.size > 1 and limit < inf:
             seen = list(topology.members) if self._positions.shared else [self.rank]
-            self._guard = Guard(self._for_messages, self._positions, seen, named, limit, name=name)
+            self._guard = Guard(
+                self._for_messages, self._positions, seen, named, limit, name=name, group=(world[0], number)
+            )
             watch(self._guard)
         guard = weakref.ref(self._guard) if self._guard is not None else lambda: None
         remains = Remains(world, self._made, self._messages.channels, guard)

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -100,7 +101,7 @@ class Guard:
     messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes. positions: of
     this node's ranks. ranks: the group's number of each of them. world: the number in the world of each rank of the
     group. limit: seconds. late: this rank takes part in its operations until after the end of its program. name: the
-    group's, may be empty.
+    group's, may be empty. group: two numbers that no other group of the job has had, the same on all its ranks.
     """
 
     messages: MPI.Intracomm
@@ -110,10 +111,12 @@ class Guard:
     limit: float
     late: bool = False
     name: str = ""
+    group: tuple[int, int] = (0, 0)
     _seen: list[_Seen] = field(default_factory=list)
     _asked: float | None = None
     _answers: dict[int, tuple[Position, float]] = field(default_factory=dict)  # with the seconds since its last beat
     _heard: dict[int, tuple[Position, float]] = field(default_factory=dict)  # with the time at which it came
+    _question: np.ndarray[Any, Any] | None = None
     _questioned: float = -math.inf
     _looked: float = math.inf
     _shown: int = 0
@@ -248,27 +251,30 @@ class Guard:
 
     def _ask(self) -> None:
         others = [rank for rank in range(self.messages.size) if rank not in self.ranks]
+        if self._question is None:
+            self._question = np.array(self.group, np.int64)
+            keep_for_ever(self._question)  # MPI may still read it when this object is gone
         for rank in others:
-            self.messages.Isend(np.empty(0, np.uint8), rank, TAGS[0]).Free()
+            self.messages.Isend(self._question, rank, TAGS[0]).Free()
 
     def _answer(self, now: float) -> None:
         """Answers other nodes' questions, and takes their answers.
 
-        A late message may be of a group that is gone and whose number MPI has given to this one, from a rank that this
-        one has not: it is forgotten.
+        A late message may be of a group that is gone, whose place in MPI this one has taken: it is forgotten.
         """
-        status, size = MPI.Status(), self.messages.size
+        status, asked = MPI.Status(), np.empty(2, np.int64)
         while (question := self.messages.Improbe(MPI.ANY_SOURCE, TAGS[0], status)) is not None:
-            question.Recv(np.empty(0, np.uint8))
-            asker = status.Get_source()
-            if asker >= size:
+            question.Recv(asked)
+            if tuple(asked) != self.group:
                 continue
+            asker = status.Get_source()
             silent = [now - seen.heard for seen in self._seen] or [0.0] * len(self.ranks)
             self._sent[:] = [request for request in self._sent if not request.Test()]
-            self._sent.append(self.messages.isend((self.ranks, self.positions.snapshot(), silent), asker, TAGS[1]))
-        while (answer := self.messages.improbe(MPI.ANY_SOURCE, TAGS[1])) is not None:
-            ranks, snapshot, silent = answer.recv()
-            if max(ranks) >= size:
+            answer = self.group, self.ranks, self.positions.snapshot(), silent
+            self._sent.append(self.messages.isend(answer, asker, TAGS[1]))
+        while (message := self.messages.improbe(MPI.ANY_SOURCE, TAGS[1])) is not None:
+            group, ranks, snapshot, silent = message.recv()
+            if group != self.group:
                 continue
             told = Positions.decode(snapshot)
             self._answers.update(zip(ranks, zip(told, silent, strict=True), strict=True))

@@ -59,7 +59,7 @@ class Slice:
             return
         shard = self.shard.values
         place = shard.data_ptr() + self.piece.offset * shard.element_size()
-        if self.values.data_ptr() != place and self.values.numel():
+        if self.values.data_ptr() != place and self.piece.stop > self.piece.start:
             own = self.of(shard)
             own.copy_(self.values.detach())
             self.values.data = own

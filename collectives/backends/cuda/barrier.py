@@ -4,14 +4,15 @@
     rank 1   stream  ... copies  E1 .   waits for E0  ... goes on
              hosts          record  meet  wait
 
-The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU. CUDA knows of
-these waits, which it does not of a stream's wait for a value in memory: it promises no order of streams around one, and
-two groups' may come to wait for each other.
+The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU then. CUDA knows
+of these waits, which it does not of a stream's wait for a value in memory: it promises no order of streams around one,
+and two groups' may come to wait for each other.
 
 Two events a rank take turns: at the next meeting of hosts all have asked to wait for the last one. Where events cannot
-be opened, or one is not waited for when it is tried, each host waits for its own stream before it meets the others. So
-it does where ranks share a GPU, which gives each process its time in turn, also one whose streams only wait: on an H200
-a meeting of 4 such processes by events takes 1 ms, and one of their hosts 0.02 ms.
+be opened, or one is not waited for when it is tried, each host waits for its own stream before it meets the others.
+
+The hosts wait also where ranks share a GPU: it gives time slices to processes, even to one whose streams only wait. On
+an H200 a meeting of 4 processes takes 1 ms if their streams wait, and 0.02 ms if their hosts do.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ They are the host's own (`backends.symmetric`), with three parts exchanged: memo
 kernels on a stream instead of running them, and a barrier (`barrier`) after which all that any rank has queued before
 comes before what this rank queues next. Where each rank has a GPU, the host queues an operation and goes on.
 
-Ranks that share a GPU get it in turn, and it takes 0.15 ms to go from one process's work to another's. So where all
-ranks of the node are on one GPU, one of them, the leader, does an operation's work on symmetric arrays for all.
+A GPU runs the kernels of one process at a time, and to switch to another process takes 0.15 ms. So where all ranks of
+the node are on one GPU, one of them, the leader, reduces for all, and copies for all between symmetric arrays.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Operation(MeetsInMemory):
     """An operation on given arrays, to be called any number of times. The ranks meet first.
 
     x, out: the arrays whose places the others must know. movement: of this rank, if it is one. stages: for the staged
-    way. program: from the meeting to the calls of the other ways; None for the staged one. beside: in place of `out`,
-    an array of which the others learn the address alone.
+    way. program: from the meeting to the calls of the other ways; None for the staged one. private_out: in place of
+    `out`, an array of which the others learn the address alone.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Operation(MeetsInMemory):
         stages: Stages,
         program: Callable[[Meeting], Program | None],
         movement: Movement | None = None,
-        beside: Buffer | None = None,
+        private_out: Buffer | None = None,
     ) -> None:
         self._group, self._entry, self._x, self._out = group, entry, x, out
         self._stages, self._make_program, self._staging = stages, program, group.staging_of(entry)
@@ -50,8 +50,8 @@ class Operation(MeetsInMemory):
         some = x or out
         assert some is not None
         self._dtype = some.dtype
-        second = out or beside
-        self._addresses = (x.address if x else 0, second.address if second else 0)
+        result = out or private_out
+        self._addresses = (x.address if x else 0, result.address if result else 0)
         self._ranges = b"" if movement is None else group.meetings.pack_ranges(movement.leaving, movement.coming)
         self._find()
 

@@ -18,7 +18,8 @@ Program = list[Call]  # that carries out one rank's part of an operation
 class Processor:
     """The host's processor. chunk_bytes: of scratch for each rank and buffer, for arrays in private memory.
 
-    leader: the rank that does the work of all ranks where it reaches all arrays; None where each does its part.
+    leader: the rank that reduces for all ranks, and copies for all where all arrays are symmetric; None where each rank
+    does its part.
     """
 
     def __init__(self, chunk_bytes: int = 512 << 10, leader: int | None = None) -> None:

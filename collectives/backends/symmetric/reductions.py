@@ -138,7 +138,7 @@ class Reductions(Group):
             return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
 
         stages = Stages(-(-max(counts) // size), [copy_in, work])
-        return Operation(self, entry, x, None, stages, program, beside=out)
+        return Operation(self, entry, x, None, stages, program, private_out=out)
 
     def _all_parts(
         self, arrays: list[Array], starts: Sequence[int], op: Reduction, dtype: DType, factors: Sequence[float]

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ from .hooked_reduction import shown_bucket, take_result
 from .sharded_gradient import ShardedGradient
 from .stepper import Stepper
 
-# Of a GPU, whose work the host may be ahead of: so many buffers are shared, as far as so many bytes hold them.
+# On a GPU, which the host may be ahead of: so many shared buffers of each dtype, if all together have so many bytes.
 _GPU_BUFFERS, _GPU_BUFFER_BYTES = 8, 512 << 20
 
 
@@ -64,7 +63,7 @@ class ShardReducer:
     names: of the parameters.
     reduce_dtype: of the buckets; by default that of their parameters.
     wait: waits for a reduction.
-    num_shared_buffers: of each dtype; one fills while the others are reduced. On a GPU there may be more.
+    num_shared_buffers: of each dtype; one fills while the others are reduced. On a GPU up to 8, see docs/gpu.md.
     num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
     place: where the parameters lie.
     keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
@@ -94,6 +93,7 @@ class ShardReducer:
         # Not for replicas, whose own reduction is without copies in symmetric memory.
         fresh_memory = keep_whole or place.keeps_freed or over.replicas is not None
         self._keeps_shard_memory = keeps_shard_memory and not fresh_memory
+        self._saves_memory = not keeps_shard_memory
         self.sums_whole = False
         self._buffer_readers: set[Any] = set()  # streams that were the last to read a buffer
         self._over, self._comm = over, over.shards
@@ -133,10 +133,13 @@ class ShardReducer:
 
     def _make_buffers(self, buckets: Sequence[GradientBucket]) -> BufferPool:
         shared = self._num_shared_buffers
-        if self._place.queues:
-            sizes = sorted((bucket.nbytes for bucket in buckets if bucket not in self._dedicated), reverse=True)
-            fitting = sum(total <= _GPU_BUFFER_BYTES for total in accumulate(sizes[:_GPU_BUFFERS]))
-            shared = max(shared, fitting)
+        if self._place.is_asynchronous and not self._saves_memory:
+            others = sorted((bucket for bucket in buckets if bucket not in self._dedicated), key=lambda b: -b.nbytes)
+            of_dtypes = [[b.nbytes for b in others if b.dtype == dtype] for dtype in {b.dtype for b in others}]
+            while shared < _GPU_BUFFERS:
+                if sum(sum(sizes[: shared + 1]) for sizes in of_dtypes) > _GPU_BUFFER_BYTES:
+                    break
+                shared += 1
         return BufferPool(buckets, self._comm, shared, self._dedicated, self._place.device)
 
     def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator
 from collectives.process import cores
 from collectives.runtime.positions import ANY, END, Position, Positions
-from collectives.runtime.watchdog import Guard, limit_of, report
+from collectives.runtime.watchdog import TAGS, Guard, limit_of, report
 
 HEAD = """
 import os, signal, sys, time
@@ -516,6 +517,28 @@ def test_answers_to_other_nodes_last_until_they_are_taken(comm: Communicator) ->
         time.sleep(0.005)
     assert len(known) == 2 * 64
     assert junk
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, exactly=True)
+def test_late_messages_of_a_group_that_is_gone_are_forgotten(comm: Communicator) -> None:
+    """MPI gives its place to another group, which may have fewer ranks."""
+    guard = over_nodes(comm, 3)
+    old = Guard(guard.messages, Positions(bytearray(Positions.nbytes(1)), 0, 1), [7], list(range(8)), 4.0, group=(0, 5))
+    other = 1 - comm.rank
+    old.positions.enter(3, "barrier")
+    answer = old.group, old.ranks, old.positions.snapshot(), [0.0]
+    sent = [guard.messages.Isend(np.array(old.group), other, TAGS[0]), guard.messages.isend(answer, other, TAGS[1])]
+    enough, known = time.monotonic() + 1.0, set[int]()
+    both = None
+    while both is None or not both.Test():
+        known |= set(guard.positions_of_all())
+        if both is None and time.monotonic() > enough:
+            both = guard.messages.Ibarrier()
+        time.sleep(0.01)
+    MPI.Request.Waitall(sent)
+    assert len(known) == 6
+    assert 7 not in known
 
 
 @pytest.mark.mpi
