@@ -166,7 +166,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
                 before = sent()
                 comm.all_reduce(x, op, algorithm="hierarchical")
                 if size > 5000:
-                    most = 2 * (N - 1) / N * x.nbytes * 1.1
+                    most = 2 * (N - 1) / N * x.nbytes * 1.5  # with headers, and what TCP sends again
                     assert sent() - before < most, (dtype, sent() - before, most)
                 assert torch.equal(x, expected), (dtype, size, op)
                 counts = [size // N] * (N - 1) + [size - size // N * (N - 1)]
