@@ -305,6 +305,7 @@ def test_an_interrupt_that_python_notices_before_its_byte_is_read_ends_no_progra
         "def late(*args):\n"
         "    found = look(*args)\n"
         "    if not (found[0] or sent):\n"
+        "        time.sleep(0.5)\n"  # until the program is where it catches the second one
         "        sent.append(os.kill(os.getpid(), signal.SIGINT))\n"
         "        time.sleep(0.5)\n"  # in which Python notices it
         "    return found\n"
