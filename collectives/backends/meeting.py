@@ -183,7 +183,7 @@ class Meeting:
     @property
     def in_place(self) -> bool:
         """Returns whether every rank's input already lies at its place in the outputs."""
-        itemsize = DTYPES[_DTYPES[self._table[0][1]]].itemsize
+        itemsize = self._itemsize
         return self.pull and all(
             row[_X] == row[_OUT] and row[_X + 1] == row[_OUT + 1] + self.coming(rank, rank) * itemsize
             for rank, row in enumerate(self._table)
@@ -191,11 +191,15 @@ class Meeting:
 
     def scatters_in_place(self, starts: Sequence[int]) -> bool:
         """Returns whether every rank's output of a reduce_scatter lies at its place in its input, which all map."""
-        itemsize = DTYPES[_DTYPES[self._table[0][1]]].itemsize
+        itemsize = self._itemsize
         return self.pull and all(
             row[_ADDRESSES + 1] == row[_ADDRESSES] + start * itemsize or start == stop
             for row, (start, stop) in zip(self._table, pairwise(starts), strict=True)
         )
+
+    @property
+    def _itemsize(self) -> int:
+        return DTYPES[_DTYPES[self._table[0][1]]].itemsize
 
     @property
     def factors(self) -> list[float]:

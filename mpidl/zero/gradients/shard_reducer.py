@@ -136,9 +136,7 @@ class ShardReducer:
         if self._place.is_asynchronous and not self._saves_memory:
             others = sorted((bucket for bucket in buckets if bucket not in self._dedicated), key=lambda b: -b.nbytes)
             of_dtypes = [[b.nbytes for b in others if b.dtype == dtype] for dtype in {b.dtype for b in others}]
-            while shared < _GPU_BUFFERS:
-                if sum(sum(sizes[: shared + 1]) for sizes in of_dtypes) > _GPU_BUFFER_BYTES:
-                    break
+            while shared < _GPU_BUFFERS and sum(sum(s[: shared + 1]) for s in of_dtypes) <= _GPU_BUFFER_BYTES:
                 shared += 1
         return BufferPool(buckets, self._comm, shared, self._dedicated, self._place.device)
 

@@ -60,7 +60,7 @@ class Training:
 
 
 def check(model: nn.Module, optimizer: Any, expected: nn.Module) -> None:
-    """As `zero.check`, also for a torch optimizer."""
+    """Compares weights as `zero.check` does, also those that an optimizer of torch's has stepped."""
     if isinstance(optimizer, mpidl.ZeroOptimizer):
         zero.check(model, optimizer, expected)
         return

@@ -130,7 +130,7 @@ def test_bf16_is_seen_in_both_ways(cuda: RealGpu) -> None:
 
 @pytest.mark.mpi
 def test_memory_that_is_not_there_is_an_error_on_all_ranks(comm: Communicator, cuda: RealGpu) -> None:
-    """What was there stays usable."""
+    """Arrays that were made before can still be used."""
     x = comm.empty(1000, torch.float32, device="cuda")
     x.fill_(1)
     whole = torch.cuda.get_device_properties(cuda.index).total_memory

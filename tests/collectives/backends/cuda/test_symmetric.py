@@ -86,7 +86,7 @@ def test_symmetric_memory_is_reduced_without_a_copy(comm: Communicator, standin:
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("own", [False, True], ids=["one GPU", "a GPU for each rank"])
 def test_one_rank_works_for_all_that_share_its_gpu(comm: Communicator, standin: Gpu, own: bool) -> None:
-    """Of operations in place on symmetric memory; where each rank has a GPU, each does its part."""
+    """Rank 0 queues all work on symmetric memory in place. Where each rank has a GPU, each does its part."""
     standin.own = own
     counts = [40 + rank for rank in range(comm.size)]
     x = placed(comm, standin, torch.full((sum(counts),), comm.rank + 1.0))
