@@ -3,8 +3,8 @@
 It is done when the first Communicator of that kind is made, and kept in a file of the user's cache folder, so that
 later jobs on machines with such processors read it. MPIDL_CALIBRATE=0 turns it off.
 
-Sizes go up for all operations together. An operation stops where its next size might take more than the time that is
-left; for what is larger the group's other tables hold, as for operations that have one algorithm there.
+Sizes go up for all operations together. The measurement of an operation ends where its next size might take more than
+the time that is left. For larger sizes, and for operations with one algorithm only, the group's other tables are used.
 """
 
 from __future__ import annotations

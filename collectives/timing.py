@@ -1,4 +1,4 @@
-"""Timing of collectives, for the benchmarks and the tuner."""
+"""Times calls of all ranks in turn, for the benchmarks and the tuner."""
 
 from __future__ import annotations
 

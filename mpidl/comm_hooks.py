@@ -7,9 +7,9 @@
     ZeRO      bucket [ shard | shard | shard ] hook ->  the mean of this rank's shard, or of all of it
 
 A hook is called as `hook(state, bucket)`, on every rank for the same buckets in the same order, as soon as a bucket is
-filled. It starts the communication and returns a handle with `wait()`: what `wait()` returns is taken as the bucket's
-reduced gradient, None stands for what then lies in the bucket itself. A `collectives.Work` is such a handle, and
-`bucket.reduce(values)` starts the reduction that the engine needs, of values that a hook has made of the gradients.
+filled. It starts the communication and returns a handle with `wait()`: `wait()` returns the bucket's reduced gradient,
+or None if the bucket itself holds it. A `collectives.Work` is such a handle, and `bucket.reduce(values)` starts the
+reduction that the engine needs, of values that a hook has made of the gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Digests of texts, 8 bytes each, by which ranks compare what is too long to send at every step.
 
-Of tensors there are `replicas.checksums`, which run at the speed of memory. What others compare, too,
-has their checksum: the blocks of a checkpoint CRC-32, a downloaded text SHA-256.
+For tensors use `replicas.checksums`, which runs at the speed of memory. Data that other programs check too has the
+usual checksum: CRC-32 for the blocks of a checkpoint, SHA-256 for a downloaded text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Needs of an optimizer's step: declared by its class, or found by trial steps on a few elements.
+"""Needs of an optimizer's step (`StepNeeds`): declared by its class, or found by trial steps on a few elements.
 
-    trial step on    one parameter alone    the same, cut in two    with a second one    one after the other
-    equal results    ->  the step may be made on slices, on some parameters at a time; else it needs whole ones, or all
+    a step on one parameter = a step on its two halves               the step may be made on slices, else on whole ones
+    a step on two parameters = a step on one, then on the other      ... on some parameters at a time, else on all
 
-Optimizers of mpidl declare them (`declared_needs`), engines know torch's by name, and any other class is tried.
+Optimizers of mpidl declare them (`step_needs`), engines know torch's by name, and any other class is tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of a torch optimizer on some of its parameters at a time, for steps within the backward pass.
+"""Runs the step of a torch optimizer on some of its parameters at a time, for steps within the backward pass.
 
 They change these parameters as one step on all of them would.
 """

@@ -1,4 +1,4 @@
-"""Common part of programs that save checkpoints: options, where to go on, when to save, when to stop.
+"""Options and logic of programs that save checkpoints: where to resume, when to save, when to stop.
 
     add_options(parser)                                  --checkpoint-dir --save-every --keep-last --resume --on-nan
     kept = Checkpoints(comm, options, stop, training, settings_of(options, "lr steps seed"))

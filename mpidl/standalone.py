@@ -1,7 +1,7 @@
-"""Notice of the commands of this package that are one process and no job: they run where MPI cannot be initialised.
+"""Keeps MPI uninitialised for commands that are one process and no job, such as `python -m mpidl.memory`.
 
-`python -m mpidl.memory` makes Python import the whole package first, mpi4py with it, and that would initialise MPI: on
-a login node, say, where the MPI library refuses to be used.
+For such a command Python imports the whole package first, mpi4py with it, and that would initialise MPI, which fails on
+a login node, for example.
 """
 
 from __future__ import annotations

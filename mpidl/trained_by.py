@@ -1,4 +1,4 @@
-"""Note on each parameter that a ZeroOptimizer trains, by which other code finds that optimizer.
+"""Attribute of each parameter that a ZeroOptimizer trains, by which other code finds that optimizer.
 
 The optimizer alone holds the values and gradients of such a parameter, under whatever module it lies. Code that wraps,
 compares or saves it, or clips or reads its gradient, looks it up here first.

@@ -1,4 +1,4 @@
-"""The ways to carry out a collective among the ranks of one group, and the choice among them.
+"""Backends: the implementations of each collective in one group, and the choice among them.
 
     backend     the interface: the operations, each as a call that can be made again and again; what a backend serves
     mpi         "mpi": the MPI library's own
@@ -8,7 +8,7 @@
     symmetric/  "symmetric": one copy, inside a node
     hierarchical/
                 "hierarchical": symmetric inside nodes, a schedule between them
-    cuda/       arrays on GPUs, by whatever name; they come back to the others for what the host does of them
+    cuda/       all operations on GPU arrays; the host's part of them uses the other backends
     registry    makes the backends of a group, by the names that `algorithm=` takes
     selection   "auto": which of them serves an operation of so many bytes
     tables      by which "auto" chooses: tuned, calibrated, or the defaults of an MPI library

@@ -1,4 +1,4 @@
-"""The interface of a backend."""
+"""Interface of a backend: each operation as a call that is prepared once, and what the backend serves."""
 
 from __future__ import annotations
 

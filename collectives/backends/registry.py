@@ -1,4 +1,4 @@
-"""The backends of a group, by name."""
+"""Makes the backends of a group, by the names that `algorithm=` accepts (`MAKERS`)."""
 
 from __future__ import annotations
 

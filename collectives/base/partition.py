@@ -1,4 +1,4 @@
-"""Partitions of n elements over p ranks."""
+"""Divides n elements among p ranks: the number of elements of each rank, and of pieces."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     cold    call 1: set 0      call 2: set 1      call 3: set 2 ...     and set 0 again after more than the caches hold
     fresh   call 1: set 0      call 2: set 0      call 3: set 0 ...     all as the program has read and written it
 
-Sets lie one behind the other in an arena. Where so many small ones would be needed that their prepared calls find no
-room (`Communicator` keeps some), there are fewer, and before each call a rank reads other memory that makes up for it.
+Sets lie one behind the other in an arena. For small arrays this would be more sets than the Communicator keeps prepared
+calls. Then there are fewer sets, and before each call a rank reads as much other memory as is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The picture: a column an operation, time above and busbw below, a line for each side."""
+"""Plots time (above) and busbw (below): a column for each operation, a line for each implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words for an operator, size, dtype and algorithm, which a rank writes next to its position (`positions`).
+"""Describes an operation's arguments in words, which a rank writes next to its position, for reports.
 
 They follow the operation's name: "sum of 5 float32 by ring". They must be the same on all ranks of an operation, so
 that a report of the watchdog shows what does not fit.

@@ -1,4 +1,4 @@
-"""Communicators made from a Communicator, and the numbers that ranks of one have in another."""
+"""Splits and duplicates a Communicator, and translates ranks of one to those of another."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     issue    at once, in the caller's thread, if nothing is queued; else, or with async_op, in the progress thread
     limit    an operation with a timeout of its own runs in the progress thread, and is left there when it passes
     failure  of one operation makes the object unusable, as other ranks may be anywhere in it and write to its memory
-    end      `close` finishes what is queued and frees what was made; what is dropped without it, `dropped` frees
+    end      `close` runs what is queued and frees the MPI communicators; without `close`, `dropped` frees them
 
 Each operation is noted in `positions` from its beginning to its end, for the watchdog. Nothing here knows what an
 operation does; `Communicator` has them.

@@ -1,13 +1,14 @@
 """Numbers in shared memory, one a rank, that only grow; a rank that waits for one sleeps until it has grown.
 
     numbers     rank 0     | rank 1     | ...        a cache line each, written by that rank alone
-    sleepers    of rank 0's | of rank 1's | ...      a byte for each rank, written by the rank that sleeps; as many
-                                                     bytes for each number as make whole words, to be seen at one look
+    sleepers    of rank 0's | of rank 1's | ...      a byte for each rank that may sleep, written by that rank, and
+                                                     padding to whole words, so that a few reads tell if any sleeps
 
-A look at a number takes less than a tenth of a microsecond, a message of the MPI library one or more. And MPI looks
-for messages for as long as it waits, which takes a core from a rank that computes; here a rank looks for a while if its
-program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex). Now and
-then it has MPI look, too: another rank may come only once it has a message that this one is still sending.
+A look at a number takes less than a tenth of a microsecond, a message of the MPI library one or more. And MPI looks for
+messages for as long as it waits, which takes a core from a rank that computes; here a rank looks for a while if its
+program waits, lets others run between further looks, and then sleeps in the kernel until it is woken (a futex). From
+time to time it also calls MPI, so that messages under way go on: another rank may come only after it has received one
+that this rank is still sending.
 
 Source: Franke, Russell and Kirkwood 2002, "Fuss, Futexes and Furwocks: Fast Userlevel Locking in Linux".
 """

@@ -4,8 +4,9 @@
     longer                  header | piece | piece ...      pieces straight from memory to memory
 
 The header holds the dtype and the length. Headers of one peer and tag match receives one to one, whatever their
-lengths, and pieces have an MPI tag of their own, by the number of their message: none is taken for the next one's.
-So a receiver tells a message that does not fit, takes its pieces away, and the next one is in its place.
+lengths, and pieces have an MPI tag of their own, by the number of their message: none is taken for the next one's. So a
+receiver detects a message that does not fit by its header, receives and discards the pieces, and raises an error; the
+next message is not affected.
 
 MPI reads and writes an array until the message ends. `under_way` refers to every message until then, so that its
 array lives on where the handle or the communicator is dropped, a wait is interrupted, or the program ends.

@@ -1,4 +1,4 @@
-"""A process that a rank has forked: it is no rank, and MPI is its parent's alone.
+"""Forked children of a rank, in which every operation is refused, as MPI belongs to the parent.
 
 A child has all that its parent has in memory, such as its Communicators, MPI's connections and the memory that the
 node's ranks share, and none of its threads. A collective of the child would take the place of its parent's in what the

@@ -1,9 +1,9 @@
 """Waiting that leaves the core to others, for operations that run in the background of the program.
 
 MPI polls for messages all the time that it waits, which takes a core from the thread that computes. Between nodes a
-message takes long enough for a waiting thread to sleep for moments. Inside a node it does so where the ranks fill the
-cores: there a rank that polls keeps the ranks that it waits for off its core, with Linux 6.18 for minutes on end.
-Waits for shared memory sleep until another rank wakes them (`counters`).
+message takes long enough for a waiting thread to sleep for moments. Inside a node it sleeps too if the ranks fill the
+cores: a rank that polls takes the core that the rank it waits for needs, with Linux 6.18 for minutes. Waits for shared
+memory sleep until another rank wakes them (`counters`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks that share a node."""
+"""Topology of a group as one rank sees it: its node, its number there, and the number of nodes."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ the MPI library gives less than MPI_THREAD_MULTIPLE there is no thread: an async
 as it is issued, and the order is the same.
 
 While the program computes, a thread that waits for a late rank inside MPI takes a core from it, as MPI looks for
-messages all the time. So an operation begins when the node's other ranks have come to it, for which the thread sleeps
-(`counters`). On one node that has no core to spare, the thread runs on that of the thread which issues: the system
-would often put it on another rank's, when that rank wakes it, so that one core works for two ranks and the others wait.
+messages all the time. So the thread first sleeps until the node's other ranks have come to the operation (`counters`),
+and then starts it. Where the ranks fill the cores of one node, the thread is pinned to the core of the thread that
+issues: the system would often move it to the core of the rank that wakes it, so that this core works for two ranks and
+the others wait.
 """
 
 from __future__ import annotations

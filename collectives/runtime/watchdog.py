@@ -6,11 +6,11 @@ writes there what the program does (`program`), for the reports.
 
     waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
     being waited for        the late rank prints where its program is, so that the output shows the report's cause too
-    in another operation    than ranks that have come as far, or in one with another operator, dtype, size or algorithm:
-                            the report says which ranks are in which
+    mismatch                ranks at the same number are in different operations, or the operator, dtype, size or
+                            algorithm differs: the report says which ranks are in which
     waiting for a rank      that has come to the end of its program, which is hopeless: reported at once; the job ends
-                            with that rank's exit status, if it is known and not 0. It has not come to an operation that
-                            it left by an exception.
+                            with that rank's exit status, if it is known and not 0. A rank that has left an operation by
+                            an exception counts as one that has not come to it.
 
 A rank that is stopped in the middle of an operation has arrived like all the others. It is recognised by its own
 watchdog, whose looks leave a beat on its node's page: the report names the ranks whose beat has ceased. A process that

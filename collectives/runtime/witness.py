@@ -1,4 +1,4 @@
-"""Shows the launcher the ranks of its job and their positions, for when none of them is left to say it.
+"""Gives the launcher the positions of its job's ranks, which it can read after all of them have ended.
 
 A rank that is killed takes the others with it within milliseconds, as the launcher ends them, and what they were in is
 on a page of memory that goes with the last of them. So the first rank of each group on a node sends the page's

@@ -1,9 +1,9 @@
-"""A schedule laid out on a modelled cluster: which messages meet at which ports, and which ranks need following.
+"""Maps a schedule to a modelled cluster: which messages share a port, and which ranks have to be simulated.
 
-On thousands of ranks most algorithms do the same everywhere: the program of a rank is that of the same local rank of
-the first node with every peer moved along, by addition modulo p (ring, pairwise) or by exclusive or (recursive
-doubling). Then all nodes are in the same state at all times, and one of them, whose messages to other nodes come
-back to itself, stands for all. The 33 million steps of a ring all-reduce on 4096 ranks, 8 a node, become 65 thousand.
+On thousands of ranks most algorithms do the same everywhere: a rank runs the program of the same local rank of the
+first node with every peer shifted, by addition modulo p (ring, pairwise) or by exclusive or (recursive doubling). Then
+all nodes are in the same state at all times, and it is enough to simulate one, whose messages to other nodes come back
+to itself. The 33 million steps of a ring all-reduce on 4096 ranks, 8 a node, become 65 thousand.
 """
 
 from __future__ import annotations

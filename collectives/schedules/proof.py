@@ -1,9 +1,9 @@
 """Runs a schedule symbolically on all ranks at once, without MPI, and proves that it computes its operation.
 
-A chunk's value is the set of contributions in it: which chunk, of which ranks' input, finished or partial. The
-checker starts every rank with its own input and carries out the rounds. Sends are taken to block until they are
-received, the strictest reading of MPI, and what a round reduces to be received only once all of it is there, as its
-reductions take turns: a schedule that passes cannot wait for itself on any MPI library. It refuses
+A chunk's value is the set of contributions in it: which chunk, of which ranks' input, finished or partial. The checker
+starts every rank with its own input and carries out the rounds. The checker takes every send as synchronous
+(MPI_Ssend), the strictest reading of MPI, and starts the reductions of a round only when all its messages are there. So
+a schedule that passes cannot deadlock on any MPI library. It refuses
 
 - a message that meets no receive, or a receive of another size or kind than the message;
 - a reduction that counts a rank twice, a chunk used before it is defined, a finished chunk that is reduced again;

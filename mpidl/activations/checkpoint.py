@@ -4,8 +4,8 @@
     backward    x -> [function] -> ...     again, with the same random numbers and autocast, and then its gradients
 
 It is torch.utils.checkpoint without re-entrance, and with what that leaves to the caller: tensors in keywords and
-containers are inputs like the others, lists that the function extends are given to it as they were, running
-statistics are updated once, and the inputs can lie elsewhere than they are.
+containers are inputs like the others, a list that the function extends has its former length when it runs again,
+running statistics are updated once, and the saved inputs may lie in a store.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     offload     the parts go to disk, or from an accelerator to the host's memory, instead of into the arena
 
 The gather writes straight into what backward needs, and offloading passes through two buffers of constant size: there
-is no buffer that grows with the model or with its depth. Gathers are not started ahead. The next checkpoint is one
-that is still alive, which ranks agree on only if their garbage collectors do; reading ahead needs no agreement.
-Source: Rajbhandari et al. 2020 (ZeRO), section 6.1: partitioned activation checkpointing.
+is no buffer that grows with the model or with its depth. Gathers are not started ahead: which checkpoints are still
+alive depends on each rank's garbage collector, so the ranks could gather different ones. Reading from disk is local,
+and is started ahead. Source: Rajbhandari et al. 2020 (ZeRO), section 6.1: partitioned activation checkpointing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Names of tensors:
 model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
 optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
 remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks
-seen/transformer.wte.weight           while a delayed update waits for the next step: what passes compute with
+seen/transformer.wte.weight           while a delayed update is pending: the values with which passes still compute
 gradient/transformer.wte.weight       of micro-steps that no step has used yet
 WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHOSE is extra, scheduler, scaler, sampler,
                                       averager, model/NAME (a module's extra state), optimizer.group0, optimizer.STATE

@@ -6,8 +6,8 @@
     step-00000010.gone     being removed
     latest                 a text file: the name of the checkpoint written last
 
-A rename is the instant. Before it the former checkpoint is the newest, after it the new one. Where both are of one step
-the former has a second name meanwhile, by hard links, so that `latest` names a complete checkpoint at any instant:
+A rename commits the new checkpoint: before it the former one is the newest. Where both are of the same step, the former
+one gets a second name first, by hard links, so that `latest` names a complete checkpoint at any time:
 
     20, .tmp    latest: 20    ->    20, .old, .tmp    latest: 20.old    ->    20 anew, .old    latest: 20
 

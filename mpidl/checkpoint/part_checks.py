@@ -1,4 +1,4 @@
-"""Checks saved states of a scheduler, a scaler and a sampler before they are loaded, by comparison with those here.
+"""Checks saved states of a scheduler, a scaler and a sampler before loading, against the objects that will load them.
 
 torch's schedulers take every key as an attribute, and its GradScaler any number: a None in place of a number would be
 loaded without an error and fail in a later step, and what is missing would begin again. A value has to be of the kind

@@ -6,8 +6,8 @@
 How far the training has come is counted in batches that were handed out, not in those that are prepared.
 
 torch's loader draws the seed of its workers from torch's global generator at the beginning of each pass, so that a run
-that is resumed within an epoch, and begins one pass more, would train on with other dropout. Here a generator of the
-loader's own gives that seed, from where the pass begins.
+that is resumed within an epoch, which begins one pass more, would draw one seed more and have other dropout from there
+on. Here a generator of the loader's own gives that seed, from where the pass begins.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ condition that depends on the buckets' sizes alone, so that all ranks wait for t
 
 An exception or an interrupt may come anywhere. A bucket is in the list of those in flight from before it takes its
 buffer until both operations have ended, and a buffer is free if none in the list has it: so no buffer is lost, and none
-is filled while an operation may still write to it. Where a hook that raises has begun operations on its bucket's
-Communicator, these have run before the next pass launches: that pass begins with a collective there.
+is filled while an operation may still write to it. If a hook begins operations on its bucket's Communicator and then
+raises, they end before the next pass launches anything, as that pass begins with a collective on the same Communicator.
 """
 
 from __future__ import annotations

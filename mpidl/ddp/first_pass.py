@@ -1,7 +1,7 @@
 """First synchronised backward pass of a copied wrapper (deepcopy), before which a rank may use its copy alone.
 
-A forward pass sends nothing, so that the copies on the ranks begin together when a backward pass does: with the
-gradient of an output, or of a parameter where the loss does not come from the output.
+A forward pass communicates nothing. So the ranks set up their copies together when the first backward pass begins: at
+the first gradient of an output, or of a parameter if the loss does not come from an output.
 """
 
 from __future__ import annotations

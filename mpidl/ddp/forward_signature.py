@@ -3,8 +3,8 @@
 Programs read it to learn what a model takes: Hugging Face's Trainer leaves out the columns of a dataset that
 `inspect.signature(model.forward)` does not name, which for (*args, **kwargs) are all of them.
 
-It stands in the class, and nothing of it in a wrapper: pickled wrappers and copies are as before, and a program may
-still give a wrapper another `forward`.
+The class holds it, and no wrapper does: so wrappers are pickled and copied without it, and a program may still set
+`wrapper.forward`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     the others      begin of backward   buckets ...          end of backward
     this rank       zeros for all buckets at once            takes part in what the ranks agree on at the end
 
-Between the two it listens to further turns, as passes through several wrappers may be one inside the other.
+Between the two it takes part in further turns (`uneven_inputs`), as one wrapper's pass may lie inside another's.
 """
 
 from __future__ import annotations

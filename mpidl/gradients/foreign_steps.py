@@ -4,9 +4,9 @@
     hook of p       optimizer_of[p].step(); p.grad = None              with the gradient of this rank alone
     pass ends       p was written to, or has lost its gradient: an error on every rank, as the ranks agree on it
 
-A pass under no_sync agrees on nothing: that p was written to there is an error of the next pass that communicates.
-Fused optimizers write what torch does not count, so that their steps are listened to. What is written into `p.data` is
-noticed by the gradient that is gone, if it is; other memory, `p.data = x`, by its address.
+A pass under no_sync communicates nothing: a write to p there is an error in the next pass that communicates. Torch does
+not count the writes of fused optimizers, so a hook reports their steps. Torch does not count writes into `p.data`
+either: they are detected only if the hook also sets `p.grad` to None. `p.data = x` is detected by the new address.
 """
 
 from __future__ import annotations

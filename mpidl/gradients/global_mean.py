@@ -1,4 +1,4 @@
-"""The mean of a loss over the samples of all ranks, exact where ranks have different numbers of samples."""
+"""Computes a loss's mean over the samples of all ranks, which may have different numbers of samples."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     rank 1:  batch  batch | hooks       |  all take over the states of one that ended last
     rank 2:  batch  batch  batch | hooks|
 
-Before what it does together with the other ranks, a rank tells all, in one small all-gather, which object has its turn;
-a rank that has ended takes part in the turns alone, and calls that object's hook. Turns have a Communicator of their
-own.
+Before each pass that communicates all ranks take a turn: a small all-gather that tells which object
+communicates next. A rank without batches takes part only in turns, and after each calls that object's join hook. Turns
+have a Communicator of their own.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     while it runs   `look`: which process is which rank, and which processes have ended, in their order
     once it ended   `close`: where the ranks were, from the pages of their positions (`collectives.diagnostics`)
-    then            `cause`: from a rank's own line, else the watchdog's, the launcher's, or the status; where a rank's
-                    line is that another one's memory is gone, what became of that one
+    then            `cause`: the first that there is of a rank's line, the watchdog's, the launcher's, and the status;
+                    where a rank's line says that another rank's memory is gone, how that rank ended
 
 When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of
 processes in their order, also to one who asks later (epoll on descriptors of processes):

@@ -1,4 +1,4 @@
-"""Tensors in 8 bits: blocks of 256 elements, of which each is a place in a code book times the block's scale.
+"""Tensors in 8 bits: each element is an index into a code book, whose value is multiplied by the scale of its block.
 
     values   [ 0 .. 255 | 256 .. 511 | ... ]      any floating dtype, flat
     scale    [    s0    |     s1     | ... ]      fp32, the value of largest magnitude, with its sign

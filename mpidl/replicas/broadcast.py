@@ -1,4 +1,4 @@
-"""Makes the parameters and buffers of all ranks equal to rank 0's."""
+"""Broadcasts parameters and buffers from rank 0, or from another root."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@
     summed_gradients      identity, of parameters          all-reduce
     told_of_backward      identity                         identity, and calls a function of the program
 
-The first five stand at the ends of a region, in which each rank has a summand of the gradient; the next two where all
-ranks have the whole gradient. The functions come in one order on every rank, as autograd runs the same graph there.
-torch.compile leaves them out of its graphs.
+The first five are used at the borders of a region, inside which each rank has a summand of the gradient; cut_sequence
+and join_sequence are used where all ranks have the whole gradient. Every rank runs the functions in the same order, as
+autograd runs the same graph on all. torch.compile leaves them out of its graphs.
 """
 
 from __future__ import annotations

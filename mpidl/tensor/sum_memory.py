@@ -6,9 +6,10 @@
 
 A residual connection adds a sum to its input and drops it, so two places are enough for most models. A place is taken
 as long as the tensor's storage lives: views of it count, and what autograd keeps for backward. The storage refers to an
-array, whose references tell it; the array is kept for the next sum of this shape, as making one takes long beside a
-small sum. Which places are free is each rank's own matter: the ranks of an all-reduce tell each other where their
-summands lie. Between two all-reduces no rank touches another's place, as an all-reduce ends on all ranks together.
+array: the place is free when only this pool refers to that array. The array is kept for the next sum of this shape, as
+making one takes long compared with a small all-reduce. Each rank decides by itself which place it takes: the ranks of
+an all-reduce tell each other where their summands lie. Between two all-reduces no rank touches another's place, as an
+all-reduce ends on all ranks together.
 """
 
 from __future__ import annotations

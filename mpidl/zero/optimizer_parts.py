@@ -1,4 +1,4 @@
-"""Parts of a ZeroOptimizer, one field each: what `construction.build` makes, and the optimizer's methods work on."""
+"""Parts of a ZeroOptimizer, a field for each, which `construction.build` makes and the optimizer's methods use."""
 
 from __future__ import annotations
 

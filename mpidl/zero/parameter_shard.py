@@ -1,4 +1,4 @@
-"""A rank's shard of a group of parameters, which all parts of a ZeroOptimizer work on."""
+"""Shard of a flat group of parameters on one rank: the group, its layout and the shard's values."""
 
 from __future__ import annotations
 

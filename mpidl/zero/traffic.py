@@ -1,4 +1,4 @@
-"""Counts what the collectives of a ZeroOptimizer move."""
+"""Counts the parameters and gradients that the collectives of a ZeroOptimizer send."""
 
 from __future__ import annotations
 

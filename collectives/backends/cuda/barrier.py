@@ -1,15 +1,16 @@
-"""A barrier of ranks that map each other's GPU memory: what a stream runs after it follows what all had queued.
+"""Stream barrier of ranks that map each other's GPU memory: later work runs after all work that any rank has queued.
 
     rank 0   stream  ... copies  E0 .   waits for E1  ... goes on       E: an event that other processes can open
     rank 1   stream  ... copies  E1 .   waits for E0  ... goes on
              hosts          record  meet  wait
 
-The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU then. CUDA knows
-of these waits, which it does not of a stream's wait for a value in memory: it promises no order of streams around one,
-and two groups' may come to wait for each other.
+The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU then. CUDA sees
+which stream waits for which event. It does not see what a stream waits for in memory (cuStreamWaitValue): it may order
+streams so that the waits of two groups never end.
 
-Two events a rank take turns: at the next meeting of hosts all have asked to wait for the last one. Where events cannot
-be opened, or one is not waited for when it is tried, each host waits for its own stream before it meets the others.
+Each rank uses two events in turn: when the hosts meet again, every stream has been told to wait for the last one. If
+events cannot be opened, or a trial shows that streams do not wait for them, each host waits for its own stream before
+it meets the other hosts.
 
 The hosts wait also where ranks share a GPU: it gives time slices to processes, even to one whose streams only wait. On
 an H200 a meeting of 4 processes takes 1 ms if their streams wait, and 0.02 ms if their hosts do.

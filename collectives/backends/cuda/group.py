@@ -1,4 +1,4 @@
-"""The set-up of a group's GPUs, made at the first operation on one, and the transport of each operation."""
+"""Set-up of a group's GPUs at the first operation on one, and the choice of each operation's transport."""
 
 from __future__ import annotations
 

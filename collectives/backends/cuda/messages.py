@@ -1,7 +1,7 @@
 """Messages from and to GPU memory: through pinned host memory, kept for the next message of about that size.
 
-An MPI library that takes device addresses gets these instead (`direct`), once the stream has come there, as it knows of
-none. Either side may: what travels is the same.
+A CUDA-aware MPI library gets the device address instead (`direct`), after the host has waited for the stream, of which
+MPI knows nothing. Sender and receiver choose independently: the bytes of the message are the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""GPU memory that comes and goes, as `collectives.memory.pages` has it of the host.
+"""GPU memory that can be given back and taken again; `collectives.memory.pages` does this for the host.
 
-A GPU's driver has no pages that a program could give back. So each region is a storage of torch's allocator that is
-made larger and smaller: tensors that were taken of it before, also by autograd, are of the same storage, and right
-again once it has its memory back and the same bytes are written anew. Its address is another one then.
+A program cannot give single pages back to the driver. So each region is a storage of torch's allocator, which is
+resized to 0 and back. Tensors that view it, also those that autograd has saved, keep that storage, and are right again
+when it has memory again and the same bytes have been written. Its address may then differ.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ that a node shares, some of them at a time, so that its size is bounded, whateve
     message    from sender to receiver; two of a channel are under way together          t, t - 1
     get        ranks read what is for them from the receiver's memory                    t - 2
 
-The ranks of a node wait for each other between a put and its message, and between a message and its get. The first wait
-is the meeting with which the operation begins, if every rank knows before it how large all parts are, and the memory is
-free; of an all_to_all with parts of different sizes the meeting tells them, by a table in the shared memory.
+The ranks of a node wait for each other between a put and its message, and between a message and its get. If every rank
+knows the sizes of all parts, the barrier with which the operation begins is also the first of these waits. For an
+all_to_all with parts of different sizes the ranks exchange the sizes there, in a table in the shared memory.
 
-A node waits for other nodes by their messages alone, which both ends begin in the order of segments. A message is begun
-once those two segments before it are done; so the oldest that is not done is begun, or will be, on both ends.
+A node waits for other nodes only in messages, which both ends start in the order of segments. A message starts when the
+messages two segments before it are complete. So the oldest incomplete message has started, or will start, on both ends:
+no two nodes wait for each other.
 """
 
 from __future__ import annotations

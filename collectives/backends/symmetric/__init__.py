@@ -15,9 +15,9 @@ in private arrays, a rank copies and adds:
     staged, in slices   (2 (p - 1) + 1) / p n in its program, (p - 1) / p n added
     staged, whole       n in its program, (p - 1) n added
 
-The kernel's copies take two to three times as long, as it looks up each page, and a call a piece. In slices there is a
-meeting for each chunk and one more. Whole, there is one in all: it is for small arrays, wherever they lie, as pull and
-push take two.
+Copies by the Linux kernel take two to three times as long: it looks up each page, and each piece is a system call. In
+slices there is a barrier for each chunk and one more. Whole, there is one in all, so this way is for small arrays,
+symmetric ones too, as pull and push take two.
 
 Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however the data is cut; fp16 and bf16 are added
 in fp32 and rounded once. So results do not depend on slices, chunks or buckets, and are the same bits on every rank.

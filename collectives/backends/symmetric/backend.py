@@ -1,4 +1,4 @@
-"""The one-copy collectives as a backend."""
+"""Backend "symmetric": the one-copy collectives of `reductions` and `movements`."""
 
 from __future__ import annotations
 

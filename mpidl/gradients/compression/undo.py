@@ -4,12 +4,13 @@
                                                          ->  the step is skipped     its end: they come back
 
 In a window's first pass a section's new remainder is written beside the former one, and the two buffers change roles:
-no copy, but twice the memory of the remainders. So this is done only where a step can be skipped: from the begin, until
-a step is made before any skips were announced; and for good once a GradScaler or a NonfiniteGuard has announced some.
+no copy, but twice the memory of the remainders. So it is done only while a step may be skipped: from the start until
+the first step, and after that only if a GradScaler or a NonfiniteGuard has announced that it may skip steps.
 
-A window ends as the next pass begins, if meanwhile the optimizer stepped or the step was skipped. Torch tells of every
-optimizer's step; GradScaler and NonfiniteGuard tell of those that all ranks skip. Torch's own GradScaler does not: with
-`Compression(undo=True)` a pass that begins with no gradients left, and no step made, counts the one before as skipped.
+A window ends when the next pass begins, if the optimizer has stepped or has skipped its step since. A hook of torch
+reports every optimizer's step; this package's GradScaler and NonfiniteGuard report the steps that all ranks skip.
+Torch's own GradScaler does not: with `Compression(undo=True)` a pass that begins with no gradients left, and no step
+made, counts the one before as skipped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """deferred_init: builds a model on the meta device, and records on a tape how its values would have come about.
 
-Every operator that would make or change a tensor is recorded and run on the meta device, where it makes shapes only.
-Numbers and lists that a constructor reads off a tensor are computed then and there; if random numbers went into it, all
-those before have to be drawn for it, and once more later. A random operation moves the generator to a place of its own,
-by which the next one tells what it goes on from: from there, or from a state that was set meanwhile. The idea
-is torchdistx's `deferred_init`.
+Every operator that would make or change a tensor is recorded and run on the meta device, where it makes shapes only. A
+number or list that a constructor reads from a tensor is computed at once; if the tensor depends on random numbers, all
+random operations before it run for this, and again when the tape is played. After each random operation the recorder
+seeds the generator with a number of its own. The next random operation sees by that state that the stream of random
+numbers continues, or, by any other state, that `build` has seeded the generator between the two. The idea is
+torchdistx's `deferred_init`.
 """
 
 from __future__ import annotations

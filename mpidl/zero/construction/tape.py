@@ -5,9 +5,9 @@
 
 The cone of a storage is its dependency closure: the operations that its final values depend on, without those that a
 later operation overwrites whole. Random operations draw from one stream of numbers, so all of them run, in their order;
-of those in no cone only the numbers drawn matter. A cone runs as soon as its last random operation is reached, with the
-generator put back to where each of the others began. So a random operation runs about once, and memory holds one
-cone's tensors, and the generator's state before each random operation, 5 KB.
+of those in no cone only the numbers drawn matter. A cone runs when its last random operation is reached; before each of
+its earlier random operations the generator gets the state with which that one began. So a random operation runs about
+once, and memory holds one cone's tensors, and the generator's state before each random operation, 5 KB.
 """
 
 from __future__ import annotations

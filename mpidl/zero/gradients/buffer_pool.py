@@ -1,8 +1,8 @@
 """Pool of flat buffers in symmetric memory, in which gradients are collected and reduced.
 
     dedicated   [ the model's own ]       one for each of some buckets, which fill all through a pass
-    shared      [ a block ] [ a block ]   a number for each dtype, as large as the largest of the other buckets, the
-                                          next, ...; a bucket has one from its first gradient until it is reduced
+    shared      [ a block ] [ a block ]   some for each dtype, as large as the largest of the other buckets, the second
+                                          largest, ...; a bucket holds one from its first gradient until it is reduced
 
 All ranks allocate symmetric memory together, so at construction. How many buckets have a buffer at a time, and in which
 order they take them, may differ between the ranks; taking and releasing are local.

@@ -18,8 +18,9 @@ every rank:
                                 an all-reduce of flags: steps of hooks, gradients after launch, what was reached
                                 reduce-scatters of the buckets that got gradients after their launch, and their wait
 
-A rank without a free buffer waits for its own oldest reduction (`wait`). That needs what this rank has launched already
-and, in stage 3, its part in gathers, which `wait` takes; so no two ranks wait for each other.
+A rank without a free buffer waits for its own oldest reduction. That reduction needs only operations that every rank
+launches before it; in stage 3 the wait also takes part in gathers (`wait_for_reduction`), which the other ranks may
+need first. So no two ranks wait for each other.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
 An operator that treats every element by itself works on this rank's part, in place or into a result that is cut in the
 same way. One that makes a number of all elements (norm, max, all, ...) combines the numbers of all ranks: every rank
 must call it. Where parameters are cut over tp, norms are of whole parameters, all else of the part that this rank has.
-Shape, dtype and device are known without. `out=` and an assignment to `.data` take what is computed of the same
-parameter's. Every other operator is refused by name, and so is every way to memory that it does not have.
+Shape, dtype and device are known without communication. `out=` and an assignment to `.data` take only a result that was
+computed from the same parameter's gradient. Every other operator is refused by name, and so is every way to memory that
+it does not have.
 
 `torch._foreach_norm` and the norms one by one, as `torch.nn.utils.clip_grad_norm_` asks for them, cost one operation
 between the ranks for all gradients together (`grad_attribute`).

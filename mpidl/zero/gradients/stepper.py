@@ -1,4 +1,4 @@
-"""Interface of what steps on each bucket's shard within the backward pass; `stepping.backward_steps` implements it."""
+"""`Stepper`: interface of the steps within the backward pass, which `stepping.backward_steps` implements."""
 
 from __future__ import annotations
 

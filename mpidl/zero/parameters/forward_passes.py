@@ -1,4 +1,4 @@
-"""The forward passes that run now, also after an exception of which torch tells no hook.
+"""Forward passes that run now, also after an exception after which torch calls no hook.
 
     model(x)               begin(model)
         encoder(x)         begin(encoder)
@@ -6,8 +6,9 @@
     KeyboardInterrupt                         but not after this one, and in compiled code after none
 
 A pass is noted with the frame in which torch calls its hooks and its forward method. It is over when that frame is no
-longer among the calls of its thread. So a model that calls itself, or that backward computes again, is told from one
-that an interrupt has ended. What that one has computed is kept until the next look, with its frame.
+longer among the calls of its thread. This distinguishes a model that calls itself, or that backward recomputes, from
+one that an interrupt has ended. Of the latter the frame, and with it what it has computed, is kept until the next
+check.
 """
 
 from __future__ import annotations

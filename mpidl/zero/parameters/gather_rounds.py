@@ -6,10 +6,12 @@
 A round is one operation in the progress thread of a Communicator that has no other use: an all-gather of messages, then
 an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same messages, so they run
 the same operations, and need not compute the same units, nor in the same order: a rank that needs nothing takes part
-with the unit that it will need next. In the usual case all want the same unit, some ahead of the one that computes.
+with the unit that it will need next. Usually all ranks want the same unit, one or a few ahead of the unit that
+computes.
 
-A rank may have started rounds to which the others have not come yet. So at the end of a pass each starts rounds until
-one in which all say that they are done, and at the end of an engine until one in which all say that it is gone.
+A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
+until one in which all ranks say that they are done, and when the optimizer is freed, until one in which all ranks say
+so.
 """
 
 from __future__ import annotations

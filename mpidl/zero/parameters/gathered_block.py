@@ -4,10 +4,10 @@
     rank 0   p.mul_(2)     rank 1                  refused by name: the shards would be of two parameters
     rank 0   p.mul_(2)     rank 1                  from_rank=0: sent to all before each keeps its shard
 
-Checksums tell if all ranks have made the same change: of the whole parameter where torch has counted a write, of some
-elements of any other, as torch does not count writes through `p.data`.
+At the end of the block the ranks compare checksums: of the whole parameter if torch has counted a write to it, else of
+a sample of its elements, as torch does not count writes through `p.data`.
 
-A writable block inside another begins with what the outer one has made, on which the ranks agree first.
+A writable block inside another one begins with the outer block's values, which the ranks first compare.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 shard         this rank's part of each flat group of parameters; the optimizer steps on it; always in memory
 whole         the flat group, at its place in memory that the node's ranks share; `gather` brings its pages, `discard`
               gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew.
-              Its values are the shards', or with `compress_parameters=` those of compressed shards, but in `gathered`
+              It holds the shards' values; with `compress_parameters=` decompressed ones, except in `gathered`
 views         of `whole`, of the parameters' shapes: the parameters' data while the unit is held
 placeholders  one NaN each, expanded to the parameter's shape: the parameters' data while the unit is released
 """

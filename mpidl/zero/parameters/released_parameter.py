@@ -1,9 +1,9 @@
 """Parameters without memory, which are gathered before an operator reads them (`read_hook`).
 
-So a weight that is used outside its module's forward pass is gathered then. What would read or change it where the
-other ranks may not come to gather it is refused by name. It stays watched while it is held for such a use, as the
-weight must be whole again in each result's backward pass. Parameters that are whole for their module are of their own
-class.
+So a weight that is used outside its module's forward pass is gathered at that time. A read or write where the other
+ranks may not take part in the gather is refused by name. A parameter that is gathered for such a use keeps this class,
+because the backward pass of each result needs the whole weight again. A parameter that is gathered for its module has
+its original class.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ started it. So a rank that waits for anything else must start rounds meanwhile, 
     in a forward or backward pass   it starts rounds for its own units
     for a reduction                 `wait_for_reduction` starts a round whenever its own are over
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
-    in the program's own operation  the rank in the round finds out, and raises an error that names the operation
+    in the program's own collective  none start: a rank that waits in a round raises an error that names the collective
 
 `release` drains before a step, so that no unit is whole when shards change. `publish` after it gathers the units of
 open `gathered` blocks anew, and with n >= 2 starts rounds for the next pass, as many on every rank.

@@ -5,7 +5,7 @@
     `NodeSharedParameters`   3 on one node          shards, in shared memory nothing
     `ShardedParameters`      3 over several nodes   shards                   gather its unit, with the other ranks
 
-The optimizer's parts call a strategy by the verbs of `ParameterStrategy` alone. In the order of a step:
+The optimizer's parts call a strategy only by the methods of `ParameterStrategy`. In the order of a step:
 
     construction   the strategy cuts `shards`; values are filled into them; publish(), start()
     forward        the strategy's own hooks and tensor subclasses
@@ -13,9 +13,10 @@ The optimizer's parts call a strategy by the verbs of `ParameterStrategy` alone.
                    last gradient; drain() when all buckets have been reduced
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
-Every rank calls publish, release, drain and gathered in the same order; the other verbs are local. They communicate:
+publish, release, drain and gathered are collective: every rank calls them in the same order. The other methods are
+local. What the collective ones communicate:
 
-    verb        `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
+    method      `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
     publish     all-gathers, started     a barrier                gathers, if a `gathered` block is open or n >= 2
     release     -                        -                        rounds
     drain       -                        -                        rounds

@@ -7,7 +7,8 @@
     model.load_state_dict(...)              at once, by a hook of each module
 
 A forward pass and a step compare a few numbers of each parameter, and read no weight. The engine writes through views
-of its own, whose writes torch counts separately. So it counts those of `p.data.mul_(2)`, which the guard does not see.
+of its own, whose writes torch counts separately. Torch counts writes through `p.data` separately too, so the guard does
+not detect `p.data.mul_(2)`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     parameter, flattened   [ 0 .. start | start .. stop | stop .. ]      the middle is this rank's `values`
 
-Nothing is gathered. The values are those on which training goes on: the fp32 masters where there are any. Of a delayed
-update that no rank has seen yet they are the new ones, and the parameters' own are `seen`.
+Nothing is gathered. The values are those on which training goes on: the fp32 masters where there are any. While a
+delayed update is pending they are the new values; `seen` holds those with which passes still compute.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     values     [ rank 0's slices ] [ rank 1's slices ]      fp32 masters where there are any
     replaced   values kept aside, averages written in their place and shown to every rank; at the end put back
 
-A block of `replaced` writes when all ranks have come to its begin and to its end: weights may be the node's.
+`replaced` waits for all ranks when its block begins and when it ends, as weights may lie in memory that a node shares.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ So gradients need the memory of a few buffers. `step()` afterwards only ends the
 at once or may refuse the step is not possible: a norm of all, loss scaling, several reduced passes for one step.
 
 Who runs what: the thread of the backward pass runs all of it, and begins its collectives in the order of the buckets,
-as every rank does. A rank changes a weight that other ranks see, in memory of the node, only once all of them
-have given a gradient to every parameter of its bucket, after which no rank's pass reads it.
+as every rank does. Where ranks share weights in a node's memory, a rank steps on a bucket only after all ranks have
+computed the gradients of all its parameters: after that no rank's pass reads these weights.
 """
 
 from __future__ import annotations

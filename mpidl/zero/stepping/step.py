@@ -1,7 +1,7 @@
 """A step of a ZeroOptimizer: every rank's inner optimizer on its slices, then new parameters for all.
 
     local        has this rank a reason not to step? (guard, foreign gradients, an open pass)
-    collective   release(): this rank reads no parameter any more; of `ShardedParameters` no rank does
+    collective   release(): this rank reads no parameter from here on; with `ShardedParameters` no rank does
     collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
                  after it no rank reads a parameter any more, whatever the strategy
     collective   rank 0's buffers are broadcast
