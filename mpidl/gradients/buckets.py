@@ -92,6 +92,10 @@ class BucketLayout:
         stop = max(min(high - offset, size), start)
         return Piece(start, stop, min(max(offset - low, 0), self.shard_size))
 
+    def whole(self, index: int) -> Piece:
+        """The whole of a parameter in the buffer."""
+        return Piece(0, self.sizes[index], self.offsets[index])
+
     def pieces(self, rank: int) -> list[Piece]:
         """The piece of each parameter in a rank's shard."""
         return [self.piece(index, rank) for index in range(len(self.sizes))]

@@ -10,6 +10,9 @@ A parameter gets one at the end of a pass if any rank's passes have reached it, 
 Norms of all gradients are computed in one all-reduce and kept until they change, so that clipping by torch, which asks
 for one after the other, is cheap and right, over tp too. For other numbers made of a whole gradient the ranks compare
 what they ask for. Changes through `.grad` are noted, and compared at the step.
+
+Where the step itself averages (OneBitAdam), every rank has whole gradients, of means or of its own. Then `.grad` is the
+whole gradient of this rank, as under DDP: numbers are made of it without the other ranks, which may have others.
 """
 
 from __future__ import annotations
@@ -58,6 +61,10 @@ class GradAttributes:
         self._changes: list[tuple[str, list[str]]] = []
         self._pass_is_open = False
 
+    @property
+    def _wholes(self) -> bool:
+        return self._gradients.sums_whole
+
     # ---- in step with the passes ------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
@@ -85,7 +92,8 @@ class GradAttributes:
             for index, (p, (reached, used)) in enumerate(zip(bucket.parameters, flags, strict=True)):
                 if reached or used:
                     if p not in self._made:
-                        piece = bucket.layout.piece(index, self._comm.rank)
+                        layout = bucket.layout
+                        piece = layout.whole(index) if self._wholes else layout.piece(index, self._comm.rank)
                         place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self), placement(p))
                         self._made[p] = ShardedGradient(place, p.shape, p.dtype, p.device)
                     yield p, self._made[p].place
@@ -192,8 +200,8 @@ class GradAttributes:
         return self._part(place)
 
     def _part(self, place: GradientPlace) -> torch.Tensor:
-        piece = place.piece
-        return self._gradients.shard(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
+        piece, take = place.piece, self._gradients.whole if self._wholes else self._gradients.shard
+        return take(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
 
     def shows(self, gradient: ShardedGradient) -> bool:
         """True if the tensor is the one that was put into `.grad`, and not another one that refers to it."""
@@ -201,9 +209,12 @@ class GradAttributes:
         return self._made.get(bucket.parameters[gradient.place.index]) is gradient
 
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
-        """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step."""
+        """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step.
+
+        Of a whole gradient its numbers are not, as each rank may clip by the norm of its own.
+        """
         self.read(place)
-        return self._change(place, change)
+        return self._change(place, change.partition("(")[0] if self._wholes else change)
 
     def _change(self, place: GradientPlace, change: str) -> torch.Tensor:
         self._norms.clear()
@@ -223,6 +234,8 @@ class GradAttributes:
         places = [place for p, place in self._reached() if p in self._shown]
         norms = local_norms([self._part(place) for place in places], order)
         number = code(f"norms of order {order} of {len(places)} gradients", _EXACT_BITS)
+        if self._wholes:
+            return dict(zip(places, norms.tolist(), strict=True))
         if math.isinf(order):
             unknown = np.isnan(norms)  # which MPI may lose from a maximum
             agreed = np.concatenate([np.where(unknown, 0, norms), unknown, [number, -number]])
@@ -278,6 +291,10 @@ class GradAttributes:
             self._tp.all_reduce(largest, "max")
         return float(largest[0])
 
+    def of_all_parts(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
+        """The value of each part of a gradient, by rank; as of `of_all_ranks`, but where this rank has it whole."""
+        return torch.tensor([value], dtype=torch.float64) if self._wholes else self.of_all_ranks(place, asked, value)
+
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
         self._release()
@@ -293,6 +310,8 @@ class GradAttributes:
 
     def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts, flat. Collective."""
+        if self._wholes:
+            return part.clone()
         self.of_all_ranks(place, "whole tensor", 0.0)
         layout = self._gradients.queue.buckets[place.number].layout
         pieces = [layout.piece(place.index, rank) for rank in range(self._comm.size)]

@@ -63,6 +63,9 @@ class Source(Protocol):
     def norm(self, place: GradientPlace, order: float) -> float:
         """The norm of a whole gradient. Collective."""
 
+    def of_all_parts(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
+        """The value of each part of a gradient, in double precision. asked: as of `of_all_ranks`. Collective."""
+
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
 
@@ -305,7 +308,7 @@ class ShardedGradient(torch.Tensor):
         else:
             (own,) = local_norms([self.result], order)
             asked, infinite = f"norm of order {order}", math.isinf(order)
-            norms = self._of_ranks(asked, own)
+            norms = self._of_parts(asked, own)
             power = float(norms.max() if infinite else (norms**order).sum())
             norm = root_of(self.place.known().of_tp(self.place, asked, power, infinite), order)
         return torch.tensor(norm, dtype=given.get("dtype") or _finer(self.dtype).to_real(), device=self.device)
@@ -318,7 +321,7 @@ class ShardedGradient(torch.Tensor):
         if part.is_complex() and name not in _OF_COMPLEX:
             raise self._refusal(f"{name}() of complex numbers")
         reduction = _REDUCTIONS[name]
-        found = reduction.combine(self._of_ranks(name, float(reduction.local(part))))
+        found = reduction.combine(self._of_parts(name, float(reduction.local(part))))
         if name == "mean":
             found = found / self.numel()
         if name == "_local_scalar_dense":
@@ -331,8 +334,8 @@ class ShardedGradient(torch.Tensor):
         if keepdim or (dims and len(dims) < self.dim()):
             raise self._refusal(f"{what}() over some of the dimensions")
 
-    def _of_ranks(self, asked: str, value: float) -> torch.Tensor:
-        return self.place.known().of_all_ranks(self.place, asked, value)
+    def _of_parts(self, asked: str, value: float) -> torch.Tensor:
+        return self.place.known().of_all_parts(self.place, asked, value)
 
 
 @dataclass(frozen=True)
@@ -419,5 +422,6 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     told = f"unscaled by {_told(inverse_scale)}"
     parts = [g.place.known().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
-    found = float(own[0]._of_ranks("finite", float(found_inf)).max())
+    place = own[0].place
+    found = float(place.known().of_all_ranks(place, "finite", float(found_inf)).max())
     found_inf.fill_(own[0].place.known().largest_of_tp(found))

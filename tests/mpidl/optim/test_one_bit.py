@@ -201,7 +201,10 @@ def test_ddp_and_stage_1_train_alike(comm: Communicator, name: str) -> None:
 @pytest.mark.mpi
 @engines
 @classes
-def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(comm: Communicator, engine: str, name: str) -> None:
+@pytest.mark.parametrize("clip", ["own", "torch"])
+def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(
+    comm: Communicator, engine: str, name: str, clip: str
+) -> None:
     """After the freeze a rank clips what it has, over several nodes their means; an overflow on one rank skips the step
     on all, without a trace."""
     together = comm.node_ranks if comm.nodes > 1 else (comm.rank,)
@@ -217,7 +220,9 @@ def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(comm: Communic
             loss = made[1].called(inputs)
             scaler.scale(loss * float("inf") if wrong and comm.rank == 0 else loss).backward()
             scaler.unscale_(made[1].optimizer)
-            if clipped and engine == "ddp":
+            if clipped and clip == "torch":
+                torch.nn.utils.clip_grad_norm_(made[1].model.parameters(), 50.0)
+            elif clipped and engine == "ddp":
                 mpidl.clip_grad_norm_(made[1].model, 50.0)
             elif clipped:
                 made[1].optimizer.clip_grad_norm_(50.0)
@@ -526,3 +531,27 @@ def test_without_error_feedback_the_mean_of_many_exchanges_is_another_one(comm: 
         left.append(float((summed - expected).norm() / expected.norm()))
     assert left[0] < 0.1
     assert left[1] > 5 * left[0]
+
+
+@pytest.mark.mpi
+@classes
+def test_the_grad_attribute_is_the_whole_gradient_of_a_rank(comm: Communicator, name: str) -> None:
+    """Read and changed in place as under DDP, before the freeze and after it."""
+    seen: list[list[Any]] = []
+    for engine in ENGINES:
+        training = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+        found: list[Any] = []
+        for step in range(10):
+            training.called([g.float() for g in slopes(step, comm.rank)]).backward()
+            parameters = [p for p in training.model.parameters() if p.grad is not None]
+            torch.nn.utils.clip_grad_value_(parameters, 20.0)
+            for p in parameters:
+                assert p.grad is not None
+                p.grad.mul_(0.5)
+                found += [p.grad.norm(), p.grad.norm(1), p.grad.abs().max(), p.grad.sum(), (p.grad * 2).norm()]
+                found.append(p.grad.full_tensor().clone() if engine != "ddp" else p.grad.clone())
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        seen.append([*found, training.weights()])
+    for zero, ddp in zip(*seen, strict=True):
+        torch.testing.assert_close(zero, ddp, rtol=1e-5, atol=1e-5, check_dtype=False)
