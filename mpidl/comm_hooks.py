@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, get_origin, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -133,10 +135,9 @@ def check(given: Any) -> None:
         raise ConfigurationTypeError(f"register_comm_hook: got {given!r} as the hook; needs a callable")
     try:
         signature = inspect.signature(given)
-        called = given.func if isinstance(given, partial) else given
-        annotations = get_type_hints(called if inspect.isroutine(called) else type(called).__call__)
-    except (TypeError, ValueError, NameError, AttributeError):  # nothing is known of it
+    except (TypeError, ValueError):  # nothing is known of it
         return
+    annotations = _annotations(given.func if isinstance(given, partial) else given)
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -146,23 +147,50 @@ def check(given: Any) -> None:
         ) from error
     names = list(signature.parameters)
     bucket: Any = annotations.get("bucket" if "bucket" in names else "".join(names[1:2]))
-    if _is_class(bucket) and not issubclass(GradBucket, bucket) and bucket.__name__ != GradBucket.__name__:
+    if not _may_be(bucket, _takes_buckets):
         raise ConfigurationError(
-            f"register_comm_hook: the hook's bucket is annotated as {bucket.__name__}; needs "
-            "mpidl.comm_hooks.GradBucket"
+            f"register_comm_hook: the hook's bucket is annotated as {_shown(bucket)}; needs mpidl.comm_hooks.GradBucket"
         )
     returned: Any = annotations.get("return")
-    returned = get_origin(returned) or returned
-    if _is_class(returned) and not hasattr(returned, "wait"):
+    if not _may_be(returned, _is_handle):
         raise ConfigurationError(
-            f"register_comm_hook: the hook is annotated to return {returned.__name__}; needs a handle with wait(), as "
+            f"register_comm_hook: the hook is annotated to return {_shown(returned)}; needs a handle with wait(), as "
             "collectives.Work"
         )
 
 
-def _is_class(annotation: Any) -> bool:
-    """Returns whether an annotation says of which class a value is."""
-    return isinstance(annotation, type) and annotation not in (Any, object)
+def _annotations(called: Any) -> dict[str, Any]:
+    """Returns the annotations of what is called, without those that name what is not there."""
+    function = called if inspect.isroutine(called) else type(called).__call__
+    function = getattr(function, "__func__", function)
+    found: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        with suppress(Exception):  # a text of the program's is evaluated
+            one = SimpleNamespace(__annotations__={name: annotation})
+            found |= get_type_hints(one, globalns=getattr(function, "__globals__", {}))
+    return found
+
+
+def _may_be(annotation: Any, fits: Callable[[type, Any], bool]) -> bool:
+    """Returns whether an annotation, or one of those in a union, allows what `fits` tells of a class and the whole."""
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_may_be(one, fits) for one in get_args(annotation) if one is not type(None))
+    kind = get_origin(annotation) or annotation
+    return not isinstance(kind, type) or kind in (object, Any) or fits(kind, annotation)
+
+
+def _takes_buckets(kind: type, _: Any) -> bool:
+    return issubclass(GradBucket, kind) or kind.__name__ == GradBucket.__name__
+
+
+def _is_handle(kind: type, annotation: Any) -> bool:
+    """Returns whether values of the class have `wait`; of a Future, whether it is one of tensors."""
+    of = get_args(annotation)[:1] if issubclass(kind, torch.futures.Future) else ()
+    return hasattr(kind, "wait") and all(one is Any or (get_origin(one) or one) in (torch.Tensor, list) for one in of)
+
+
+def _shown(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
 
 
 class _Completed:

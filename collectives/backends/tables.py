@@ -124,17 +124,20 @@ def tuning_path() -> Path:
 def read_tables(path: Path, place: str, layout: str) -> dict[str, Table]:
     """The tables of a file, by operation; empty where there are none.
 
-    place: what they hold for, such as the MPI library. Raises ArgumentError where the file holds something else.
+    place: what they hold for, such as the MPI library. Raises ArgumentError for a file that holds something else or
+    cannot be read.
     """
-    if not path.is_file():
-        return {}
     try:
+        if not path.is_file():
+            return {}
         found = json.loads(path.read_text())["tables"].get(place, {}).get(layout, {})
         return {
             operation: tuple((ALWAYS if limit is None else float(limit), str(name)) for limit, name in rows)
             for operation, rows in found.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{path} is no table of `python -m collectives.tune`: {error}; make it anew") from error
 
 

@@ -116,8 +116,8 @@ class GroupCalls(GroupDivision):
             chosen = self._chosen(operation, algorithm, data, nbytes, reduced)
             steps.append((operation, chosen, batch, root, reduced, written))
         call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
-        sizes, rooted = [item.whole.size for item in items], operation in ("reduce", "broadcast")
-        detail = details.of_list(op, sizes, root, rooted, [step[1] for step in steps])
+        arrays, rooted = [item.whole for item in items], operation in ("reduce", "broadcast")
+        detail = details.of_list(op, arrays, root, rooted, [step[1] for step in steps])
         if timeout is NOT_YET:
             return PreparedOperation(self, self._prepared(operation, call, detail), (wholes, owns))
         issue = self._issue if timeout is None else self._within(timeout)

@@ -39,8 +39,10 @@ def of_parts(operator: Reduction, parts: Sequence[Buffer]) -> bytes:
     return words(f"{operator.name} of {len(parts)} parts of {sum(part.size for part in parts)} {dtypes}")
 
 
-def of_list(operator: Any, sizes: Sequence[int], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
-    """The words for a list of arrays. sizes: of each. algorithms: of each batch."""
+def of_list(operator: Any, arrays: Sequence[Buffer], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
+    """The words for a list of arrays. algorithms: of each batch."""
     name = f"{operator} " if isinstance(operator, str) else ""
     end = f" root {root}" if rooted else ""
-    return words(f"{name}of {len(sizes)} arrays of {sum(sizes)}{end} by {', '.join(dict.fromkeys(algorithms))}")
+    dtypes, ways = (", ".join(dict.fromkeys(names)) for names in ((array.dtype.name for array in arrays), algorithms))
+    size = sum(array.size for array in arrays)
+    return words(f"{name}of {len(arrays)} arrays of {size} {dtypes}{end} by {ways}")

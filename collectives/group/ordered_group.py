@@ -159,15 +159,22 @@ class OrderedGroup:
         return Selection(self._dispatch.backends, measured, defaults)
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
-        """Returns `make()`; if it raises on some rank, the first such rank's error is raised on all. Collective."""
-        made, error = None, None
+        """Returns `make()`; if it raises on some rank, the first such rank's error is raised on all. Collective.
+
+        An error that is no ArgumentError is an OperationError on the other ranks.
+        """
+        made: Made | None = None
+        error: Exception | None = None
+        told: Exception | None = None
         try:
             made = make()
         except ArgumentError as failure:
-            error = failure
-        for found in self.mpi.allgather(error):
+            error = told = failure
+        except Exception as failure:
+            error, told = failure, OperationError(f"rank {self.rank} failed: {failure!r}")
+        for rank, found in enumerate(self.mpi.allgather(told)):
             if found is not None:
-                raise found
+                raise error if error is not None and rank == self.rank else found
         return made  # type: ignore[return-value]
 
     def __repr__(self) -> str:

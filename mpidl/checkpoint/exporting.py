@@ -303,7 +303,7 @@ def _create(path: Path, files: Sequence[_File]) -> None:
             f"{path}: the disk is too full: the export takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         )
     for file in files:
-        with naming(_temporary(path, file)), _temporary(path, file).open("wb", buffering=0) as made:
+        with naming(_temporary(path, file)), _temporary(path, file).open("xb", buffering=0) as made:
             write_all(made.fileno(), file.first)
             os.ftruncate(made.fileno(), file.bytes)
 

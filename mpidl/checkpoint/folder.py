@@ -63,7 +63,9 @@ def write_text(path: Path, text: str) -> None:
     """Writes a temporary file and renames it: readers see the former text or the new one, after an error the former."""
     temporary = temporary_of(path)
     try:
-        with naming(temporary), temporary.open("wb") as file:
+        with naming(temporary):
+            temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe that would be waited for
+        with naming(temporary), temporary.open("xb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

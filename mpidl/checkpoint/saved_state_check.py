@@ -1,6 +1,6 @@
 """Checks that saved optimizer states fit the optimizer, by comparison with its states of a small parameter.
 
-torch's optimizers make their states in the first step, so that a new one has none to compare with. They use any value
+Optimizers make their states in the first step, so that a new one has none to compare with. They use any value
 that they find: a text in place of a moment would be loaded without an error and fail in a later step.
 """
 
@@ -35,6 +35,7 @@ class KeptStates:
         self._class = engine.optimizer_type
         kinds = [kind for kind in self._class.__mro__ if kind is not torch.optim.Optimizer]
         self._counts_steps = any(kind.__module__.startswith(("torch.optim.", "mpidl.")) for kind in kinds)
+        self._can_be_tried = _can_be_tried(self._class)
         self._settings: dict[torch.Tensor, tuple[int, Any]] = {}
         for number, group in enumerate(engine.optimizer.param_groups):
             kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -44,8 +45,8 @@ class KeptStates:
         self._tried: dict[tuple[int, int], dict[str, Any]] = {}
 
     def _refuse_settings(self, number: int, settings: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for settings of a group that torch's own classes refuse."""
-        if not self._class.__module__.startswith("torch.optim."):
+        """Raises CheckpointError for settings of a group that the class refuses."""
+        if not self._can_be_tried:
             return
         accepted = inspect.signature(self._class).parameters
         given = {key: value for key, value in settings.items() if key in accepted}
@@ -70,8 +71,8 @@ class KeptStates:
             raise CheckpointError(f"{self._index.file}: optimizer.state of {held.name}: {problem}")
 
     def _of_a_step(self, held: HeldTensor) -> dict[str, Any]:
-        """Returns the states that torch's classes keep after a step; none of other classes, or if the step fails."""
-        if held.parameter is None or not self._class.__module__.startswith("torch.optim."):
+        """Returns the states that the class keeps after a step; none if it cannot be tried, or if the step fails."""
+        if held.parameter is None or not self._can_be_tried:
             return {}
         number, settings = self._settings[held.parameter]
         dims = len(held.shape)
@@ -93,6 +94,12 @@ class KeptStates:
         return value is None or isinstance(saved, int | float) or not isinstance(value, int | float)
 
 
+def _can_be_tried(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Returns whether a step here shows what the class keeps: of torch and this package, unless it communicates."""
+    known = optimizer_class.__module__.startswith(("torch.optim.", "mpidl.optim."))
+    return known and "process_group" not in inspect.signature(optimizer_class).parameters
+
+
 def _kept(optimizer_class: Any, settings: Mapping[str, Any], dims: int) -> dict[str, Any]:
     p = torch.nn.Parameter(torch.zeros(_small(dims)))
     p.grad = torch.ones_like(p)
@@ -101,7 +108,7 @@ def _kept(optimizer_class: Any, settings: Mapping[str, Any], dims: int) -> dict[
         made.step()
     except Exception:  # it needs more than a gradient, such as a closure
         return {}
-    return dict(made.state[p])
+    return dict(saved_state(made)[p])
 
 
 def _small(dims: int) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def norm_over_shards(shards: Sequence[torch.Tensor], norm_type: float, comm: Com
     norm_type = check_norm_type(norm_type)
     norms = local_norms(shards, norm_type)
     infinite = math.isinf(norm_type)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         local = norms.max(initial=0.0) if infinite else (norms**norm_type).sum()
         if comm is not None:
             total = np.array([local])

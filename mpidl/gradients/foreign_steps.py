@@ -6,7 +6,8 @@
 
 A pass under no_sync communicates nothing: a write to p there is an error in the next pass that communicates. Torch does
 not count the writes of fused optimizers, so a hook reports their steps. Torch does not count writes into `p.data`
-either: they are detected only if the hook also sets `p.grad` to None. `p.data = x` is detected by the new address.
+either: DDP compares a sample of the elements of parameters on the CPU that have a hook of the program's, and a gradient
+that such a hook sets to None is detected too. `p.data = x` is detected by the new address.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _KINDS = (
 )
 _LOST, _CHANGED, _BEFORE = range(len(_KINDS))
 
+_SAMPLES = 64  # elements of a parameter with a hook of the program's
+
 _passes: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()  # those between `begin` and `end`
 
 
@@ -54,13 +57,13 @@ def _listen() -> None:
 class ForeignSteps:
     """Compares parameters before and after a backward pass.
 
-    names: of all parameters. stay_in_place: whether a pass of the engine's leaves them in the memory where they are.
+    names: of all parameters. stay_in_place: whether a pass of the engine's leaves them and their values where they are.
     """
 
     def __init__(self, names: Mapping[torch.nn.Parameter, str], *, stay_in_place: bool = False) -> None:
         self._names, self._stay_in_place = names, stay_in_place
         self._parameters: Sequence[torch.nn.Parameter] = ()
-        self._before: dict[torch.nn.Parameter, tuple[int, int]] = {}  # marks as the pass began
+        self._before: dict[torch.nn.Parameter, tuple[Any, ...]] = {}  # marks as the pass began
         self._stepped: set[torch.Tensor] = set()
         self._changed_before: set[torch.Tensor] = set()  # in passes that did not communicate
         _listen()
@@ -128,7 +131,20 @@ class ForeignSteps:
             "load the weights anew"
         )
 
-    def _marks(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
-        """Returns for each parameter how many writes torch has counted, and its address; both tell of a change."""
+    def _marks(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[Any, ...]]:
+        """Returns for each parameter how many writes torch has counted, its address and a sample of it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [(p._version, p.data_ptr() if self._stay_in_place else 0) for p in parameters]
+            if not self._stay_in_place:
+                return [(p._version,) for p in parameters]
+            return [(p._version, p.data_ptr(), _sample(p) if _has_foreign_hook(p) else None) for p in parameters]
+
+
+def _has_foreign_hook(p: torch.nn.Parameter) -> bool:
+    """Tells if a parameter on the CPU has a hook besides the engine's, of which it has one."""
+    hooks: Any = p._post_accumulate_grad_hooks
+    return (bool(p._backward_hooks) or (hooks is not None and len(hooks) > 1)) and p.device.type == "cpu"
+
+
+def _sample(p: torch.nn.Parameter) -> bytes:
+    some = p.detach().reshape(-1)[:: max(1, p.numel() // _SAMPLES)]
+    return some.contiguous().view(torch.uint8).numpy().tobytes()

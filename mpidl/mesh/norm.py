@@ -47,7 +47,7 @@ def norm_over_mesh(
     placements = [frozenset(some) for some in chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))]
     infinite = math.isinf(norm_type)
     row = np.zeros(len(placements))
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         listed = list(parameters)
         for norm, p, whole in zip(local_norms, listed, joined or [False] * len(listed), strict=True):
             declared = placement(p)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives import ArgumentError, Communicator
+from collectives import ArgumentError, Communicator, OperationError
 from collectives.backends.backend import Backend
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.backends.mpi import Library
@@ -97,7 +97,10 @@ def test_wrong_options_and_files_are_one_line_on_one_rank(mpirun: Callable, tmp_
         assert done.stderr.count(words) == 1, done.stderr
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"tables": {"an MPI 1": {"1x2": {"all_reduce": 1}}}}'])
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"tables": {"an MPI 1": {"1x2": {"all_reduce": 1}}}}', DEEP])
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(text)
@@ -115,3 +118,23 @@ def test_a_communicator_reads_the_table(comm: Communicator, tmp_path: Path, monk
     made = Communicator()
     assert list(made.tables["broadcast"])[:2] == [(10, "mpi"), (ALWAYS, "tree")]
     made.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("error", [PermissionError, MemoryError])
+def test_a_table_that_rank_0_cannot_read_is_an_error_on_every_rank(
+    comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(_: Path) -> str:
+        raise error("no")
+
+    (tmp_path / "tuning.json").write_text(DEEP)
+    monkeypatch.setenv("MPIDL_TUNING", str(tmp_path / "tuning.json"))
+    with pytest.raises(ArgumentError, match="is no table of"):
+        Communicator()
+    monkeypatch.setattr(Path, "read_text", fails)
+    at_hand = error is MemoryError and comm.rank == 0
+    wanted = ArgumentError if error is PermissionError else error if at_hand else OperationError
+    with pytest.raises(wanted, match="cannot be read: no" if error is PermissionError else "no"):
+        Communicator()

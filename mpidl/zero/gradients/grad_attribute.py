@@ -243,7 +243,9 @@ class GradAttributes:
             same = agreed[-2] == -agreed[-1]
             found = np.where(agreed[len(norms) : -2] > 0, math.nan, agreed[: len(norms)])
         else:
-            agreed = np.concatenate([norms**order, [number, number**2]])
+            with np.errstate(all="ignore"):
+                powers = norms**order
+            agreed = np.concatenate([powers, [number, number**2]])
             self._comm.all_reduce(agreed, "sum")
             same = agreed[-2] == number * self._comm.size and agreed[-1] == number**2 * self._comm.size
             found = agreed[:-2]

@@ -21,6 +21,7 @@ steps = comm.partitioned_all_reduce([symmetric])
 group, dropped = comm.split(0), comm.split(0)
 comm.all_reduce(x)
 comm.barrier()
+prepared = comm.prepare("all_reduce", np.ones(3))
 later = comm.all_reduce(np.ones(3), async_op=True) if rank == 0 else None  # the others come to it after the children
 message = comm.recv(np.ones(1), 1, tag=5, async_op=True) if rank == 0 else None
 
@@ -37,6 +38,13 @@ OPERATIONS = [
     lambda: comm.scatter(one, parts if rank == 0 else None),
     lambda: comm.send(one, (rank + 1) % size),
     lambda: comm.recv(one, (rank + 1) % size),
+    lambda: comm.sendrecv(one, (rank + 1) % size, one.copy(), (rank + 1) % size),
+    lambda: comm.probe((rank + 1) % size),
+    lambda: comm.iprobe((rank + 1) % size),
+    lambda: comm.scan(x),
+    lambda: comm.exscan(x),
+    lambda: comm.prepare("all_reduce", x)(),
+    prepared,
     lambda: comm.barrier(),
     lambda: comm.compound("all", lambda: None),
     lambda: comm.partitioned_all_reduce([symmetric]),

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,18 +207,26 @@ def test_a_failure_in_the_background_reaches_the_waiter(comm: Communicator) -> N
 
 
 @pytest.mark.mpi
-def test_after_a_failure_on_the_way_the_communicator_refuses_to_go_on(comm: Communicator) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
+def test_after_a_failure_on_the_way_the_communicator_refuses_to_go_on(
+    comm: Communicator, error: type[BaseException], prepared: bool
+) -> None:
     """The others may be anywhere in the operation: nothing can be trusted after that."""
     group = comm.split(0)
     assert group is not None
 
     def fail() -> None:
-        raise FloatingPointError("deliberate")
+        raise error("deliberate")
 
     x = np.ones(2)
     lives = weakref.ref(x)
-    with pytest.raises(FloatingPointError):
-        group._issue("all_reduce", fail, NO_WORDS, async_op=False, arrays=x)
+    issue = partial(group._issue, "all_reduce", fail, NO_WORDS, False)
+    if prepared:
+        issue = partial(group._prepared("all_reduce", fail, NO_WORDS).at_once, group)
+    with pytest.raises(error):
+        issue(x)
+    del issue
     del x
     gc.collect()
     assert lives() is not None, "another rank may still write to it"

@@ -15,8 +15,10 @@ import pytest
 from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator
+from collectives.base.buffers import inspect
+from collectives.group.details import of_list
 from collectives.process import cores
-from collectives.runtime.positions import ANY, END, Position, Positions
+from collectives.runtime.positions import ANY, END, Position, Positions, words
 from collectives.runtime.watchdog import TAGS, Guard, limit_of, report
 
 HEAD = """
@@ -179,6 +181,17 @@ def test_a_report_names_what_differs_between_operations_of_one_kind() -> None:
         "in different operations: all_reduce sum of 5 float32 by ring on ranks 0, 2, all_reduce sum of 6 float32 by "
         "mpi on rank 1;" in text
     )
+
+
+def test_the_words_for_a_list_name_its_dtypes() -> None:
+    arrays = [
+        inspect(np.ones(n, dtype), "x", writable=False)
+        for n, dtype in [(5, np.float32), (6, np.float64), (7, np.float32)]
+    ]
+    assert of_list("sum", arrays, 0, False, ["ring", "mpi", "ring"]) == words(
+        "sum of 3 arrays of 18 float32, float64 by ring, mpi"
+    )
+    assert of_list(None, arrays[:1], 2, True, ["tree"]) == words("of 1 arrays of 5 float32 root 2 by tree")
 
 
 def test_a_report_says_which_rank_has_completed_another_operation_in_its_place() -> None:

@@ -188,6 +188,14 @@ def test_what_is_no_file_is_not_waited_for(hostile: tuple[Run, Path], name: str,
 
 
 @pytest.mark.limit(20)
+def test_a_pipe_in_place_of_what_a_save_writes_first_is_not_waited_for(comm, shared: Path) -> None:
+    on_rank_0(comm, lambda: os.mkfifo(shared / "latest.tmp"))
+    save(shared, Small(), step=1, process_group=comm)
+    assert load(shared, Small(), process_group=comm).step == 1
+    assert not (shared / "latest.tmp").exists()
+
+
+@pytest.mark.limit(20)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_weights_that_are_no_file_are_not_waited_for(comm, shared: Path, name: str) -> None:
     on_rank_0(comm, lambda: os.mkfifo(shared / name))
@@ -238,3 +246,28 @@ def test_any_error_of_one_rank_is_one_of_all(hostile: tuple[Run, Path], monkeypa
             run.load(path)
         assert raised.value.__cause__ is (error if run.comm.rank == run.comm.size - 1 else None)
     assert run.load(path).step == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mpidl.optim.LAMB, mpidl.optim.LARS, mpidl.optim.Adam8bit])
+def test_states_that_are_no_tensors_are_refused_for_each_class(comm, shared: Path, optimizer: Any) -> None:
+    engine, settings = "ddp" if comm.size % 2 else "zero2", {"lr": 0.01}
+    if optimizer is mpidl.optim.LARS:
+        settings["momentum"] = 0.9
+    run = Run(engine, comm, Small(), optimizer, settings)
+    run.steps(0, 1)
+    run.save(shared, 1)
+    file, kept = shared / "step-00000001" / index.NAME, "momentum_buffer" if "momentum" in settings else "exp_avg"
+
+    def state_of_text(content: Any) -> None:
+        del content["tensors"][f"optimizer/{kept}/a.weight"]
+        content["optimizer"]["state"]["a.weight"][kept] = "x"
+
+    def rate_below_zero(content: Any) -> None:
+        content["optimizer"]["groups"][1]["settings"]["lr"] = -1.0
+
+    sound = file.read_text()
+    for change, said in [(state_of_text, f"{kept} is 'x', which"), (rate_below_zero, "optimizer.groups.1: ")]:
+        on_rank_0(comm, lambda change=change: changed(file, change))
+        assert said in assert_refused(run, lambda: run.load(file.parent))
+        on_rank_0(comm, lambda: file.write_text(sound))
+    run.load(file.parent)

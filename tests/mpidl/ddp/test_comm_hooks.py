@@ -139,6 +139,22 @@ def wrong_return(state: Any, bucket: comm_hooks.GradBucket) -> torch.Tensor:
     raise NotImplementedError
 
 
+def list_of_buckets(state: Any, bucket: list[comm_hooks.GradBucket]) -> Any:
+    raise NotImplementedError
+
+
+def maybe_tensor(state: Any, bucket: torch.Tensor | None) -> Any:
+    raise NotImplementedError
+
+
+def future_of_int(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Future[int]:
+    raise NotImplementedError
+
+
+def beside_unknown(state: Unknown, bucket: int) -> Any:  # type: ignore[name-defined]  # noqa: F821
+    raise NotImplementedError
+
+
 class Called:
     def __call__(self, state: Any, bucket: int) -> Any:
         raise NotImplementedError
@@ -152,8 +168,12 @@ class Called:
         (wrong_return, r"annotated to return Tensor; needs a handle with wait\(\)"),
         (Called(), "bucket is annotated as int"),
         (partial(wrong_bucket), "bucket is annotated as int"),
+        (list_of_buckets, r"bucket is annotated as list\["),
+        (maybe_tensor, r"bucket is annotated as torch.Tensor \| None"),
+        (future_of_int, r"annotated to return torch.*Future\[int\]"),
+        (beside_unknown, "bucket is annotated as int"),
     ],
-    ids=["bucket", "second", "return", "object", "partial"],
+    ids=["bucket", "second", "return", "object", "partial", "list", "optional", "future", "unknown"],
 )
 def test_a_hook_with_annotations_that_do_not_fit(comm, hook: Any, message: str) -> None:
     wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
@@ -177,5 +197,13 @@ def test_annotations_that_fit(comm) -> None:
         def hook(self, state: Any, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
             return future(state, bucket)
 
-    for hook in (future, anything, plain, Method().hook, lambda s, b: future(s, b)):
+    def either(state: Any, bucket: comm_hooks.GradBucket | None) -> torch.futures.Future[torch.Tensor] | None:
+        assert bucket is not None
+        return future(state, bucket)
+
+    def futures(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
+        raise NotImplementedError
+
+    comm_hooks.check(futures)
+    for hook in (future, anything, plain, Method().hook, lambda s, b: future(s, b), either):
         assert all((g == 7).all() for g in gradients(comm, hook, passes=1))

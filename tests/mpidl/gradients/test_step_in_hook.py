@@ -88,9 +88,8 @@ def test_ddp_at_the_nodes(comm) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
-def test_ddp_and_a_hook_that_writes_unseen_and_takes_the_gradient(comm) -> None:
+def test_ddp_and_a_hook_that_takes_the_gradient(comm) -> None:
     def hook(p: torch.Tensor) -> None:
-        p.data.sub_(p.grad)
         p.grad = None
 
     def hooks(model: nn.Module) -> None:
@@ -99,6 +98,25 @@ def test_ddp_and_a_hook_that_writes_unseen_and_takes_the_gradient(comm) -> None:
     called, _ = engine(comm, "ddp", nothing, hooks)
     with pytest.raises(mpidl.TrainingError, match=r"head\.weight: its gradient was taken away during the backward"):
         called(zero.data(comm.rank)).sum().backward()
+
+
+@pytest.mark.parametrize("of", ["parameter", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ddp_and_a_hook_that_writes_into_the_data(comm, of: str, dtype: torch.dtype) -> None:
+    model = zero.made(zero.Several).to(dtype)
+    called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+    weight = model.blocks[0].inner.weight
+    called(zero.data(comm.rank).to(dtype)).sum().backward()
+
+    def hook(given: torch.Tensor) -> None:
+        weight.data.sub_(given.grad if of == "parameter" else given, alpha=0.1)
+
+    handle = weight.register_post_accumulate_grad_hook(hook) if of == "parameter" else weight.register_hook(hook)
+    with pytest.raises(mpidl.TrainingError, match=CHANGED):
+        called(zero.data(comm.rank).to(dtype)).sum().backward()
+    handle.remove()
+    weight.register_post_accumulate_grad_hook(lambda p: print(end=""))  # one that changes nothing
+    called(zero.data(comm.rank).to(dtype)).sum().backward()
 
 
 @pytest.mark.parametrize("of", ["parameter", "gradient", "module"])

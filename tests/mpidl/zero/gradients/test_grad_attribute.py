@@ -482,3 +482,20 @@ def test_gradients_that_a_checkpoint_brings_are_clipped(comm, way: str, tmp_path
     assert {name: float(p.grad.norm()) for name, p in other.named_parameters()} == pytest.approx(expected)
     norm = clip_grad_norm_(other.parameters(), MAX)
     assert float(norm) == pytest.approx(np.linalg.norm(list(expected.values())), rel=1e-5)
+
+
+@every_way
+@pytest.mark.limit(60)
+def test_powers_that_overflow_are_no_error_where_numpy_raises(comm, way: str) -> None:
+    """On one rank such an error would keep the others waiting."""
+    model, optimizer = engine(comm, Several, way)
+    for scale, order in [(1e30, 12.0), (1e-30, 12.0)]:
+        (plainly(model, comm.rank, 0) * scale).backward()
+        with np.errstate(all="raise"):
+            for norm in (
+                optimizer.clip_grad_norm_(1.0, order),
+                mpidl.clip_grad_norm_(model.parameters(), 1.0, order),
+                float(clip_grad_norm_(model.parameters(), 1.0, order)),
+            ):
+                assert norm in (0.0, math.inf) or math.isnan(norm)
+        optimizer.zero_grad()
