@@ -356,6 +356,7 @@ def cross_entropy(
         )
     local = rows_of(logits.local)
     flat = target.reshape(-1)
+    logits._group.check_inputs(flat)
     counted = flat != ignore_index
     wrong = counted & ((flat < 0) | (flat >= logits._tokens))
     if bool(wrong.any()):

@@ -250,6 +250,25 @@ def test_with_mpidl_debug_different_inputs_are_one_error(
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("label", [1, 10_000], ids=["another", "out of range"])
+def test_with_mpidl_debug_different_targets_are_one_error(
+    comm: Communicator, label: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank looks up its own targets in its part of the vocabulary, so that all would get one wrong loss."""
+    monkeypatch.setenv("MPIDL_DEBUG", "1")
+    model = build("gpt2")
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh)
+        x, y = tokens(0), tokens(1)
+        model(x, y).backward()
+        y[0, 0] = (y[0, 0] + label) % (257 if label == 1 else 20_000) if comm.rank == comm.size - 1 else y[0, 0]
+        with pytest.raises(TrainingError, match=f"rank {comm.size - 1} of tp.*mesh="):
+            model(x, y)
+        comm.barrier()
+        model(x, tokens(1)).backward()
+
+
+@pytest.mark.ranks(2, 3)
 def test_with_mpidl_debug_layers_by_themselves_compare_their_inputs(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,21 @@ def test_masks_agree_over_tp_where_data_agree_and_differ_where_data_differ(
             assert max(same) < share**2 + (1 - share) ** 2 + 0.1  # as of independent ones
 
 
+@pytest.mark.ranks(2, 3)
+def test_masks_of_pieces_differ_where_the_first_block_has_no_dropout(comm: Communicator) -> None:
+    model = build("hf gpt2, eager")
+    for module in model.transformer.h[0].modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, sequence_parallel=True)
+        everyone = all_gather_object(comm, seeded(lambda: masks_of(model)))
+        for of_residuals in list(zip(*everyone, strict=True))[-2:]:
+            first = [mask[:, : min(m.shape[1] for m in of_residuals)] for mask in of_residuals]
+            assert not any(torch.equal(a, b) for n, a in enumerate(first) for b in first[:n])
+        assert _states_agree(comm)
+
+
 @pytest.mark.ranks(4, exactly=True)
 @pytest.mark.parametrize("dropout", ["streams", "by_index"])
 def test_masks_differ_over_dp(comm: Communicator, dropout: str) -> None:
