@@ -464,6 +464,7 @@ class _GatherLast(torch.autograd.Function):
         rows = rows_of(local)
         whole = local.new_empty(tokens, rows.shape[0])
         counts = [(stop - start) * rows.shape[0] for start, stop in (run_of(tokens, ranks, r) for r in range(ranks))]
+        group.traffic.count_all_gather(whole)
         group.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)
         return whole.t().contiguous().view(*local.shape[:-1], tokens)
 

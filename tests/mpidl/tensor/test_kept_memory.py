@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,10 @@ def test_the_embedding_sends_2_bsh_and_the_loss_3_numbers_a_token(comm: Communic
         loss = nn.functional.cross_entropy(logits, _batch()[:, :TOKENS].flatten())
         assert traffic(model) == Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
         torch.autograd.grad(loss, logits)
-        assert traffic(model) == Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
+        sent = Traffic(all_reduces=3, reduced=SIZE + 3 * BATCH * TOKENS)
+        assert traffic(model) == sent
+        probabilities = logits.softmax(-1)  # of all tokens' logits, which are gathered for it
+        assert traffic(model) == replace(sent, all_gathers=1, gathered=probabilities.numel())
 
 
 # ---- an input that is gathered again -------------------------------------------------------------------------------
