@@ -123,3 +123,19 @@ def test_what_is_gathered_by_all(comm, how: str, waits: bool) -> None:
     if waits:
         comm.barrier()
     zero.after_failure(comm, model, optimizer, zero.Several)
+
+
+@pytest.mark.ranks(4, exactly=True)
+@pytest.mark.limit(60)
+def test_others_that_wait_among_all_ranks_of_a_mesh(comm) -> None:
+    """Not in the group over which parameters are cut."""
+    with mpidl.Mesh(dp=2, tp=2, comm=comm) as mesh:
+        model = zero.made(zero.Several)
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=3, share_in_node=False, mesh=mesh, **zero.SGD)
+        if comm.rank == 0:
+            with pytest.raises(
+                mpidl.TrainingError, match=r"rank 2 is in barrier .*optimizer.gathered\(writable=False\)"
+            ):
+                evaluate(model, "no_grad")
+        comm.barrier()
+        zero.after_failure(mesh["dp"], model, optimizer, zero.Several)

@@ -337,7 +337,7 @@ def _cut_parameters(
         comm,
         watch,
         plan.place,
-        world=group.world,
+        worlds=(group.world,) if options.mesh is None else (group.world, options.mesh.comm),
         share_in_node=options.share_in_node,
         reshard_after_forward=options.reshard_after_forward,
         prefetch=options.prefetch,

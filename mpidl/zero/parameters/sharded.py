@@ -64,7 +64,7 @@ class ShardedParameters(ParameterStrategy):
     comm: the ranks that have shards.
     watch: of the model's backward passes.
     place: where the parameters lie.
-    world: the user's Communicator, in which others may wait for a rank that gathers; by default comm.
+    worlds: the user's Communicators, in which others may wait for a rank that gathers; by default comm.
     share_in_node: gather once for all ranks of a node, in the host's memory.
     reshard_after_forward: reshard units between their forward and their backward pass.
     prefetch: number of units that may be gathered ahead of the one that computes.
@@ -81,7 +81,7 @@ class ShardedParameters(ParameterStrategy):
         watch: BackwardWatch,
         place: Place = HOST,
         *,
-        world: Communicator | None = None,
+        worlds: Sequence[Communicator] = (),
         share_in_node: bool = True,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
@@ -92,7 +92,7 @@ class ShardedParameters(ParameterStrategy):
         names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
         pooled = communicator_pool.take(comm)
         weakref.finalize(self, pooled.give_back).atexit = False
-        self._world = world or comm
+        self._worlds = worlds or (comm,)
         self._comm = comm = pooled.comm  # whose memory the pages must be, to be gathered into as what they are
         pooled.set_drain(partial(leave, comm, len(layouts)))
         sizes = [GatheredUnit.page_bytes(layout) for layout in layouts]
@@ -378,13 +378,12 @@ class ShardedParameters(ParameterStrategy):
                 started.wait(_DEADLOCK_POLL_S)
                 return
             except WorkTimeout:
-                waiting = deadlocked(self._comm, self._world)
+                found = ((world.rank, deadlocked(self._comm, world)) for world in self._worlds)
+                rank, waiting = next((one for one in found if one[1]), (0, {}))
             polls, before = polls + 1 if waiting == before else 1, waiting
             if waiting and polls == _DEADLOCK_POLLS:
                 others = "; ".join(f"rank {rank} is in {operation}" for rank, operation in waiting.items())
-                raise TrainingError(
-                    f"rank {self._world.rank} {does}, but {others}, to which this rank has not come{advice}"
-                )
+                raise TrainingError(f"rank {rank} {does}, but {others}, to which this rank has not come{advice}")
 
     def _reshard_if_backward_done(self, unit: GatheredUnit) -> None:
         if unit.backward_done and unit is not self._root:
