@@ -1,4 +1,4 @@
-"""The schedules of all algorithms, for programs that print or price them; `schedules.algorithms` has the algorithms.
+"""Public names of the schedules, for programs that print or price them; `schedules.algorithms` has the algorithms.
 
 ALGORITHMS, schedule    by operation and name; the schedule of one for a number of ranks
 hierarchical            those of nodes whose ranks share memory

@@ -10,8 +10,8 @@ pass is over. Passes nested in it, as re-entrant activation checkpoints start th
     begun      the pass begins                       agree on what trains      (agree)
     reached    a parameter's gradient is complete    fill its bucket, launch   release its unit, fill its bucket, launch
                                                      the bucket if it is full  the bucket if it is full
-    filled     autograd has run                                                release units
-    reduced    after `filled`                        launch the other buckets, wait for all, agree
+    filled     autograd has run                                                release units that no gradient released
+    reduced    after `filled`                        launch the other buckets, wait for all, agree; ZeRO then drains
     finished   after `reduced`                                                 show .grad
 
 ZeRO agrees as a pass begins only with `step_in_backward`. On CPUs all phases run in the thread that calls `backward()`,

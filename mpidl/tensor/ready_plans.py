@@ -2,6 +2,8 @@
 
 A family has a plan for its body, the model without an output layer. One with an output layer adds that; any other model
 with such a body inside, as for classification or with adapters, has the plan of the body under the body's name.
+
+To add one: a function that returns the plan of a family, and its class in `PLANS`.
 """
 
 from __future__ import annotations

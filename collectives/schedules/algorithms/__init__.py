@@ -1,4 +1,6 @@
-"""All algorithms, by operation and name; one file a family.
+"""All algorithms, by operation and name; one file for each family.
+
+To add one: a file here, its name under each operation of `ALGORITHMS`, and its row below.
 
 log2 p is rounded up. P: the pieces that each half of the data is cut into (`double_tree`).
 
