@@ -1,4 +1,4 @@
-"""Functions for launchers and reports: positions of ranks, the MPI library, and files that a job leaves.
+"""Functions for launchers, reports and engines: positions of ranks, names in profiles, what a job leaves.
 
 about_mpi, usable, directories      the MPI library, the cores of this process, directories of shared memory
 label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks

@@ -160,19 +160,23 @@ def check(given: Any) -> None:
 
 
 def _annotations(called: Any) -> dict[str, Any]:
-    """Returns the annotations of what is called, without those that name what is not there."""
+    """Returns the annotations of a callable by name, except those that cannot be evaluated."""
     function = called if inspect.isroutine(called) else type(called).__call__
-    function = getattr(function, "__func__", function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
     found: dict[str, Any] = {}
-    for name, annotation in getattr(function, "__annotations__", {}).items():
-        with suppress(Exception):  # a text of the program's is evaluated
-            one = SimpleNamespace(__annotations__={name: annotation})
-            found |= get_type_hints(one, globalns=getattr(function, "__globals__", {}))
+    with suppress(Exception):  # it evaluates texts of the program's, from Python 3.14 on all of them at once
+        for name, annotation in getattr(function, "__annotations__", {}).items():
+            with suppress(Exception):
+                one = SimpleNamespace(__annotations__={name: annotation})
+                found |= get_type_hints(one, globalns=getattr(function, "__globals__", {}))
     return found
 
 
 def _may_be(annotation: Any, fits: Callable[[type, Any], bool]) -> bool:
-    """Returns whether an annotation, or one of those in a union, allows what `fits` tells of a class and the whole."""
+    """Returns whether an annotation is no class, or one that `fits`, or a union of which one does.
+
+    fits: called with the class and the annotation, which is the class or has arguments besides.
+    """
     if get_origin(annotation) in (Union, UnionType):
         return any(_may_be(one, fits) for one in get_args(annotation) if one is not type(None))
     kind = get_origin(annotation) or annotation
@@ -184,9 +188,13 @@ def _takes_buckets(kind: type, _: Any) -> bool:
 
 
 def _is_handle(kind: type, annotation: Any) -> bool:
-    """Returns whether values of the class have `wait`; of a Future, whether it is one of tensors."""
+    """Returns whether values of the class have `wait`; of a Future, whether it may be one of tensors or None."""
     of = get_args(annotation)[:1] if issubclass(kind, torch.futures.Future) else ()
-    return hasattr(kind, "wait") and all(one is Any or (get_origin(one) or one) in (torch.Tensor, list) for one in of)
+    return hasattr(kind, "wait") and all(one in (None, type(None)) or _may_be(one, _is_result) for one in of)
+
+
+def _is_result(kind: type, _: Any) -> bool:
+    return issubclass(kind, torch.Tensor | list)
 
 
 def _shown(annotation: Any) -> str:

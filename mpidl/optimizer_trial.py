@@ -1,7 +1,8 @@
 """Needs of an optimizer's step (`StepNeeds`): declared by its class, or found by trial steps on a few elements.
 
-    a step on one parameter = a step on its two halves               the step may be made on slices, else on whole ones
-    a step on two parameters = a step on one, then on the other      ... on some parameters at a time, else on all
+    a step on one parameter = a step on its two halves           it may be made on slices; else on whole parameters
+    a step on two parameters = a step of each without the other  it can be made; else it is refused
+    a step on two parameters = one after the other               ... on some at a time; else on all of a rank together
 
 Optimizers of mpidl declare them (`step_needs`), engines know torch's by name, and any other class is tried.
 """

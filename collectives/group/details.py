@@ -43,6 +43,7 @@ def of_list(operator: Any, arrays: Sequence[Buffer], root: int, rooted: bool, al
     """The words for a list of arrays. algorithms: of each batch."""
     name = f"{operator} " if isinstance(operator, str) else ""
     end = f" root {root}" if rooted else ""
-    dtypes, ways = (", ".join(dict.fromkeys(names)) for names in ((array.dtype.name for array in arrays), algorithms))
+    dtypes = ", ".join(dict.fromkeys(array.dtype.name for array in arrays))
+    ways = ", ".join(dict.fromkeys(algorithms))
     size = sum(array.size for array in arrays)
-    return words(f"{name}of {len(arrays)} arrays of {size} {dtypes}{end} by {ways}")
+    return words(f"{name}of {len(arrays)} arrays of {size}{end} by {ways}: {dtypes}")

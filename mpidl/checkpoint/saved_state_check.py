@@ -95,7 +95,7 @@ class KeptStates:
 
 
 def _can_be_tried(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Returns whether a step here shows what the class keeps: of torch and this package, unless it communicates."""
+    """Returns whether a step here shows what the class keeps: torch's and this package's without a process group."""
     known = optimizer_class.__module__.startswith(("torch.optim.", "mpidl.optim."))
     return known and "process_group" not in inspect.signature(optimizer_class).parameters
 

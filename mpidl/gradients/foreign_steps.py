@@ -6,8 +6,8 @@
 
 A pass under no_sync communicates nothing: a write to p there is an error in the next pass that communicates. Torch does
 not count the writes of fused optimizers, so a hook reports their steps. Torch does not count writes into `p.data`
-either: DDP compares a sample of the elements of parameters on the CPU that have a hook of the program's, and a gradient
-that such a hook sets to None is detected too. `p.data = x` is detected by the new address.
+either: DDP compares a sample of the elements of parameters on the CPU that have a hook of the program's as the pass
+begins, and detects a gradient that such a hook sets to None. `p.data = x` is detected by the new address.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from collectives import Communicator
 
 from ..errors import TrainingError
 from ..job.phase import follow_steps
+from ..replicas.checksums import sample
 from .backward import inside_backward
 
 _KINDS = (
@@ -33,8 +35,6 @@ _KINDS = (
     "changed during a backward pass under no_sync",
 )
 _LOST, _CHANGED, _BEFORE = range(len(_KINDS))
-
-_SAMPLES = 64  # elements of a parameter with a hook of the program's
 
 _passes: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()  # those between `begin` and `end`
 
@@ -63,6 +63,7 @@ class ForeignSteps:
     def __init__(self, names: Mapping[torch.nn.Parameter, str], *, stay_in_place: bool = False) -> None:
         self._names, self._stay_in_place = names, stay_in_place
         self._parameters: Sequence[torch.nn.Parameter] = ()
+        self._sampled: set[torch.nn.Parameter] = set()
         self._before: dict[torch.nn.Parameter, tuple[Any, ...]] = {}  # marks as the pass began
         self._stepped: set[torch.Tensor] = set()
         self._changed_before: set[torch.Tensor] = set()  # in passes that did not communicate
@@ -73,6 +74,7 @@ class ForeignSteps:
         """A pass begins that gives gradients to these."""
         self.end()
         self._parameters = parameters
+        self._sampled = {p for p in parameters if _has_foreign_hook(p)} if self._stay_in_place else set()
         self._before = dict(zip(parameters, self._marks(parameters), strict=True))
         _passes.add(self)
 
@@ -83,7 +85,7 @@ class ForeignSteps:
 
     def end(self) -> None:
         """The pass is over, or will come to no end."""
-        self._parameters, self._before, self._stepped = (), {}, set()
+        self._parameters, self._sampled, self._before, self._stepped = (), set(), {}, set()
         _passes.discard(self)
 
     @contextmanager
@@ -132,19 +134,23 @@ class ForeignSteps:
         )
 
     def _marks(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[Any, ...]]:
-        """Returns for each parameter how many writes torch has counted, its address and a sample of it."""
+        """Returns for each parameter how many writes torch has counted, its address and maybe a sample of it."""
         with torch._C.DisableTorchFunctionSubclass():
             if not self._stay_in_place:
                 return [(p._version,) for p in parameters]
-            return [(p._version, p.data_ptr(), _sample(p) if _has_foreign_hook(p) else None) for p in parameters]
+            if not self._sampled:
+                return [(p._version, p.data_ptr()) for p in parameters]
+            return [(p._version, p.data_ptr(), _sample(p) if p in self._sampled else None) for p in parameters]
 
 
 def _has_foreign_hook(p: torch.nn.Parameter) -> bool:
-    """Tells if a parameter on the CPU has a hook besides the engine's, of which it has one."""
-    hooks: Any = p._post_accumulate_grad_hooks
-    return (bool(p._backward_hooks) or (hooks is not None and len(hooks) > 1)) and p.device.type == "cpu"
+    """Tells if a parameter on the CPU has a hook that is not of this package."""
+    hooks: Any = chain((p._backward_hooks or {}).values(), (p._post_accumulate_grad_hooks or {}).values())
+    return p.device.type == "cpu" and any(not str(hook.__module__).startswith("mpidl.") for hook in hooks)
 
 
 def _sample(p: torch.nn.Parameter) -> bytes:
-    some = p.detach().reshape(-1)[:: max(1, p.numel() // _SAMPLES)]
+    """Some elements in the order of memory, so that nothing is copied for a parameter of another layout."""
+    count = min(p.numel(), p.untyped_storage().nbytes() // p.itemsize - p.storage_offset())
+    some = sample(p.detach().as_strided((count,), (1,)))
     return some.contiguous().view(torch.uint8).numpy().tobytes()

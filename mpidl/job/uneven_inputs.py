@@ -4,8 +4,8 @@
     rank 1:  batch  batch | hooks       |  all take over the states of one that ended last
     rank 2:  batch  batch  batch | hooks|
 
-Before each pass that communicates all ranks take a turn: a small all-gather that tells which object
-communicates next. A rank without batches takes part only in turns, and after each calls that object's join hook. Turns
+A rank with batches takes a turn before each group of collectives: a small all-gather that tells which object
+communicates next. A rank without batches takes part in it, and calls that object's join hook after each turn. Turns
 have a Communicator of their own.
 """
 

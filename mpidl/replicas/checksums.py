@@ -19,6 +19,7 @@ from collectives import Communicator
 from ..digest import code
 from ..job.objects import all_gather_object
 
+_SAMPLES = 64
 _COLUMNS = 1 << 13  # of 8 bytes: what is worked on stays in the caches
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two values become one
 _HALF = np.uint64(32)
@@ -35,6 +36,14 @@ def checksum(tensor: torch.Tensor) -> bytes:
         digest.update(_taken_in(data[:whole].view(np.uint64).reshape(-1, _COLUMNS)))
     digest.update(data[whole:])
     return digest.digest()
+
+
+def sample(flat: torch.Tensor) -> torch.Tensor:
+    """Returns a view of at least 64 elements of a flat tensor, or of all that it has.
+
+    Their distance is odd, so that they are not all of one column of a matrix.
+    """
+    return flat[:: max(1, flat.numel() // _SAMPLES - 1) | 1]
 
 
 def _taken_in(rows: Any) -> Any:

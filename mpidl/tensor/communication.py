@@ -256,7 +256,7 @@ class TensorGroup:
         pair.reverse()
         return pair[0][:nbytes].view(like.dtype)
 
-    def check_inputs(self, x: torch.Tensor) -> None:
+    def check_inputs(self, x: torch.Tensor, what: str = "the inputs") -> None:
         """Raises TrainingError on every rank if the ranks have different inputs. Collective, with MPIDL_DEBUG=1."""
         if self.check:
-            refuse_different(self.comm, x)
+            refuse_different(self.comm, x, what)

@@ -14,13 +14,13 @@ from ..errors import ModelMismatch, TrainingError
 from ..job.objects import all_gather_object
 
 
-def refuse_different(comm: Communicator, x: torch.Tensor) -> None:
-    """Raises TrainingError on every rank if `x` is not the same on all. Collective."""
+def refuse_different(comm: Communicator, x: torch.Tensor, what: str) -> None:
+    """Raises TrainingError on every rank if `x` is not the same on all. what: names it. Collective."""
     everyone = all_gather_object(comm, (tuple(x.shape), *_sums(x)))
     for rank, other in enumerate(everyone):
         if repr(other) != repr(everyone[0]):  # NaN equals NaN there
             raise TrainingError(
-                f"tensor parallelism: the inputs of rank {rank} of tp, of shape {other[0]}, differ from those of rank "
+                f"tensor parallelism: {what} of rank {rank} of tp, of shape {other[0]}, differ from those of rank "
                 f"0, of shape {everyone[0][0]}; needs the same on all: give `mesh=` to the sampler or loader"
             )
 

@@ -79,6 +79,7 @@ def parallelize(
         return model
     overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
     tp = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index, overlaps=overlaps)
+    tp.model = weakref.ref(model)
     if cuts:
         if report and mesh.comm.rank == 0:
             print("\n".join(report), flush=True)
@@ -89,7 +90,6 @@ def parallelize(
     tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
     if by_index:
         drop_by_index(model, tp)
-    tp.model = weakref.ref(model)
     setattr(model, ATTRIBUTE, tp)
     return model
 

@@ -91,7 +91,7 @@ class SequenceBegins:
 
     def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Registers a hook before the forward pass of the block."""
-        dropouts: list[Dropouts] = []  # of the whole model, which has them where this block has none
+        dropouts = Dropouts(tp.model() or module)  # also of blocks after this one, which may have none
         argument = Argument(module, self.input)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -100,8 +100,7 @@ class SequenceBegins:
                 tp.whole_pass()
                 return None
             tp.begin_pieces(x.shape[1])
-            dropouts[:] = dropouts or [Dropouts(tp.model() or module)]
-            if dropouts[0]:
+            if dropouts:
                 tp.begin_stream(x.device)
             return argument.replaced(args, kwargs, cut_sequence(x, tp.group))
 

@@ -349,6 +349,8 @@ def cross_entropy(
     [vocabulary]. Raises TrainingError for a target out of range that is not ignored. Two all-reduces forward, of 3
     numbers a token together (4 with label smoothing), none backward; in fp32 for 16-bit logits.
     """
+    if isinstance(logits, VocabLogits):
+        logits._group.check_inputs(target, "the targets")
     if not isinstance(logits, VocabLogits) or not _has_losses(logits, target, weight, reduction, label_smoothing):
         whole = logits.whole() if isinstance(logits, VocabLogits) else logits
         return F.cross_entropy(
@@ -356,7 +358,6 @@ def cross_entropy(
         )
     local = rows_of(logits.local)
     flat = target.reshape(-1)
-    logits._group.check_inputs(flat)
     counted = flat != ignore_index
     wrong = counted & ((flat < 0) | (flat >= logits._tokens))
     if bool(wrong.any()):

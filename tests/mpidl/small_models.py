@@ -20,7 +20,7 @@ from mpidl.models.resnet import ResNet
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
 SMALL_GPT2 = GPT2Config(vocab_size=37, block_size=8, layers=3, heads=2, embd=16)
-COUNTED = GPT2Config(vocab_size=256, block_size=32, layers=6, heads=4, embd=96)
+MEMORY_GPT2 = GPT2Config(vocab_size=256, block_size=32, layers=6, heads=4, embd=96)
 SEQUENCES = 12  # divisible by 1, 2, 3 and 4 ranks
 
 

@@ -1,6 +1,6 @@
 """GPU memory that can be given back and taken again; `collectives.memory.pages` does this for the host.
 
-A program cannot give single pages back to the driver. So each region is a storage of torch's allocator, which is
+torch's allocator gives no single pages back to the driver. So each region is a storage of torch's allocator, which is
 resized to 0 and back. Tensors that view it, also those that autograd has saved, keep that storage, and are right again
 when it has memory again and the same bytes have been written. Its address may then differ.
 """

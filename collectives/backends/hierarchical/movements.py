@@ -8,8 +8,9 @@ that a node shares, some of them at a time, so that its size is bounded, whateve
     get        ranks read what is for them from the receiver's memory                    t - 2
 
 The ranks of a node wait for each other between a put and its message, and between a message and its get. If every rank
-knows the sizes of all parts, the barrier with which the operation begins is also the first of these waits. For an
-all_to_all with parts of different sizes the ranks exchange the sizes there, in a table in the shared memory.
+knows the sizes of all parts, and the shared memory is free, the barrier with which the operation begins is also the
+first of these waits. For an all_to_all with parts of different sizes the ranks exchange the sizes there, in a table in
+the shared memory.
 
 A node waits for other nodes only in messages, which both ends start in the order of segments. A message starts when the
 messages two segments before it are complete. So the oldest incomplete message has started, or will start, on both ends:

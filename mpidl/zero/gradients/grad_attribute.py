@@ -62,7 +62,8 @@ class GradAttributes:
         self._pass_is_open = False
 
     @property
-    def _wholes(self) -> bool:
+    def _has_wholes(self) -> bool:
+        """True if this rank has whole gradients, which may differ from the other ranks'."""
         return self._gradients.sums_whole
 
     # ---- in step with the passes ------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class GradAttributes:
                 if reached or used:
                     if p not in self._made:
                         layout = bucket.layout
-                        piece = layout.whole(index) if self._wholes else layout.piece(index, self._comm.rank)
+                        piece = layout.whole(index) if self._has_wholes else layout.piece(index, self._comm.rank)
                         place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self), placement(p))
                         self._made[p] = ShardedGradient(place, p.shape, p.dtype, p.device)
                     yield p, self._made[p].place
@@ -200,7 +201,7 @@ class GradAttributes:
         return self._part(place)
 
     def _part(self, place: GradientPlace) -> torch.Tensor:
-        piece, take = place.piece, self._gradients.whole if self._wholes else self._gradients.shard
+        piece, take = place.piece, self._gradients.whole if self._has_wholes else self._gradients.shard
         return take(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
 
     def shows(self, gradient: ShardedGradient) -> bool:
@@ -209,16 +210,14 @@ class GradAttributes:
         return self._made.get(bucket.parameters[gradient.place.index]) is gradient
 
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
-        """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step.
-
-        Of a whole gradient its numbers are not, as each rank may clip by the norm of its own.
-        """
+        """This rank's part of a gradient, to change in place; fp32 if it has 16 bits. change: noted for the step."""
         self.read(place)
-        return self._change(place, change.partition("(")[0] if self._wholes else change)
+        return self._change(place, change)
 
     def _change(self, place: GradientPlace, change: str) -> torch.Tensor:
         self._norms.clear()
-        self.note(change, place.name)
+        if not self._has_wholes:  # else each rank may change its own, as under DDP
+            self.note(change, place.name)
         self._gradients.promote_to_fp32()
         return self._part(place)
 
@@ -233,9 +232,9 @@ class GradAttributes:
         self._release()
         places = [place for p, place in self._reached() if p in self._shown]
         norms = local_norms([self._part(place) for place in places], order)
-        number = code(f"norms of order {order} of {len(places)} gradients", _EXACT_BITS)
-        if self._wholes:
+        if self._has_wholes:
             return dict(zip(places, norms.tolist(), strict=True))
+        number = code(f"norms of order {order} of {len(places)} gradients", _EXACT_BITS)
         if math.isinf(order):
             unknown = np.isnan(norms)  # which MPI may lose from a maximum
             agreed = np.concatenate([np.where(unknown, 0, norms), unknown, [number, -number]])
@@ -279,7 +278,8 @@ class GradAttributes:
                 f"{places[cut[0]].name}: this rank asks for the {asked} of {len(cut)} gradients that are cut over tp, "
                 "and another rank of tp for something else; every rank must make the same calls"
             )
-        powers[cut] = table[:, :-1].max(0) if infinite else table[:, :-1].sum(0)
+        with np.errstate(all="ignore"):
+            powers[cut] = table[:, :-1].max(0) if infinite else table[:, :-1].sum(0)
         return powers
 
     def of_tp(self, place: GradientPlace, asked: str, power: float, infinite: bool) -> float:
@@ -294,8 +294,10 @@ class GradAttributes:
         return float(largest[0])
 
     def of_all_parts(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
-        """The value of each part of a gradient, by rank; as of `of_all_ranks`, but where this rank has it whole."""
-        return torch.tensor([value], dtype=torch.float64) if self._wholes else self.of_all_ranks(place, asked, value)
+        """The value of each part of a gradient: those of `of_all_ranks`, or the given one of a whole gradient."""
+        return (
+            torch.tensor([value], dtype=torch.float64) if self._has_wholes else self.of_all_ranks(place, asked, value)
+        )
 
     def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
         """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
@@ -311,8 +313,8 @@ class GradAttributes:
         return found[:, 0]
 
     def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts, flat. Collective."""
-        if self._wholes:
+        """All ranks' parts, flat; a copy of a whole gradient. Collective, unless this rank has whole ones."""
+        if self._has_wholes:
             return part.clone()
         self.of_all_ranks(place, "whole tensor", 0.0)
         layout = self._gradients.queue.buckets[place.number].layout

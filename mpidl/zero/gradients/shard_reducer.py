@@ -246,6 +246,8 @@ class ShardReducer:
         gradients.filled[index] = gradients.reached[index] = False
         if not any(gradients.reached):
             self._clear(gradients)
+        elif self.sums_whole:
+            gradients.bucket.views[index].zero_()
         elif gradients.shard is not None:
             piece = gradients.bucket.layout.piece(index, self._comm.rank)
             gradients.shard[piece.offset : piece.offset + piece.stop - piece.start].zero_()

@@ -424,4 +424,4 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
     place = own[0].place
     found = float(place.known().of_all_ranks(place, "finite", float(found_inf)).max())
-    found_inf.fill_(own[0].place.known().largest_of_tp(found))
+    found_inf.fill_(place.known().largest_of_tp(found))

@@ -4,10 +4,10 @@
     rank 0   p.mul_(2)     rank 1                  refused by name: the shards would be of two parameters
     rank 0   p.mul_(2)     rank 1                  from_rank=0: sent to all before each keeps its shard
 
-At the end of the block the ranks compare checksums: of the whole parameter if torch has counted a write to it, else of
-a sample of its elements, as torch does not count writes through `p.data`.
+At the end of a block without `from_rank` the ranks compare checksums: of the whole parameter if torch has counted a
+write to it, else of a sample of its elements, as torch does not count writes through `p.data`.
 
-A writable block inside another one begins with the outer block's values, which the ranks first compare.
+A writable block inside another one begins with the outer block's values, which the ranks compare, or send, first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from collectives import Communicator
 from ...errors import ConfigurationError, TrainingError
 from ...job.agreement import check_everywhere
 from ...replicas.broadcast import broadcast_states
-from ...replicas.checksums import checksum
+from ...replicas.checksums import checksum, sample
 from ..slices import Slice
 from .strategy import ParameterStrategy
-
-_SAMPLES = 64  # elements of a parameter that torch has counted no write to
 
 
 class WholeParameters:
@@ -163,7 +161,7 @@ class _Held:
         """A checksum of all elements, or of some."""
         values = self.memory.reshape(-1)
         if not full:
-            values = values[:: max(1, values.numel() // _SAMPLES)]
+            values = sample(values)
         return int.from_bytes(checksum(values), "little", signed=True)
 
 

@@ -15,7 +15,7 @@ started it. So a rank that waits for anything else must start rounds meanwhile, 
     in a forward or backward pass   it starts rounds for its own units
     for a reduction                 `wait_for_reduction` starts a round whenever its own are over
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
-    in the program's own collective  none start: a rank that waits in a round raises an error that names the collective
+    in a collective of the program  it starts none: who waits in a round raises an error that names the collective
 
 `release` drains before a step, so that no unit is whole when shards change. `publish` after it gathers the units of
 open `gathered` blocks anew, and with n >= 2 starts rounds for the next pass, as many on every rank.
@@ -92,7 +92,7 @@ class ShardedParameters(ParameterStrategy):
         names = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
         pooled = communicator_pool.take(comm)
         weakref.finalize(self, pooled.give_back).atexit = False
-        self._worlds = worlds or (comm,)
+        self._worlds = list(dict.fromkeys(worlds)) or [comm]
         self._comm = comm = pooled.comm  # whose memory the pages must be, to be gathered into as what they are
         pooled.set_drain(partial(leave, comm, len(layouts)))
         sizes = [GatheredUnit.page_bytes(layout) for layout in layouts]
@@ -378,12 +378,12 @@ class ShardedParameters(ParameterStrategy):
                 started.wait(_DEADLOCK_POLL_S)
                 return
             except WorkTimeout:
-                found = ((world.rank, deadlocked(self._comm, world)) for world in self._worlds)
-                rank, waiting = next((one for one in found if one[1]), (0, {}))
+                found = ((world, deadlocked(self._comm, world)) for world in self._worlds)
+                among, waiting = next((one for one in found if one[1]), (self._comm, {}))
             polls, before = polls + 1 if waiting == before else 1, waiting
             if waiting and polls == _DEADLOCK_POLLS:
-                others = "; ".join(f"rank {rank} is in {operation}" for rank, operation in waiting.items())
-                raise TrainingError(f"rank {rank} {does}, but {others}, to which this rank has not come{advice}")
+                others = "; ".join(f"rank {other} is in {operation}" for other, operation in waiting.items())
+                raise TrainingError(f"rank {among.rank} {does}, but {others}, to which this rank has not come{advice}")
 
     def _reshard_if_backward_done(self, unit: GatheredUnit) -> None:
         if unit.backward_done and unit is not self._root:

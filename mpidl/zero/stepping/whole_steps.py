@@ -8,9 +8,9 @@
 Where parameters are cut over tp as well, all ranks of dp x tp take part, and the owner joins the parts of tp too
 (`parameter_distribution`): so the work on whole parameters is dealt over these ranks, and none is done twice.
 
-The step takes a few parameters of every owner at a time, so that no rank holds many whole parameters. With an optimizer
-class that is not torch's it takes all at once, as such a class may count its steps, or change parameters that have no
-gradient.
+The step takes a few parameters of every owner at a time, so that no rank holds many whole parameters. With a class
+whose needs were found by trial steps (`optimizer_trial`) it takes all at once, as such a class may count its steps, or
+change parameters that have no gradient.
 
 The owner keeps the optimizer's state. For saving and loading it is cut like the parameters, as other optimizers' states
 are, and state of other shapes is copied to every rank; the next step moves it back to the owner.

@@ -189,9 +189,9 @@ def test_the_words_for_a_list_name_its_dtypes() -> None:
         for n, dtype in [(5, np.float32), (6, np.float64), (7, np.float32)]
     ]
     assert of_list("sum", arrays, 0, False, ["ring", "mpi", "ring"]) == words(
-        "sum of 3 arrays of 18 float32, float64 by ring, mpi"
+        "sum of 3 arrays of 18 by ring, mpi: float32, float64"
     )
-    assert of_list(None, arrays[:1], 2, True, ["tree"]) == words("of 1 arrays of 5 float32 root 2 by tree")
+    assert of_list(None, arrays[:1], 2, True, ["tree"]) == words("of 1 arrays of 5 root 2 by tree: float32")
 
 
 def test_a_report_says_which_rank_has_completed_another_operation_in_its_place() -> None:

@@ -12,6 +12,7 @@ from tests.mpidl.zero.reference import Several, made
 
 
 def several(comm, **settings: Any) -> tuple[nn.Module, mpidl.DistributedDataParallel, torch.optim.SGD]:
+    """The module, under DDP with a bucket for each parameter, and its optimizer."""
     model = made(Several)
     ddp = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, **settings)
     return model, ddp, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)

@@ -204,6 +204,16 @@ def test_annotations_that_fit(comm) -> None:
     def futures(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
         raise NotImplementedError
 
-    comm_hooks.check(futures)
+    def nothing(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Future[None]:
+        raise NotImplementedError
+
+    def maybe(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Future[torch.Tensor | None]:
+        raise NotImplementedError
+
+    def anything_later(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Future[object]:
+        raise NotImplementedError
+
+    for accepted in (futures, nothing, maybe, anything_later):
+        comm_hooks.check(accepted)
     for hook in (future, anything, plain, Method().hook, lambda s, b: future(s, b), either):
         assert all((g == 7).all() for g in gradients(comm, hook, passes=1))

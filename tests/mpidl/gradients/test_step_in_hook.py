@@ -119,6 +119,37 @@ def test_ddp_and_a_hook_that_writes_into_the_data(comm, of: str, dtype: torch.dt
     called(zero.data(comm.rank).to(dtype)).sum().backward()
 
 
+def test_ddp_and_hooks_that_come_and_go_within_a_pass(comm) -> None:
+    model = zero.made(zero.Several)
+    called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+    weight, head = model.blocks[0].inner.weight, model.head.weight
+
+    def once(_: torch.Tensor) -> None:
+        handle.remove()
+        weight.register_hook(lambda gradient: None)  # in time for this pass
+
+    handle = head.register_post_accumulate_grad_hook(once)
+    for step in range(3):
+        called(zero.data(comm.rank, step)).sum().backward()
+    assert head.grad is not None
+
+
+def test_ddp_and_a_hook_that_writes_into_data_that_are_not_contiguous(comm) -> None:
+    model = zero.made(zero.Several)
+    weight = model.blocks[0].inner.weight
+    weight.data = weight.data.t().contiguous().t()
+    called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+    weight.register_post_accumulate_grad_hook(lambda p: None)
+    called(zero.data(comm.rank)).sum().backward()
+
+    def hook(p: torch.Tensor) -> None:
+        p.data.sub_(p.grad)
+
+    weight.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(mpidl.TrainingError, match=CHANGED):
+        called(zero.data(comm.rank)).sum().backward()
+
+
 @pytest.mark.parametrize("of", ["parameter", "gradient", "module"])
 def test_ddp_and_a_hook_that_gives_other_memory(comm, of: str) -> None:
     def hook(p: torch.Tensor) -> None:

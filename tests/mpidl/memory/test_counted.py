@@ -26,7 +26,7 @@ from mpidl.memory import (
 )
 from mpidl.memory.estimate import DTYPES
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from tests.mpidl.small_models import COUNTED, Mixture, sequences
+from tests.mpidl.small_models import MEMORY_GPT2, Mixture, sequences
 
 
 def test_the_process_is_as_large_as_the_system_says() -> None:
@@ -52,7 +52,7 @@ def test_activations_are_distinct_storages_that_are_no_parameters() -> None:
 
 def test_activations_do_not_outlive_a_graph_that_is_dropped_and_change_no_gradient() -> None:
     torch.manual_seed(0)
-    model = GPT2(COUNTED)
+    model = GPT2(MEMORY_GPT2)
     tokens = torch.randint(0, 256, (2, 32))
     model(tokens, tokens).backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -122,7 +122,7 @@ def test_counted_bytes_of_compression_agree_with_the_estimate(comm, stage: int) 
     """The remainders of a first step, which might still be skipped, are there twice."""
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for undo in (True, False):
-        model, compress = GPT2(COUNTED), Compression("int8", where="everywhere", undo=undo)
+        model, compress = GPT2(MEMORY_GPT2), Compression("int8", where="everywhere", undo=undo)
         call, optimizer = engine(model, comm, stage, compress=compress)
         call(tokens, tokens).backward()
         optimizer.step()
@@ -137,7 +137,7 @@ def test_counted_bytes_of_compression_agree_with_the_estimate(comm, stage: int) 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_counted_bytes_agree_with_the_estimate(comm, stage: int, dtype: str) -> None:
     """Within 2 %, each category; DDP's bf16 parameters have torch's AdamW, which keeps no masters."""
-    model = GPT2(COUNTED).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    model = GPT2(MEMORY_GPT2).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
     call, optimizer = engine(model, comm, stage)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     call(tokens, tokens).backward()
@@ -155,7 +155,7 @@ def test_counted_bytes_agree_with_the_estimate(comm, stage: int, dtype: str) -> 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_counted_bytes_of_a_step_in_backward_agree_with_the_estimate(comm, stage: int) -> None:
     """At their most within a pass, as seen at each block: no more than the estimate, and half of it at least."""
-    model = GPT2(COUNTED)
+    model = GPT2(MEMORY_GPT2)
     if stage:
         settings = {"process_group": comm, "bucket_cap_mb": 0.2, "step_in_backward": True}
         call, optimizer = model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **settings)
@@ -194,7 +194,7 @@ def test_counted_bytes_agree_with_the_estimate_whatever_gradients_are_reduced_in
     comm, stage: int, own: str, dtype: str | None, reduce: str
 ) -> None:
     """Within 2 %, each category, for a model of dtype `own` with Precision(dtype, reduce)."""
-    model = GPT2(COUNTED).to(DTYPES[own])
+    model = GPT2(MEMORY_GPT2).to(DTYPES[own])
     precision = mpidl.Precision(None if dtype is None else DTYPES[dtype], DTYPES[reduce])
     settings = {"dtype": dtype, "reduce_dtype": reduce, "bucket_cap_mb": 0.2}
     expected = estimate(model, comm.size, comm.nodes, stage, **settings)
@@ -215,7 +215,7 @@ def test_counted_bytes_agree_with_the_estimate_whatever_gradients_are_reduced_in
 def test_counted_bytes_of_hybrid_sharding_agree_with_the_estimate(comm, stage: int, share: bool, offload) -> None:
     """Two groups, where each is half of the nodes or of every node; else each rank alone."""
     over = comm.size // 2 if comm.size % 2 == 0 and comm.nodes != 3 else 1
-    model = GPT2(COUNTED).bfloat16()
+    model = GPT2(MEMORY_GPT2).bfloat16()
     group = comm.split(comm.rank // over)
     settings = {"shard_group": group, "share_in_node": share, "offload": offload, "bucket_cap_mb": 0.2}
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=comm, **settings)
@@ -253,7 +253,7 @@ def test_frozen_and_tied_parameters_count_once(comm, stage: int) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("as_views", [True, False])
 def test_buckets_of_ddp_are_its_gradients_as_long_as_it_has_any(comm, as_views: bool) -> None:
-    model = GPT2(COUNTED)
+    model = GPT2(MEMORY_GPT2)
     call = mpidl.DistributedDataParallel(model, process_group=comm, gradient_as_bucket_view=as_views)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     psi = 4 * sum(p.numel() for p in model.parameters())
@@ -276,7 +276,7 @@ def test_sharded_parameters_are_no_activations(comm, share: bool) -> None:
     """What autograd saves of a unit that is whole is counted with the parameters, in every stage."""
     kept = []
     for stage in (0, 3):
-        model = GPT2(COUNTED)
+        model = GPT2(MEMORY_GPT2)
         call = model
         if stage:
             settings = {"stage": 3, "process_group": comm, "share_in_node": share, "lr": 0.1}

@@ -13,7 +13,7 @@ from mpidl import Compression
 from mpidl.memory import MIB, activation_bytes, estimate
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.zero.parameters.units import cut
-from tests.mpidl.small_models import COUNTED
+from tests.mpidl.small_models import MEMORY_GPT2
 
 GB, MB = 1e9, 1e6
 
@@ -101,7 +101,7 @@ def test_offloaded_state_lies_elsewhere() -> None:
 
 
 def test_units_are_whole_once_a_node_and_not_at_all_on_one() -> None:
-    model = GPT2(COUNTED)
+    model = GPT2(MEMORY_GPT2)
     one, two = (estimate(model, 8, nodes) for nodes in (1, 2))
     own = 4 * (256 + 32 + 2) * 96
     block = 4 * (12 * 96 * 96 + 13 * 96)
@@ -116,7 +116,7 @@ def test_units_are_whole_once_a_node_and_not_at_all_on_one() -> None:
 
 
 def test_hybrid_sharding_cuts_over_the_group_and_gathers_inside_it() -> None:
-    model = GPT2(COUNTED)
+    model = GPT2(MEMORY_GPT2)
     for stage in (1, 2, 3):
         whole, hybrid = estimate(model, 4, 1, stage), estimate(model, 16, 4, stage, shard_ranks=4)
         assert hybrid.model_state == whole.model_state
@@ -209,8 +209,8 @@ def test_messages_of_parameters_take_those_of_one_unit_a_node(method: str, each:
     found = estimate(1e6, 8, **settings)
     assert found.compression == pytest.approx(each * 1e5 / 4, rel=1e-3)
     assert found.total == estimate(1e6, 8, **{**settings, "compress_parameters": None}).total + found.compression
-    of_model = estimate(GPT2(COUNTED), 8, **{**settings, "unit": 0})
-    largest = max(sum(p.numel() for p in unit.parameters) for unit in cut(GPT2(COUNTED)))
+    of_model = estimate(GPT2(MEMORY_GPT2), 8, **{**settings, "unit": 0})
+    largest = max(sum(p.numel() for p in unit.parameters) for unit in cut(GPT2(MEMORY_GPT2)))
     assert of_model.compression == pytest.approx(each * largest / 4, rel=1e-2)
     for other in ({"nodes": 1}, {"stage": 2}, {"shard_ranks": 4}):  # where nothing is gathered
         assert not estimate(1e6, 8, **{**settings, **other}).compression

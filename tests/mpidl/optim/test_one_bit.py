@@ -201,7 +201,7 @@ def test_ddp_and_stage_1_train_alike(comm: Communicator, name: str) -> None:
 @pytest.mark.mpi
 @engines
 @classes
-@pytest.mark.parametrize("clip", ["own", "torch"])
+@pytest.mark.parametrize("clip", ["own", "torch", "mpidl"])
 def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(
     comm: Communicator, engine: str, name: str, clip: str
 ) -> None:
@@ -220,7 +220,9 @@ def test_clipping_and_loss_scaling_are_of_the_ranks_own_gradients(
             loss = made[1].called(inputs)
             scaler.scale(loss * float("inf") if wrong and comm.rank == 0 else loss).backward()
             scaler.unscale_(made[1].optimizer)
-            if clipped and clip == "torch":
+            if clipped and clip == "mpidl":
+                mpidl.clip_grad_norm_(made[1].model.parameters(), 50.0)
+            elif clipped and clip == "torch":
                 torch.nn.utils.clip_grad_norm_(made[1].model.parameters(), 50.0)
             elif clipped and engine == "ddp":
                 mpidl.clip_grad_norm_(made[1].model, 50.0)
@@ -555,3 +557,24 @@ def test_the_grad_attribute_is_the_whole_gradient_of_a_rank(comm: Communicator, 
         seen.append([*found, training.weights()])
     for zero, ddp in zip(*seen, strict=True):
         torch.testing.assert_close(zero, ddp, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.mpi
+@classes
+def test_a_gradient_that_is_given_up_is_given_up_whole(comm: Communicator, name: str) -> None:
+    """What was left of it would count in the norm, on each rank another part."""
+    seen = []
+    for engine in ENGINES:
+        training = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])
+        for step in range(3):
+            training.called([g.float() for g in slopes(step, comm.rank)]).backward()
+            next(training.model.parameters()).grad = None
+            if engine == "ddp":
+                mpidl.clip_grad_norm_(training.model, 50.0)
+            else:
+                training.optimizer.clip_grad_norm_(50.0)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        training.check_equal_on_all_ranks()
+        seen.append(training.weights())
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)

@@ -7,10 +7,12 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mpidl
@@ -250,9 +252,9 @@ def test_with_mpidl_debug_different_inputs_are_one_error(
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("label", [1, 10_000], ids=["another", "out of range"])
+@pytest.mark.parametrize("change", ["another", "out of range", "shape"])
 def test_with_mpidl_debug_different_targets_are_one_error(
-    comm: Communicator, label: int, monkeypatch: pytest.MonkeyPatch
+    comm: Communicator, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank looks up its own targets in its part of the vocabulary, so that all would get one wrong loss."""
     monkeypatch.setenv("MPIDL_DEBUG", "1")
@@ -261,9 +263,14 @@ def test_with_mpidl_debug_different_targets_are_one_error(
         mpidl.parallelize(model, mesh)
         x, y = tokens(0), tokens(1)
         model(x, y).backward()
-        y[0, 0] = (y[0, 0] + label) % (257 if label == 1 else 20_000) if comm.rank == comm.size - 1 else y[0, 0]
-        with pytest.raises(TrainingError, match=f"rank {comm.size - 1} of tp.*mesh="):
-            model(x, y)
+        logits = model.lm_head(torch.ones(6, model.config.embd, dtype=torch.float64))
+        target = torch.arange(6)
+        if comm.rank == comm.size - 1:
+            y[0, 0] = (y[0, 0] + 1) % 257 if change == "another" else 10_000
+            target = target[:5] if change == "shape" else target.flip(0)
+        wrong = partial(F.cross_entropy, logits, target) if change == "shape" else partial(model, x, y)
+        with pytest.raises(TrainingError, match=f"the targets of rank {comm.size - 1} of tp.*mesh="):
+            wrong()
         comm.barrier()
         model(x, tokens(1)).backward()
 
