@@ -145,6 +145,10 @@ def collect(
         engine.forget()  # the tensor before this one
         return held.elements(share, values)
 
+    # These may be collective, so they come before what may fail on one rank alone.
+    hook = engine.hook_state()
+    state_of_hook = None if hook is None else hook.state_dict()
+    state_of_averager = None if engine.averager is None else engine.averager.state_dict()
     tensors = [*engine.parameters, *engine.buffers]
     for held in tensors:
         add(f"model/{held.name}", held, held.values, held.per_rank)
@@ -192,7 +196,7 @@ def collect(
             if name in ONE_CLASS:
                 about[f"{name}_class"] = type(parts[name]).__name__
     if engine.averager is not None:
-        about["averager"] = json_encoding.encode(engine.averager.state_dict(), "averager", first)
+        about["averager"] = json_encoding.encode(state_of_averager, "averager", first)
     about["extra"] = json_encoding.encode(extra, "extra", first)
     if engine.comm.rank == 0:
         kept = {**spoken, **(first if engine.join.number == 0 else {})}
@@ -201,9 +205,8 @@ def collect(
     own: dict[str, Any] = {}
     if random:
         own["random"] = json_encoding.encode(random_states.capture(), f"{own_prefix}/random", mine)
-    hook = engine.hook_state()
     if hook is not None:
-        own["hook"] = json_encoding.encode(hook.state_dict(), f"{own_prefix}/hook", mine)
+        own["hook"] = json_encoding.encode(state_of_hook, f"{own_prefix}/hook", mine)
     pieces += [_whole(name, values) for name, values in mine.items()]
     for piece in pieces:
         code_of(piece.dtype, piece.name)  # before anything is written

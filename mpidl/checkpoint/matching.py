@@ -67,6 +67,8 @@ class ReadPlan:
             return
         for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
             group.update(json_encoding.decode(settings, tensor))
+        if engine.owned is not None:
+            engine.owned.take_settings(optimizer.param_groups)
         states = saved_state(optimizer)
         flags = {p: bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
         for held in engine.parameters:
@@ -234,15 +236,20 @@ def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: 
 def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, current: Any) -> torch.Tensor:
     """Returns the memory for a state of the key's shape: the present state's, or new memory like the key's.
 
-    Its dtype is the one to which torch's `load_state_dict` converts the state.
+    Its dtype is the one to which the optimizer's `load_state_dict` converts the state.
     """
-    dtype = key.dtype if saved.is_floating_point and key.dtype.is_floating_point else saved
+    own = torch.promote_types(key.dtype, torch.float32) if _has_wide_states(engine) else key.dtype
+    dtype = own if saved.is_floating_point and key.dtype.is_floating_point else saved
     fits = torch.is_tensor(current) and current.shape == key.shape and current.dtype == dtype
     if fits and current.device == key.device:
         return current
     if engine.owned is not None:
         return engine.owned.room(key, name, dtype)
     return torch.empty_like(key, dtype=dtype, requires_grad=False)
+
+
+def _has_wide_states(engine: Engine) -> bool:
+    return bool(getattr(engine.optimizer_type, "wide_states", False))
 
 
 def _unseen(engine: Engine, index: Index, made: ReadPlan) -> None:

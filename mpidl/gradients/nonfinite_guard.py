@@ -63,7 +63,7 @@ class NonfiniteGuard:
     give_up_after: so many steps skipped in a row are a TrainingError, too.
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
         It reads all gradients once more. Without it, only what the reduction has left can be named.
-    process_group: of a plain model; DDP and ZeRO have their own.
+    process_group: the ranks that take or skip a step together; by default the engine's, of a plain model the world.
     mesh: a `Mesh`: one decision of all its ranks, those of pp and tp too.
     scaler: torch's or mpidl's GradScaler; while it is enabled gradients are its business, and only the loss is looked
         at. `scaler.unscale_(optimizer)` comes before `allows`, and `scaler.update()` after it whatever it says.
@@ -98,6 +98,8 @@ class NonfiniteGuard:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
         if mesh is not None:
             self._comm = mesh.comm
+        elif process_group is not None:
+            self._comm = process_group
         elif self._zero is not None:
             self._comm = self._zero.process_group
         elif isinstance(model, DistributedDataParallel):

@@ -46,6 +46,7 @@ class Adam8bit(torch.optim.Optimizer):
     """
 
     step_needs = StepNeeds(wholes=False, block=BLOCK)
+    wide_states = True  # in fp32, as they are saved, also of 16-bit parameters
     _decoupled: ClassVar = False
 
     def __init__(

@@ -56,6 +56,7 @@ class Dion(torch.optim.Optimizer):
     """
 
     step_needs = StepNeeds(wholes=True)
+    wide_states = True  # in fp32 also of 16-bit parameters
 
     def __init__(
         self,
@@ -215,6 +216,10 @@ class Dion(torch.optim.Optimizer):
             entry["momentum"].copy_(mean)
         self._has_own_momenta = False
 
+    def took_means(self) -> None:
+        """Notes that the momenta are the same on all ranks, as after a load."""
+        self._has_own_momenta = False
+
     def state_dict(self) -> dict[str, Any]:
         """The state, equal on all ranks; may be called on one alone.
 
@@ -231,6 +236,12 @@ class Dion(torch.optim.Optimizer):
         """Loads what `state_dict` gave, on every rank the same."""
         super().load_state_dict(dict(state_dict))
         self._has_own_momenta = False
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, number in zip(group["params"], saved["params"], strict=True):
+                wide = torch.promote_types(p.dtype, torch.float32)
+                for key, value in state_dict["state"].get(number, {}).items():
+                    if torch.is_tensor(value) and key != "step":  # torch rounds to the parameter's dtype
+                        self.state[p][key] = value.detach().to(p.device, wide, copy=True)
 
 
 class DionState:
@@ -247,7 +258,8 @@ class DionState:
         return {"momenta": "mean"}
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
-        """Does nothing: the state is the optimizer's."""
+        """Notes that the momenta are the same on all ranks; they are the optimizer's."""
+        self.optimizer.took_means()
 
 
 def dion_hook(state: DionState, bucket: GradBucket) -> Handle:

@@ -47,6 +47,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     """
 
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # of states with an element for each of the parameter's
+    wide_states: ClassVar[bool] = True  # in fp32 also of 16-bit parameters
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._cap = bucket_cap_mb * MIB
         self._buckets: list[FlatBucket] = []
         self._errors: dict[FlatBucket, Errors] = {}
+        self._entries: dict[torch.Tensor, dict[str, Any]] = {}  # of `state`, as laid out; others were loaded since
         self._exchange: OneBitExchange | None = None
         self._given: tuple[Communicator, Buckets] | None = None
         self._is_hooked = self._has_errors = self._has_gathered = False
@@ -88,7 +90,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Makes a step: `self._buckets` have states, and their parameters gradients."""
 
-    def _refuse_state(self) -> None:
+    def refuse_unlike_weights(self) -> None:
         """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
 
     # ---- settings ---------------------------------------------------------------------------------------------------
@@ -123,7 +125,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self, bucket: GradBucket) -> Handle:
-        """Starts the reduction of a bucket that the next step asks for."""
+        """Starts the reduction of a bucket that the next step asks for.
+
+        Gradients of parameters that this optimizer does not have are averaged in any case.
+        """
         self._is_hooked = True
         flat = bucket.buffer()
         if self.averages_gradients:
@@ -131,13 +136,37 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 return bucket.reduce(process_group=self._group())
             comm = self._ready_exchange().averaging
         else:
-            inside = self._ready_exchange().inside
+            inside, foreign = self._ready_exchange().inside, self._foreign(bucket)
+            if foreign:
+                return self._reduce_foreign(flat, foreign, inside)
             if inside is None:
                 return completed()
             comm = inside
         work = comm.all_reduce(flat, "avg", async_op=True)
         assert work is not None
         return Then(work, lambda: None)
+
+    def _foreign(self, bucket: GradBucket) -> list[torch.Tensor]:
+        """The gradients of a bucket whose parameters another optimizer has."""
+        if self._given is not None:
+            return []
+        own = {p for group in self.param_groups for p in group["params"]}
+        return [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in own]
+
+    def _reduce_foreign(self, flat: torch.Tensor, foreign: list[torch.Tensor], inside: Communicator | None) -> Handle:
+        """Averages these gradients over all ranks, and the others of the bucket inside nodes alone."""
+        means = torch.cat([g.reshape(-1) for g in foreign])
+        everywhere = self._ready_exchange().averaging.all_reduce(means, "avg", async_op=True)
+        within = None if inside is None else inside.all_reduce(flat, "avg", async_op=True)
+
+        def put_back() -> None:
+            if within is not None:
+                within.wait()
+            for g, mean in zip(foreign, means.split([g.numel() for g in foreign]), strict=True):
+                g.copy_(mean.view(g.shape))
+
+        assert everywhere is not None
+        return Then(everywhere, put_back)
 
     def use(self, world: Communicator, buckets: Buckets) -> None:
         """Takes an engine's ranks and buckets, of the optimizer's parameters, whose shards are the owners' chunks."""
@@ -198,9 +227,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         if not self._buckets:
             self._lay_out(exchange)
-        key = self.keys[0]
-        of_bucket = (zip(bucket.parameters, bucket.views[key], strict=True) for bucket in self._buckets)
-        if any(self.state.get(p, {}).get(key) is not view for pairs in of_bucket for p, view in pairs):
+        held = [p for bucket in self._buckets for p in bucket.parameters]
+        if not self._entries or any(self.state.get(p) is not self._entries[p] for p in held):
             self._take_over(exchange)
         self.forget_errors()
 
@@ -229,7 +257,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                         view.copy_(loaded[key])
                 if _ERROR in loaded:
                     error.copy_(loaded[_ERROR])
-                self.state[p] = {key: bucket.views[key][number] for key in self.keys}
+                self.state[p] = self._entries[p] = {key: bucket.views[key][number] for key in self.keys}
             exchange.take_over(self._errors[bucket], mean)
             self._errors[bucket].mask(None)
 
@@ -265,7 +293,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         Each rank keeps its own errors for its steps. mpidl.checkpoint.save does this by itself.
         """
-        self._refuse_state()
+        self.refuse_unlike_weights()
         self._has_gathered = True
         if self._exchange is None or not self._has_errors:
             return
@@ -288,7 +316,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         Fits any number of ranks, which take over the mean of the errors. Raises TrainingError where ranks have errors
         since the last `gather_errors`, which is collective.
         """
-        self._refuse_state()
+        self.refuse_unlike_weights()
         if self._has_errors and not self._has_gathered:
             if self._ready_exchange().world.size > 1:
                 raise TrainingError(

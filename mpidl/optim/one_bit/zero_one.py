@@ -99,7 +99,8 @@ class ZeroOneAdam(OneBitOptimizer):
         """True unless there were local steps since the last exchange, in which case each rank has its own weights."""
         return self.progress["since"] == 0
 
-    def _refuse_state(self) -> None:
+    def refuse_unlike_weights(self) -> None:
+        """Raises TrainingError between two exchanges."""
         if not self.is_synchronised:
             left = self.progress["local_interval"] - self.progress["since"]
             raise TrainingError(

@@ -30,6 +30,7 @@ def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
     """
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.inside("unwrap") or parts.guard.damage())
+    parts.inner.refuse_unlike_weights()
     parts.parameters.release()
     clip_and_unscale.clear(parts, nonfinite, set_to_none=True)
     for part in (parts.guard, parts.watch, parts.shard_reducer, parts.parameters, nonfinite, *parts.hooks):

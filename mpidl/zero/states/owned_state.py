@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from ..parameters.strategy import ParameterStrategy
 from ..parameters.weight_guard import WeightGuard
 from ..shard_group import ShardGroup
 from ..slices import Slice
+from ..stepping.inner import InnerOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +52,22 @@ class OwnedState:
         gradients: ShardReducer,
         grads: GradAttributes,
         shards: Sequence[ParameterShard],
+        inner: InnerOptimizer,
         offloaded: OffloadedOptimizer | None = None,
         guard: WeightGuard | None = None,
     ) -> None:
         self._over, self.comm = over, over.world
         self._parameters, self._slices, self._shards = parameters, slices, shards
-        self._gradients, self._grads = gradients, grads
+        self._gradients, self._grads, self._inner = gradients, grads, inner
         self._offloaded, self._guard = offloaded, guard
+
+    def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Hands loaded settings on that the next backward pass needs. groups: the optimizer's."""
+        self._inner.take_settings(groups)
+
+    def refuse_unlike_weights(self) -> None:
+        """Raises TrainingError on every rank where each has weights of its own (`optim.ZeroOneAdam`)."""
+        self._inner.refuse_unlike_weights()
 
     def slices(self) -> list[OwnedSlice]:
         """This rank's slices of all parameters that are cut over the ranks; others are whole on every rank."""
@@ -139,10 +150,15 @@ class OwnedState:
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """This rank's slices of the reduced gradients of parameters that any rank's passes reached. Collective."""
+        """This rank's slices of the reduced gradients of parameters that any rank's passes reached. Collective.
+
+        Raises TrainingError on every rank where each has gradients of its own (`optim.one_bit`).
+        """
         self._grads.update()
         flags = np.array([r for number in range(len(self._shards)) for r in self._gradients.reached(number)], np.uint8)
         self.comm.all_reduce(flags, "max")
+        if flags.any():
+            self._inner.refuse_unlike_gradients()
         reached = iter(flags)
         found = {}
         for number, shard in enumerate(self._shards):

@@ -60,7 +60,11 @@ class OwnedWeights:
         return self._owned.delays
 
     def values(self) -> Tensors:
-        """This rank's slices, to read, as the last step has left them. Not collective."""
+        """This rank's slices, to read, as the last step has left them. Not collective.
+
+        Raises TrainingError where each rank has weights of its own (`optim.ZeroOneAdam`).
+        """
+        self._owned.refuse_unlike_weights()
         self._parameters.wait_for_gathers()  # a library's all-gather may use a shard's own place as room while it runs
         return {name: part.values.detach() for name, (_, part) in self._by_name.items()}
 

@@ -49,6 +49,7 @@ def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
     """
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.damage())
+    parts.inner.refuse_unlike_weights()
     slices = parts.slices if masters else {}
     own = state.gather_model(parts.group, parts.model, parts.names, parts.parameters, slices)
     tp = _tp(parts)
@@ -112,6 +113,7 @@ def _owned(parts: Parts) -> OwnedState:
         parts.shard_reducer,
         parts.grad_attributes,
         parts.shards,
+        parts.inner,
         parts.offloaded,
         parts.guard,
     )

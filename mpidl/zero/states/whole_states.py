@@ -243,6 +243,7 @@ def scatter_optimizer(
                 if torch.is_tensor(told) and (group.get("fused") or group.get("capturable")):
                     entry[key] = entry[key].to(part.values.device)  # where such steps count
             inner.state[part.values] = entry
+    inner.take_settings(outer.param_groups)
 
 
 def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -51,6 +51,18 @@ class InnerOptimizer(Protocol):
     def foreign_state(self) -> list[Any]:
         """Keys of state that belongs to no parameter, which cannot be saved."""
         return []
+
+    def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over loaded settings that the next backward pass needs; a step is given them all. groups: the outer."""
+        return
+
+    def refuse_unlike_weights(self) -> None:
+        """Raises TrainingError where each rank has weights of its own, so that there are none of the model."""
+        return
+
+    def refuse_unlike_gradients(self) -> None:
+        """Raises TrainingError where each rank has gradients of its own, so that there are none of the model."""
+        return
 
     @abstractmethod
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, TrainingError
 from ...optim.one_bit import OneBitOptimizer, one_bit_hook
 from ..gradients.shard_reducer import ShardReducer
 from ..parameter_shard import ParameterShard
@@ -81,6 +81,24 @@ class ReplicatedSteps(InnerOptimizer):
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Raises ConfigurationError."""
         raise ConfigurationError(f"add_param_group: {type(self.optimizer).__name__} has laid its buckets out")
+
+    def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over loaded counters, by which the hook decides what the next backward pass averages."""
+        for each in (self.param_groups, self.optimizer.param_groups):
+            for own, given in zip(each, groups, strict=True):
+                own.update({key: value for key, value in given.items() if key != "params"})
+
+    def refuse_unlike_weights(self) -> None:
+        """Raises TrainingError between two exchanges of weights (ZeroOneAdam)."""
+        self.optimizer.refuse_unlike_weights()
+
+    def refuse_unlike_gradients(self) -> None:
+        """Raises TrainingError after the freeze."""
+        if self._group.world.size > 1 and not self.optimizer.averages_gradients:
+            raise TrainingError(
+                f"{type(self.optimizer).__name__}: each rank has gradients of its own now, and there are none of the "
+                "model; take them before the freeze, or save after a step"
+            )
 
     def cut_state(self) -> None:
         """Shows the mean errors among the states, until the next step. Collective."""

@@ -237,3 +237,19 @@ def test_wrong_arguments(comm) -> None:
             guard.allows(*given)
     with pytest.raises(mpidl.ConfigurationError, match="norm: got str; needs a number"):
         guard.allows(1.0, "large")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+def test_ranks_of_more_groups_than_one_skip_together(comm, kind: str) -> None:
+    """As nodes do that DiLoCo averages: a step of some alone would leave the others waiting at the next exchange."""
+    group = comm.split(comm.rank)
+    model, optimizer = engine(group, kind)
+    guard = mpidl.NonfiniteGuard(model, optimizer, "skip", process_group=comm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = backward(comm, model, spoilt=False)
+        assert guard.allows(loss, None)
+        optimizer.zero_grad()
+        assert not guard.allows(backward(comm, model, spoilt=True), None)
+    guard.close()

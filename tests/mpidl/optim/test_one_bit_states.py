@@ -1,0 +1,131 @@
+"""1-bit optimizers beside others, and states that are loaded into ones that have stepped already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from collectives import Communicator
+from mpidl.job.objects import broadcast_object
+from tests.mpidl.optim.test_one_bit import CLASSES, Slopes, Training, classes, engines, slopes
+
+pytestmark = pytest.mark.mpi
+
+
+def trained(comm: Communicator, engine: str, name: str, steps: int, model: nn.Module | None = None) -> Training:
+    """Training after so many steps; after 9 the classes here have frozen what they freeze, and weights are alike."""
+    model = Slopes() if model is None else model
+    training = Training(comm, engine, CLASSES[name][0], model, lr=0.01, **CLASSES[name][1])
+    training.run(0, steps)
+    return training
+
+
+@classes
+def test_gradients_of_another_optimizer_are_averaged(comm: Communicator, name: str) -> None:
+    model = Slopes()
+    first, *rest = model.parameters()
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    own = CLASSES[name][0](rest, lr=0.01, process_group=comm, **CLASSES[name][1])
+    wrapped.register_comm_hook(own, mpidl.optim.one_bit_hook)
+    other = torch.optim.SGD([first], lr=0.1)
+    expected = first.detach().clone()
+    for step in range(9):
+        wrapped([g.float() for g in slopes(step, comm.rank)]).backward()
+        expected -= 0.1 * torch.stack([slopes(step, rank)[0].float() for rank in range(comm.size)]).mean(0)
+        for optimizer in (own, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(first.detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+@engines
+@classes
+@pytest.mark.parametrize("way", ["state", "checkpoint"])
+@pytest.mark.parametrize("saved_at", [2, 9])
+def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
+    comm: Communicator, engine: str, name: str, way: str, saved_at: int, tmp_path: Path
+) -> None:
+    """Before the freeze, to which it goes back, and after it, where it forgets its own errors."""
+    folder = Path(broadcast_object(comm, str(tmp_path)))
+    first = trained(comm, engine, name, saved_at)
+    mpidl.checkpoint.save(folder, first.called, first.optimizer, step=saved_at)
+    state = first.state()
+    made = []
+    for steps in (0, 14):
+        second = trained(comm, engine, name, steps)
+        if way == "checkpoint":
+            mpidl.checkpoint.load(folder, second.called, second.optimizer)
+        else:
+            with torch.no_grad():
+                whole = broadcast_object(comm, [p.detach().clone() for p in first.model.parameters()])
+                for p, q in zip(second.model.parameters(), whole, strict=True):
+                    p.copy_(q)
+            if engine == "zero1":
+                second.optimizer.load_model_state_dict(second.model.state_dict())
+            second.optimizer.load_state_dict(state)
+        second.run(saved_at, 6)
+        if saved_at + 6 != 8:  # between exchanges of 0/1 Adam
+            second.check_equal_on_all_ranks()
+        made.append(second.weights())
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("optimizer", [mpidl.optim.OneBitAdam, mpidl.optim.Adam8bit, mpidl.optim.Dion])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_of_16_bit_parameters_come_back_in_fp32(
+    comm: Communicator, optimizer: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = Path(broadcast_object(comm, str(tmp_path)))
+
+    def engine() -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        wrapped = mpidl.DistributedDataParallel(nn.Linear(70, 80, bias=False).to(dtype), process_group=comm)
+        grouped = {} if optimizer is mpidl.optim.Adam8bit else {"process_group": comm}
+        own = optimizer(wrapped.parameters(), lr=1e-2, **grouped)
+        if optimizer is mpidl.optim.OneBitAdam:
+            wrapped.register_comm_hook(own, mpidl.optim.one_bit_hook)
+        elif optimizer is mpidl.optim.Dion:
+            wrapped.register_comm_hook(mpidl.optim.DionState(own), mpidl.optim.dion_hook)
+        return wrapped, own
+
+    def train(wrapped: nn.Module, own: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(4, 70, generator=torch.Generator().manual_seed(9 * step + comm.rank)).to(dtype)
+            (wrapped(x).float().square().mean() * 1e-4).backward()
+            own.step()
+            own.zero_grad()
+
+    first, second, third = engine(), engine(), engine()
+    train(*first, 0, 3)
+    mpidl.checkpoint.save(folder, *first, step=3)
+    mpidl.checkpoint.load(folder, *second)
+    third[0].load_state_dict(first[0].state_dict())
+    if optimizer is mpidl.optim.Dion:
+        first[1].average_momenta()
+    third[1].load_state_dict(first[1].state_dict())
+    for each in (first, second, third):
+        train(*each, 3, 6)
+    weights = [torch.cat([p.detach().flatten() for p in each[0].parameters()]) for each in (first, second, third)]
+    assert torch.equal(weights[1], weights[0])
+    assert torch.equal(weights[2], weights[0])
+
+
+def test_weights_and_gradients_of_each_rank_are_not_the_model_s(comm: Communicator) -> None:
+    training = trained(comm, "zero1", "zero_one", 0)
+    ema = mpidl.optim.EMA(training.model, decay=0.9)
+    for step in range(9):
+        apart = comm.size > 1 and not training.inner.is_synchronised
+        for refused in (training.optimizer.model_state_dict, ema.update, training.optimizer.unwrap) if apart else ():
+            with pytest.raises(mpidl.TrainingError, match="each rank has weights of its own"):
+                refused()
+        training.called([g.float() for g in slopes(step, comm.rank)]).backward()
+        if comm.size > 1 and not training.inner.averages_gradients:
+            with pytest.raises(mpidl.TrainingError, match="each rank has gradients of its own"):
+                training.optimizer.gradients()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
