@@ -171,10 +171,10 @@ class OrderedGroup:
         except ArgumentError as failure:
             error = told = failure
         except Exception as failure:
-            error, told = failure, OperationError(f"rank {self.rank} failed: {failure!r}")
+            error, told = failure, OperationError(f"rank {self.mpi.rank} failed: {failure!r}")
         for rank, found in enumerate(self.mpi.allgather(told)):
             if found is not None:
-                raise error if error is not None and rank == self.rank else found
+                raise error if error is not None and rank == self.mpi.rank else found
         return made  # type: ignore[return-value]
 
     def __repr__(self) -> str:

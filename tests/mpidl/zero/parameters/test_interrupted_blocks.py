@@ -48,6 +48,7 @@ def open_and_close(optimizer: Any, change: Callable[[], Any] = lambda: None) -> 
         change()
 
 
+@pytest.mark.ranks(2, 3)  # one rank gathers nothing
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("where", BEGINS)
 def test_an_interrupt_as_a_block_begins_leaves_nothing_open(comm, where: str, at: int) -> None:
@@ -60,6 +61,7 @@ def test_an_interrupt_as_a_block_begins_leaves_nothing_open(comm, where: str, at
     after_failure(comm, model, optimizer, Several)
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", BEGINS)
 def test_an_interrupt_as_an_inner_block_begins_leaves_the_outer_one(comm, where: str) -> None:
     way, owner, name = BEGINS[where]
