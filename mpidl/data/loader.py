@@ -47,7 +47,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     multiprocessing_context: "forkserver" (default) or "spawn". Both import the program's main file in the workers, so
         that what it does must stand under `if __name__ == "__main__":`. The fork server, one a rank, ends with it.
     prefetch_factor: batches that are prepared ahead, by each worker or, without workers, by a thread (default 2). 0,
-        without workers only: every batch is loaded when it is asked for.
+        without workers only: every batch is loaded when it is asked for. That is the default for a mesh with tp, pp or
+        cp, whose ranks need the same samples.
 
     The loader draws nothing from the global generators of torch, numpy and python. In a thread the dataset runs during
     the training: what it draws from them itself mixes with what the model draws. With workers, or prefetch_factor=0,
@@ -77,7 +78,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **settings: Any,
     ) -> None:
         workers = integer("num_workers", num_workers, 0)
-        ahead = integer("prefetch_factor", _AHEAD if prefetch_factor is None else prefetch_factor, min(workers, 1))
+        alike = isinstance(mesh, Mesh) and any(mesh.size(axis) > 1 for axis in ("pp", "tp", "cp"))
+        default = 0 if alike and not workers else _AHEAD  # what a thread draws falls between what the program does
+        ahead = integer("prefetch_factor", default if prefetch_factor is None else prefetch_factor, min(workers, 1))
         self._ahead = 0 if workers else ahead
         self._thread: ThreadPoolExecutor | None = None
         self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()

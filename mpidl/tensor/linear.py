@@ -39,12 +39,15 @@ _KINDS: dict[str, tuple[bool, str, str]] = {
 def kind_of(layer: Any) -> tuple[bool, str, str] | None:
     """Returns the entry of a linear layer in _KINDS, also of a derived class; None for any other object.
 
-    A class with a forward pass of its own, as of quantized layers, is another object. Adapters are looked through.
+    A class with a forward pass of its own, as of quantized layers, is another object, and so is a layer whose weight is
+    computed, as by a parametrization. Adapters are looked through.
     """
     layer = base_of(layer)
     for cls in type(layer).__mro__:
         found = _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
+            if any(getattr(layer, name, None) is not layer._parameters.get(name) for name in ("weight", "bias")):
+                return None
             own = type(layer).forward is not getattr(cls, "forward", None) and not hasattr(layer, "_tensor_parallel")
             return None if own else found
     return None
@@ -55,7 +58,8 @@ def sizes_of(name: str, layer: Any) -> tuple[int, int]:
     kind = kind_of(layer)
     if kind is None:
         raise ConfigurationError(
-            f"{name}: is a {type(layer).__name__}; needs a linear layer (torch.nn.Linear, Conv1D of transformers)"
+            f"{name}: is a {type(layer).__name__}; needs a linear layer (torch.nn.Linear, Conv1D of transformers) "
+            "with a weight of its own"
         )
     variant = variant_of(layer)
     if variant is not None:

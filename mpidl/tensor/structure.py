@@ -29,7 +29,13 @@ _WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size", "d_head
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "key_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups")
 _MASKS = ("bias", "masked_bias", "mask", "causal_mask", "tril")
-_MIXES = re.compile(r"softmax|norm|mean|sum$|max$|min$|topk|sort|matmul|bmm|einsum|conv|roll|flip|pool|fft", re.I)
+_MIXES = re.compile(
+    "softmax|norm|mean|sum$|max$|min$|topk|sort|matmul|bmm|einsum|conv|roll|flip|pool|fft|std|var$|var_mean|median|"
+    "quantile|kthvalue|logsumexp|gather|^cum",
+    re.I,
+)
+_CUTS = re.compile("chunk|split|unbind|^cat$|concat|stack|unflatten")  # features, where there is no gate beside values
+_SHAPES = "(?:view|reshape|unflatten|expand|repeat|split|rearrange)"
 
 Recognised = AttentionParallel | FeedForwardParallel | str | None
 
@@ -110,7 +116,7 @@ class _Attention:
             keys, width = key // (query // heads), query // heads
             if heads % keys or value % keys or value // keys != self.joined // heads:
                 return "values are not of as many heads as keys"
-        return self._others(heads, keys, width) or self._made(heads, keys, width, interleaved)
+        return self._others(heads, keys, width) or self._by_width() or self._made(heads, keys, width, interleaved)
 
     def _heads(self) -> int | None:
         for owner in (self.at, getattr(self.at, "config", None)):
@@ -144,7 +150,16 @@ class _Attention:
                 return f"{name} may compute on several heads"
         return None
 
-    def _made(self, heads: int, keys: int, width: int, interleaved: bool) -> AttentionParallel:
+    def _by_width(self) -> str | None:
+        """Returns a reason to leave the module whole where it goes by its input's width, which is not cut."""
+        assert self.method is not None
+        text, first = self.method.text, self.method.arguments[0]
+        for name in re.findall(rf"\w+, \w+, (\w+) = {first}\.(?:shape|size\(\))", text):
+            if name != "_" and len(re.findall(rf"\b{name}\b", text)) > 1:
+                return f"its source goes by {name}, the width of its input"
+        return None
+
+    def _made(self, heads: int, keys: int, width: int, interleaved: bool) -> Recognised:
         assert self.method is not None
         text = "\n".join(method.text for method in methods_of(self.at))
         scaled, scaled_keys, groups = [], [], ""
@@ -165,6 +180,8 @@ class _Attention:
                 scaled.append(dot + name)
             elif used and value == keys * width and last not in _WIDTHS:
                 scaled_keys.append(dot + name)
+            elif value in (heads, keys) and re.search(rf"\.{_SHAPES}\([^\n]*self\.{re.escape(name)}\b", text):
+                return f"{name} may be the number of heads"
         children = dict(self.at.named_children())
         biases = [n for n, c in children.items() if isinstance(c, nn.Embedding) and c.embedding_dim == heads]
         inside = [
@@ -251,6 +268,9 @@ def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
 
 
 def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segments: int) -> Recognised:
+    own = next((name for name, _ in module.named_parameters(recurse=False)), None)
+    if own is not None:
+        return f"{own} may be of several features"
     if isinstance(module, nn.Sequential):
         names = [name for name, _ in module.named_children()]
         between = names[names.index(inputs[0]) + 1 : names.index(output)]
@@ -267,7 +287,8 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     if not reached or len(calls) != len(inputs) + 1:
         return None
     between = method.between(calls[0], calls[-1])
-    mixing = next((name for name in between if _mixes(module, name)), None)
+    cuts = next((name for name in between if segments == 1 and _CUTS.search(name)), None)
+    mixing = next((name for name in between if _mixes(module, name)), cuts)
     if mixing is not None or " @ " in method.text:
         return f"{mixing or '@'} may compute on several features"
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}

@@ -11,8 +11,9 @@ before they compute again, restore the streams as well. With dropout by index (`
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from .functions import Sums, copy_to_region, summed_gradients
 from .local_elements import Part
 from .regathered import GatheredInput
 from .sizes import run_of
+from .source import methods_of
 from .step_checks import watch_steps
 
 ATTRIBUTE = "_mpidl_tensor_parallel"  # of a model that is cut
@@ -303,29 +305,46 @@ class _SumsGradients:
 class Dropouts:
     """Tells whether modules draw random numbers: whether any of their probabilities of dropout is above 0.
 
-    It looks at numbers of the modules, and of objects such as a config that these refer to.
+    It looks at numbers of the modules, and of objects and dictionaries such as a config that these refer to, and for
+    calls of a function with a probability as a literal.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
         self._rates: list[tuple[Any, str]] = []
+        self._in_source = False
         seen: set[int] = set()
         for module in (inner for root in modules for inner in root.modules()):
-            self._look_at(module, "Drop" in type(module).__name__)
+            self._look_at(module, vars(module))
+            self._in_source |= _has_literal_dropout(module)
             for value in vars(module).values():
+                if isinstance(value, dict) and not isinstance(value, OrderedDict):
+                    self._look_at(value, value)
                 if _holds_settings(value) and id(value) not in seen:
                     seen.add(id(value))
-                    self._look_at(value, is_dropout=False)
+                    self._look_at(value, vars(value))
 
-    def _look_at(self, owner: Any, is_dropout: bool) -> None:
+    def _look_at(self, owner: Any, held: Mapping[Any, Any]) -> None:
         self._rates += [
             (owner, name)
-            for name, value in vars(owner).items()
-            if isinstance(value, (int, float)) and ("drop" in name or (name == "p" and is_dropout))
+            for name, value in held.items()
+            if isinstance(name, str) and isinstance(value, (int, float)) and ("drop" in name or name == "p")
         ]
 
     def __bool__(self) -> bool:
-        rates = (getattr(owner, name, None) for owner, name in self._rates)
+        if self._in_source:
+            return True
+        rates = (
+            owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None) for owner, name in self._rates
+        )
         return any(isinstance(rate, (int, float)) and rate > 0.0 for rate in rates)
+
+
+def _has_literal_dropout(module: nn.Module) -> bool:
+    """Tells whether a method of the module calls a dropout function with a number above 0 as its probability."""
+    if type(module).__module__.startswith("torch."):
+        return False
+    found = (re.search(r"dropout\w*\([^\n]*?[,=] *0?\.\d*[1-9]", method.text) for method in methods_of(module))
+    return any(match is not None for match in found)
 
 
 def _holds_settings(value: Any) -> bool:

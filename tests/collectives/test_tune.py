@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,8 +127,12 @@ def test_a_communicator_reads_the_table(comm: Communicator, tmp_path: Path, monk
 def test_a_table_that_rank_0_cannot_read_is_an_error_on_every_rank(
     comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    def fails(_: Path) -> str:
-        raise error("no")
+    plain = Path.read_text
+
+    def fails(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "tuning.json":
+            raise error("no")
+        return plain(path, *args, **options)
 
     (tmp_path / "tuning.json").write_text(DEEP)
     monkeypatch.setenv("MPIDL_TUNING", str(tmp_path / "tuning.json"))

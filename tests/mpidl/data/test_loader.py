@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+import mpidl
 from mpidl.data import DataLoader, DistributedSampler
 from mpidl.data.workers import environment_without_rank
 from mpidl.errors import ConfigurationError
@@ -442,3 +443,18 @@ def test_a_killed_rank_leaves_neither_workers_nor_their_semaphores(mpirun, tmp_p
     semaphores = said(done.stdout, "semaphores")
     assert len(semaphores) >= 4
     assert in_a_while(lambda: not any(map(os.path.exists, semaphores)))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, exactly=True)
+def test_ranks_of_tp_load_in_step_with_the_program(comm) -> None:
+    """A thread would draw between what the model draws, on each rank elsewhere."""
+    with mpidl.Mesh(tp=2, comm=comm) as mesh, mpidl.Mesh(dp=2, comm=comm) as apart:
+        drawn = []
+        for _ in DataLoader(Draws(), 2, mesh=mesh):
+            drawn.append(torch.get_rng_state())
+            torch.rand(1)
+        assert len({bytes(state.numpy()) for state in drawn}) == len(drawn)
+        assert DataLoader(Draws(), mesh=mesh)._ahead == 0
+        assert DataLoader(Draws(), mesh=apart)._ahead == 2
+        assert DataLoader(Draws(), mesh=mesh, prefetch_factor=3)._ahead == 3

@@ -233,10 +233,82 @@ class Apart(nn.Module):
         return self.up(x), self.down(y)
 
 
+class OtherNames(nn.Module):
+    """An attention whose number of heads is an attribute of a name that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d_model, self.d_k, self.h = 8, 2, 4
+        self.q_linear, self.k_linear, self.v_linear, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.q_linear, self.k_linear, self.v_linear)
+        q, k, v = (layer(x).view(len(x), -1, self.h, self.d_k).transpose(1, 2) for layer in layers)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(len(x), -1, self.d_model))
+
+
+class ByWidth(nn.Module):
+    """An attention that computes the heads' width from that of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 4
+        self.query, self.key, self.value, self.proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.size()
+        q = self.query(x).view(b, t, self.n_head, -1).transpose(1, 2)
+        k = self.key(x).view(b, t, self.n_head, -1).transpose(1, 2)
+        v = self.value(x).view(b, t, self.n_head, -1).transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1)) / (c // self.n_head) ** 0.5
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class OwnParameter(nn.Module):
+    """A network with a parameter that acts on all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.beta = nn.Linear(6, 8), nn.Linear(8, 6), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h * torch.sigmoid(self.beta * h))
+
+
+class Deviation(Mixing):
+    """One whose features are divided by their deviation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h / h.std(-1, keepdim=True))
+
+
+class Halves(Mixing):
+    """One that puts halves of the features together anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        return self.down(torch.cat([a * b.sigmoid(), b * a.sigmoid()], -1))
+
+
+def parametrized() -> nn.Module:
+    """Layers whose weights are computed from other parameters."""
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(norm(nn.Linear(6, 8, bias=False)), nn.ReLU(), norm(nn.Linear(8, 6, bias=False)))
+
+
 @pytest.mark.parametrize(
     "model",
     [
         Mixing(),
+        OtherNames(),
+        ByWidth(),
+        OwnParameter(),
+        Deviation(),
+        Halves(),
+        parametrized(),
         Apart(),
         nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)),
         nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 6)),

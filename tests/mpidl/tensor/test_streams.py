@@ -272,22 +272,38 @@ def test_several_column_parallel_layers_share_a_stream(comm: Communicator) -> No
     assert torch.equal(everyone[0], everyone[1])
 
 
+class Network(nn.Module):
+    """13 features, of which the ranks draw different numbers. where: of the rate of dropout."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.p, self.settings = where, 0.5 * (where == "p"), SimpleNamespace(dropout=0.0)
+        self.rates: dict[str, float] = {}
+        if where == "config":
+            self.settings.dropout = 0.5
+        elif where == "dict":
+            self.rates["hidden_dropout"] = 0.5
+        self.up, self.down = nn.Linear(4, 13), nn.Linear(13, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        rate = self.p + self.settings.dropout + self.rates.get("hidden_dropout", 0.0)
+        return self.down(F.dropout(h, rate, self.training))  # type: ignore[no-any-return]
+
+
+class Literal(Network):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(self.up(x), p=0.25, training=self.training))  # type: ignore[no-any-return]
+
+
 @pytest.mark.ranks(2, exactly=True)
-def test_a_rate_in_a_config_is_seen(comm: Communicator) -> None:
-    """13 features, of which the ranks draw different numbers."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.settings = SimpleNamespace(dropout=0.5)
-            self.up, self.down = nn.Linear(4, 13), nn.Linear(13, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(F.dropout(self.up(x), self.settings.dropout, self.training))  # type: ignore[no-any-return]
-
+@pytest.mark.parametrize("where", ["config", "dict", "p", "literal"])
+def test_a_rate_is_seen_wherever_it_is(comm: Communicator, where: str) -> None:
+    torch.manual_seed(5)
+    network = (Literal if where == "literal" else Network)(where)
     style = mpidl.tensor.FeedForwardParallel(inputs=("up",), output="down", input="x")
     with Mesh(tp=2, comm=comm) as mesh:
-        model = mpidl.parallelize(nn.Sequential(Network()), mesh, {"0": style})
+        model = mpidl.parallelize(nn.Sequential(network), mesh, {"0": style})
         model(torch.ones(64, 4))
         assert _states_agree(comm)
 
