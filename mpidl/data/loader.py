@@ -78,8 +78,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **settings: Any,
     ) -> None:
         workers = integer("num_workers", num_workers, 0)
-        alike = isinstance(mesh, Mesh) and any(mesh.size(axis) > 1 for axis in ("pp", "tp", "cp"))
-        default = 0 if alike and not workers else _AHEAD  # what a thread draws falls between what the program does
+        in_step = isinstance(mesh, Mesh) and any(mesh.size(axis) > 1 for axis in ("pp", "tp", "cp"))
+        default = 0 if in_step and not workers else _AHEAD  # what a thread draws falls between what the program does
         ahead = integer("prefetch_factor", default if prefetch_factor is None else prefetch_factor, min(workers, 1))
         self._ahead = 0 if workers else ahead
         self._thread: ThreadPoolExecutor | None = None

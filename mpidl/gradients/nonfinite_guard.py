@@ -63,7 +63,8 @@ class NonfiniteGuard:
     give_up_after: so many steps skipped in a row are a TrainingError, too.
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
         It reads all gradients once more. Without it, only what the reduction has left can be named.
-    process_group: the ranks that take or skip a step together; by default the engine's, of a plain model the world.
+    process_group: the ranks that take or skip a step together; by default the engine's, which it
+        must hold; for a plain model the world.
     mesh: a `Mesh`: one decision of all its ranks, those of pp and tp too.
     scaler: torch's or mpidl's GradScaler; while it is enabled gradients are its business, and only the loss is looked
         at. `scaler.unscale_(optimizer)` comes before `allows`, and `scaler.update()` after it whatever it says.
@@ -100,6 +101,13 @@ class NonfiniteGuard:
             self._comm = mesh.comm
         elif process_group is not None:
             self._comm = process_group
+            trainer = self._zero if self._zero is not None else model
+            engines: Communicator | None = getattr(trainer, "process_group", None)
+            if engines is not None and None in engines.translate_ranks(range(engines.size), process_group):
+                raise ConfigurationError(
+                    "NonfiniteGuard: process_group lacks ranks of the engine's, which would step while others skip; "
+                    "needs all of them"
+                )
         elif self._zero is not None:
             self._comm = self._zero.process_group
         elif isinstance(model, DistributedDataParallel):

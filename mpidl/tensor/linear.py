@@ -43,13 +43,22 @@ def kind_of(layer: Any) -> tuple[bool, str, str] | None:
     computed, as by a parametrization. Adapters are looked through.
     """
     layer = base_of(layer)
+    found = _entry_of(layer)
+    if found is None:
+        return None
+    cls, entry = found
+    if any(getattr(layer, name, None) is not layer._parameters.get(name) for name in ("weight", "bias")):
+        return None
+    own = type(layer).forward is not getattr(cls, "forward", None) and not hasattr(layer, "_tensor_parallel")
+    return None if own else entry
+
+
+def _entry_of(layer: Any) -> tuple[type, tuple[bool, str, str]] | None:
+    """Returns the class of a layer that _KINDS names, and its entry there."""
     for cls in type(layer).__mro__:
         found = _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
-            if any(getattr(layer, name, None) is not layer._parameters.get(name) for name in ("weight", "bias")):
-                return None
-            own = type(layer).forward is not getattr(cls, "forward", None) and not hasattr(layer, "_tensor_parallel")
-            return None if own else found
+            return cls, found
     return None
 
 
@@ -206,9 +215,10 @@ def _set_if_there(layer: Any, name: str, value: int, tp: TensorParallel) -> None
 
 
 def _kind(layer: Any) -> tuple[bool, str, str]:
-    kind = kind_of(layer)
-    assert kind is not None  # `sizes_of` was asked before
-    return kind
+    """Returns the entry of a linear layer, also of one that the program has changed since it was cut."""
+    found = _entry_of(base_of(layer))
+    assert found is not None  # `sizes_of` was asked before
+    return found[1]
 
 
 class _ColumnParallel(nn.Module):

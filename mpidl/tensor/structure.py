@@ -30,11 +30,11 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", 
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups")
 _MASKS = ("bias", "masked_bias", "mask", "causal_mask", "tril")
 _MIXES = re.compile(
-    "softmax|norm|mean|sum$|max$|min$|topk|sort|matmul|bmm|einsum|conv|roll|flip|pool|fft|std|var$|var_mean|median|"
-    "quantile|kthvalue|logsumexp|gather|^cum",
+    "softmax|norm|mean|sum$|max$|min$|topk|sort|matmul|bmm|einsum|conv|roll|flip|pool|fft|"
+    "^(?:std|var|median|quantile|kthvalue|logsumexp|gather|cumsum|cumprod)",
     re.I,
 )
-_CUTS = re.compile("chunk|split|unbind|^cat$|concat|stack|unflatten")  # features, where there is no gate beside values
+_CUTS = r"\.(?:chunk|split|unbind|cat|concat|unflatten)\([^\n]*(?:-1|\b2)\)"  # features, with no gate beside values
 _SHAPES = "(?:view|reshape|unflatten|expand|repeat|split|rearrange)"
 
 Recognised = AttentionParallel | FeedForwardParallel | str | None
@@ -153,7 +153,10 @@ class _Attention:
     def _by_width(self) -> str | None:
         """Returns a reason to leave the module whole where it goes by its input's width, which is not cut."""
         assert self.method is not None
-        text, first = self.method.text, self.method.arguments[0]
+        lines = [line for line in self.method.text.splitlines() if not re.match(r"\s*(?:if|raise|assert)\b", line)]
+        text, first = "\n".join(lines), self.method.arguments[0]
+        if re.search(rf"\b{first}\.(?:shape\[|size\()(?:-1|2)[\])]", text):
+            return "its source goes by the width of its input"
         for name in re.findall(rf"\w+, \w+, (\w+) = {first}\.(?:shape|size\(\))", text):
             if name != "_" and len(re.findall(rf"\b{name}\b", text)) > 1:
                 return f"its source goes by {name}, the width of its input"
@@ -163,6 +166,7 @@ class _Attention:
         assert self.method is not None
         text = "\n".join(method.text for method in methods_of(self.at))
         scaled, scaled_keys, groups = [], [], ""
+        known, unknown = False, ""  # whether the source uses the number of heads by a known name, or maybe by another
         dot = f"{self.inner}." if self.inner else ""
         config = getattr(self.at, "config", None)
         asked = dict.fromkeys(re.findall(r"self\.config\.(\w+)", text))
@@ -172,6 +176,7 @@ class _Attention:
             used = re.search(rf"self\.{re.escape(name)}\b", text) is not None
             if not _is_number(value):
                 continue
+            known |= used and last in _HEADS and value == heads
             if last in _GROUPS and value == heads // keys:
                 groups = dot + name
             elif last in _KEY_HEADS and value == keys:
@@ -180,8 +185,11 @@ class _Attention:
                 scaled.append(dot + name)
             elif used and value == keys * width and last not in _WIDTHS:
                 scaled_keys.append(dot + name)
-            elif value in (heads, keys) and re.search(rf"\.{_SHAPES}\([^\n]*self\.{re.escape(name)}\b", text):
-                return f"{name} may be the number of heads"
+            elif value in (heads, keys) and last not in _WIDTHS:
+                in_shape = re.search(rf"\b{_SHAPES}\([^\n]*self\.{re.escape(name)}\b", text)
+                unknown = unknown or (name if in_shape else "")
+        if unknown and not known:
+            return f"{unknown} may be the number of heads"
         children = dict(self.at.named_children())
         biases = [n for n, c in children.items() if isinstance(c, nn.Embedding) and c.embedding_dim == heads]
         inside = [
@@ -263,14 +271,16 @@ def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
         for wide in (features, 2 * features):
             inputs = tuple(name for name, size in sizes.items() if size == (width, wide))
             if len(inputs) == len(sizes) and len(inputs) in ((1, 2) if wide == features else (1,)):
+                own = [
+                    n for n, p in module.named_parameters(recurse=False) if p.shape[-1:] != (width,) or wide == width
+                ]
+                if own:  # one of the width may act on what comes out
+                    return f"{own[0]} may be of several features"
                 return _feed_forward(module, inputs, output, wide // features)
     return None
 
 
 def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segments: int) -> Recognised:
-    own = next((name for name, _ in module.named_parameters(recurse=False)), None)
-    if own is not None:
-        return f"{own} may be of several features"
     if isinstance(module, nn.Sequential):
         names = [name for name, _ in module.named_children()]
         between = names[names.index(inputs[0]) + 1 : names.index(output)]
@@ -287,8 +297,8 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     if not reached or len(calls) != len(inputs) + 1:
         return None
     between = method.between(calls[0], calls[-1])
-    cuts = next((name for name in between if segments == 1 and _CUTS.search(name)), None)
-    mixing = next((name for name in between if _mixes(module, name)), cuts)
+    cuts = re.search(_CUTS, method.text) if segments == 1 else None
+    mixing = next((name for name in between if _mixes(module, name)), None if cuts is None else cuts.group())
     if mixing is not None or " @ " in method.text:
         return f"{mixing or '@'} may compute on several features"
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}

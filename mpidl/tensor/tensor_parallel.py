@@ -11,10 +11,12 @@ before they compute again, restore the streams as well. With dropout by index (`
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -341,10 +343,24 @@ class Dropouts:
 
 def _has_literal_dropout(module: nn.Module) -> bool:
     """Tells whether a method of the module calls a dropout function with a number above 0 as its probability."""
-    if type(module).__module__.startswith("torch."):
+    own = () if type(module).__module__.startswith("torch.") else methods_of(module)
+    return any(_calls_dropout(method.text) for method in own)
+
+
+@cache
+def _calls_dropout(text: str) -> bool:
+    return any(_is_dropout(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+
+
+def _is_dropout(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "dropout_p" in given:  # of scaled_dot_product_attention
+        return any(isinstance(node, ast.Constant) and node.value for node in ast.walk(given["dropout_p"]))
+    if name.startswith("self.") or re.search(r"(?:^|\.)(?:\w+_)?dropout(?:[123]d)?_?$", name) is None:
         return False
-    found = (re.search(r"dropout\w*\([^\n]*?[,=] *0?\.\d*[1-9]", method.text) for method in methods_of(module))
-    return any(match is not None for match in found)
+    probability = given.get("p", call.args[1] if len(call.args) > 1 else None)
+    return probability is None or (isinstance(probability, ast.Constant) and bool(probability.value))
 
 
 def _holds_settings(value: Any) -> bool:

@@ -72,6 +72,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._cap = bucket_cap_mb * MIB
         self._buckets: list[FlatBucket] = []
         self._errors: dict[FlatBucket, Errors] = {}
+        self._own: set[torch.Tensor] = set()  # the parameters of all groups, once they are asked for
         self._entries: dict[torch.Tensor, dict[str, Any]] = {}  # of `state`, as laid out; others were loaded since
         self._exchange: OneBitExchange | None = None
         self._given: tuple[Communicator, Buckets] | None = None
@@ -118,6 +119,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             own = self.defaults[name]
             require(name, settings[name], settings[name] == own, f"{own!r}, as all groups, which are sent together")
         super().add_param_group(param_group)
+        self._own = set()
         for p in self.param_groups[-1]["params"]:
             if not p.dtype.is_floating_point or p.dtype == torch.float64:
                 raise ConfigurationError(f"params: got {p.dtype}; needs parameters of 32 or 16 bits, floating-point")
@@ -150,8 +152,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """The gradients of a bucket whose parameters another optimizer has."""
         if self._given is not None:
             return []
-        own = {p for group in self.param_groups for p in group["params"]}
-        return [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in own]
+        if not self._own:
+            self._own = {p for group in self.param_groups for p in group["params"]}
+        return [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in self._own]
 
     def _reduce_foreign(self, flat: torch.Tensor, foreign: list[torch.Tensor], inside: Communicator | None) -> Handle:
         """Averages these gradients over all ranks, and the others of the bucket inside nodes alone."""
@@ -227,8 +230,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         if not self._buckets:
             self._lay_out(exchange)
-        held = [p for bucket in self._buckets for p in bucket.parameters]
-        if not self._entries or any(self.state.get(p) is not self._entries[p] for p in held):
+        key = self.keys[0]
+        held = [pair for bucket in self._buckets for pair in zip(bucket.parameters, bucket.views[key], strict=True)]
+        entries = self.state
+        if not self._entries or any(
+            entries.get(p) is not self._entries[p] or entries[p].get(key) is not view for p, view in held
+        ):
             self._take_over(exchange)
         self.forget_errors()
 

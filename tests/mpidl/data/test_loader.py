@@ -450,11 +450,13 @@ def test_a_killed_rank_leaves_neither_workers_nor_their_semaphores(mpirun, tmp_p
 def test_ranks_of_tp_load_in_step_with_the_program(comm) -> None:
     """A thread would draw between what the model draws, on each rank elsewhere."""
     with mpidl.Mesh(tp=2, comm=comm) as mesh, mpidl.Mesh(dp=2, comm=comm) as apart:
-        drawn = []
-        for _ in DataLoader(Draws(), 2, mesh=mesh):
-            drawn.append(torch.get_rng_state())
-            torch.rand(1)
-        assert len({bytes(state.numpy()) for state in drawn}) == len(drawn)
+        torch.manual_seed(3)
+        seen = []
+        for batch in DataLoader(Draws(), 2, mesh=mesh):
+            time.sleep(0.01 * comm.rank)  # as ranks are, at different places at a time
+            seen += [batch[0].tolist(), float(torch.rand(1))]
+        everyone = mpidl.all_gather_object(comm, seen)
+        assert everyone[0] == everyone[1]
         assert DataLoader(Draws(), mesh=mesh)._ahead == 0
         assert DataLoader(Draws(), mesh=apart)._ahead == 2
         assert DataLoader(Draws(), mesh=mesh, prefetch_factor=3)._ahead == 3

@@ -69,7 +69,7 @@ def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
                 second.optimizer.load_model_state_dict(second.model.state_dict())
             second.optimizer.load_state_dict(state)
         second.run(saved_at, 6)
-        if saved_at + 6 != 8:  # between exchanges of 0/1 Adam
+        if name != "zero_one" or saved_at != 2:  # where 0/1 Adam is between exchanges
             second.check_equal_on_all_ranks()
         made.append(second.weights())
     assert torch.equal(*made)

@@ -242,8 +242,9 @@ class OtherNames(nn.Module):
         self.q_linear, self.k_linear, self.v_linear, self.out = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layers = (self.q_linear, self.k_linear, self.v_linear)
-        q, k, v = (layer(x).view(len(x), -1, self.h, self.d_k).transpose(1, 2) for layer in layers)
+        q = self.q_linear(x).view(len(x), -1, self.h, self.d_k).transpose(1, 2)
+        k = self.k_linear(x).view(len(x), -1, self.h, self.d_k).transpose(1, 2)
+        v = self.v_linear(x).view(len(x), -1, self.h, self.d_k).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v)
         return self.out(y.transpose(1, 2).reshape(len(x), -1, self.d_model))
 
@@ -291,6 +292,43 @@ class Halves(Mixing):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a, b = self.up(x).chunk(2, -1)
         return self.down(torch.cat([a * b.sigmoid(), b * a.sigmoid()], -1))
+
+
+class Scaled(Mixing):
+    """One whose output is scaled by a parameter of its own, which is no reason to leave it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gamma * self.down(F.relu(self.up(x)))
+
+
+class Square(OtherNames):
+    """Heads as many as each is wide, under known names; the input's width is compared alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = self.num_heads = 3
+        del self.d_k, self.h
+        self.d_model = 9
+        self.q_linear, self.k_linear, self.v_linear, self.out = (nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        if c != 9:
+            raise ValueError("the width")
+        q = self.q_linear(x).view(b, t, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k_linear(x).view(b, t, self.num_heads, self.head_dim).transpose(1, 2)
+        v = self.v_linear(x).view(b, t, self.num_heads, self.head_dim).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, self.d_model))
+
+
+@pytest.mark.parametrize("model", [Scaled(), Square()], ids=lambda model: type(model).__name__)
+def test_what_is_nearly_another_is_cut(model: nn.Module) -> None:
+    made = automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
+    assert "0" in made.plan
 
 
 def parametrized() -> nn.Module:
