@@ -227,6 +227,19 @@ class Then:
         return self._then()
 
 
+def average_some(gradients: Sequence[torch.Tensor], comm: Communicator) -> Then:
+    """Starts to average some of a bucket's gradients, of one dtype, and leaves the others as they are."""
+    means = torch.cat([g.reshape(-1) for g in gradients])
+    work = comm.all_reduce(means, "avg", async_op=True)
+    assert work is not None
+
+    def put_back() -> None:
+        for g, mean in zip(gradients, means.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(mean.view(g.shape))
+
+    return Then(work, put_back)
+
+
 def begin(hook: tuple[Any, Hook], bucket: GradBucket) -> Handle:
     """Calls a hook, with its state, for a bucket."""
     handle = hook[1](hook[0], bucket)

@@ -63,8 +63,8 @@ class NonfiniteGuard:
     give_up_after: so many steps skipped in a row are a TrainingError, too.
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
         It reads all gradients once more. Without it, only what the reduction has left can be named.
-    process_group: the ranks that take or skip a step together; by default the engine's, which it
-        must hold; for a plain model the world.
+    process_group: the ranks that take or skip a step together; by default the engine's, all of
+        which a group given must have; for a plain model the world.
     mesh: a `Mesh`: one decision of all its ranks, those of pp and tp too.
     scaler: torch's or mpidl's GradScaler; while it is enabled gradients are its business, and only the loss is looked
         at. `scaler.unscale_(optimizer)` comes before `allows`, and `scaler.update()` after it whatever it says.
@@ -97,11 +97,11 @@ class NonfiniteGuard:
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         if self._zero is None and trainer_of_model(plain) is not None:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
+        trainer = self._zero if self._zero is not None else model
         if mesh is not None:
             self._comm = mesh.comm
         elif process_group is not None:
             self._comm = process_group
-            trainer = self._zero if self._zero is not None else model
             engines: Communicator | None = getattr(trainer, "process_group", None)
             if engines is not None and None in engines.translate_ranks(range(engines.size), process_group):
                 raise ConfigurationError(
@@ -115,7 +115,6 @@ class NonfiniteGuard:
         else:
             self._comm = default_communicator(process_group)
         refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")
-        trainer = self._zero if self._zero is not None else model
         self._compressed: CompressedReduction | None = getattr(trainer, "compressed", None)
         if self._compressed is not None and on_nan == "skip":
             self._compressed.announce_skips()

@@ -25,10 +25,11 @@ import torch
 
 from collectives import Communicator
 
-from ..comm_hooks import GradBucket, Handle, Then, allreduce, completed
+from ..comm_hooks import GradBucket, Handle, allreduce, average_some, completed
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
+from .elementwise_state import restore_wide
 from .setting_checks import require, require_betas
 
 _SEED = 20250407
@@ -236,12 +237,7 @@ class Dion(torch.optim.Optimizer):
         """Loads what `state_dict` gave, on every rank the same."""
         super().load_state_dict(dict(state_dict))
         self._has_own_momenta = False
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for p, number in zip(group["params"], saved["params"], strict=True):
-                wide = torch.promote_types(p.dtype, torch.float32)
-                for key, value in state_dict["state"].get(number, {}).items():
-                    if torch.is_tensor(value) and key != "step":  # torch rounds to the parameter's dtype
-                        self.state[p][key] = value.detach().to(p.device, wide, copy=True)
+        restore_wide(self, state_dict, ("momentum", "q", "exp_avg", "exp_avg_sq"))
 
 
 class DionState:
@@ -271,15 +267,7 @@ def dion_hook(state: DionState, bucket: GradBucket) -> Handle:
         return allreduce(optimizer.process_group, bucket)
     if not others:
         return completed()
-    flat = torch.cat([g.reshape(-1) for g in others])
-    work = bucket.communicator(optimizer.process_group).all_reduce(flat, "avg", async_op=True)
-    assert work is not None
-
-    def put_back() -> None:
-        for g, mean in zip(others, flat.split([g.numel() for g in others]), strict=True):
-            g.copy_(mean.view(g.shape))
-
-    return Then(work, put_back)
+    return average_some(others, bucket.communicator(optimizer.process_group))
 
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:

@@ -52,6 +52,19 @@ def saved_state(optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
     return found
 
 
+def restore_wide(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Gives an optimizer these states of a state_dict in fp32 or wider, after torch has loaded it.
+
+    Torch's `load_state_dict` rounds states to the dtype of 16-bit parameters.
+    """
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for p, number in zip(group["params"], saved["params"], strict=True):
+            wide = torch.promote_types(p.dtype, torch.float32)
+            for key, value in state_dict["state"].get(number, {}).items():
+                if key in keys and torch.is_tensor(value):
+                    optimizer.state[p][key] = value.detach().to(p.device, wide, copy=True)
+
+
 def mark_replicated(value: Any) -> Any:
     """Marks a state as whole on every rank, as a tensor may have the shape of a slice by accident. Returns it."""
     if torch.is_tensor(value):

@@ -20,12 +20,13 @@ import torch
 
 from collectives import Communicator
 
-from ...comm_hooks import GradBucket, Handle, Then, completed
+from ...comm_hooks import GradBucket, Handle, Then, average_some, completed
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import Reduction
 from ...mesh.groups import data_group
 from ...replicas.start_check import check_settings_agree
+from ..elementwise_state import restore_wide
 from ..setting_checks import require
 from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
@@ -158,18 +159,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _reduce_foreign(self, flat: torch.Tensor, foreign: list[torch.Tensor], inside: Communicator | None) -> Handle:
         """Averages these gradients over all ranks, and the others of the bucket inside nodes alone."""
-        means = torch.cat([g.reshape(-1) for g in foreign])
-        everywhere = self._ready_exchange().averaging.all_reduce(means, "avg", async_op=True)
-        within = None if inside is None else inside.all_reduce(flat, "avg", async_op=True)
-
-        def put_back() -> None:
-            if within is not None:
-                within.wait()
-            for g, mean in zip(foreign, means.split([g.numel() for g in foreign]), strict=True):
-                g.copy_(mean.view(g.shape))
-
-        assert everywhere is not None
-        return Then(everywhere, put_back)
+        averaged = average_some(foreign, self._ready_exchange().averaging)
+        if inside is None:
+            return averaged
+        within = inside.all_reduce(flat, "avg", async_op=True)
+        assert within is not None
+        return Then(within, averaged.wait)
 
     def use(self, world: Communicator, buckets: Buckets) -> None:
         """Takes an engine's ranks and buckets, of the optimizer's parameters, whose shards are the owners' chunks."""
@@ -340,11 +335,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Loads what `state_dict` gave, on every rank the same."""
         super().load_state_dict(dict(state_dict))
         self._has_errors = False
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for p, number in zip(group["params"], saved["params"], strict=True):
-                for key, value in state_dict["state"].get(number, {}).items():
-                    if torch.is_tensor(value) and key in (*self.keys, _ERROR):  # torch rounds to the parameter's dtype
-                        self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
+        restore_wide(self, state_dict, (*self.keys, _ERROR))
 
 
 def one_bit_hook(optimizer: OneBitOptimizer, bucket: GradBucket) -> Handle:
