@@ -12,6 +12,7 @@ as that might look at other tokens, which another rank has.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from ..errors import ConfigurationError
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
-from .source import method_with, methods_of
+from .source import Method, method_with, methods_of
 from .structure import attention, feed_forward
 from .styles import SequenceBegins, SequenceEnds, SequenceParallel, Style, VocabParallel
 
@@ -59,6 +60,7 @@ class _Modules:
         self.what: dict[str, tuple[str, str]] = {}  # by name: what is done, and how
         self._model, self._ranks = model, ranks
         self._tokens = _vocabulary(model)
+        self._used = _used_by_themselves(model)
         self._visit("", model, expert=False)
         cut = {id(p) for name in self.plan for p in _own(model.get_submodule(name))}
         for name, (what, _) in list(self.what.items()):
@@ -106,6 +108,8 @@ class _Modules:
             self._visit(dot + child, inner, expert=name.rpartition(".")[2] == "experts")
 
     def _takes_tokens(self, module: Any) -> bool:
+        if any(id(p) in self._used for p in _own(module)):
+            return False
         if isinstance(module, nn.Embedding):
             if module.num_embeddings != self._tokens or module.max_norm or module.scale_grad_by_freq or module.sparse:
                 return False
@@ -126,6 +130,23 @@ class _Modules:
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
+
+
+def _used_by_themselves(model: nn.Module) -> set[int]:
+    """Returns the ids of weights that a module computes with by itself, as in F.linear(x, self.embedding.weight)."""
+    found = set()
+    for module in model.modules():
+        names = {name for method in methods_of(module) if _computes(method) for name in method.weights}
+        for inner in module.modules() if names else ():
+            for name in names:
+                weight = getattr(getattr(inner, name, None), "weight", None)
+                found |= {id(weight)} if isinstance(weight, nn.Parameter) else set()
+    return found
+
+
+def _computes(method: Method) -> bool:
+    """Tells whether a method may be of a forward pass, and not of construction, by its name."""
+    return re.search("init|tie|reset|load|save|resize|get_|set_|embeddings$", method.name) is None
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -20,6 +20,7 @@ from torch import nn
 from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
+from .assigned import keep_placements
 from .forward_wrapper import run_around
 from .functions import CutProduct, column_product, row_product
 from .local_elements import FeaturesHere, Part
@@ -306,6 +307,7 @@ class ColumnParallelLinear(nn.Linear):
         make_column(self, tp, [run], copies_input=True)
         begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
         refuse_to_save_parts(self, tp)
+        keep_placements(self, tp)
 
 
 class RowParallelLinear(nn.Linear):
@@ -319,3 +321,4 @@ class RowParallelLinear(nn.Linear):
         tp = TensorParallel.of_layers(mesh)
         make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])
         refuse_to_save_parts(self, tp)
+        keep_placements(self, tp)

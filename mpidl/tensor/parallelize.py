@@ -19,6 +19,7 @@ from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.placement import Cut, cuts_over, join_parts, place, placement
+from .assigned import keep_placements
 from .automatic import automatic_plan
 from .deferred import recorded_views
 from .dropout import drop_by_index
@@ -86,6 +87,7 @@ def parallelize(
         tp.recorded = recorded_views(model)
         check_everywhere(mesh["tp"], lambda: apply_styles(model, found, tp))
         refuse_to_save_parts(model, tp)
+        keep_placements(model, tp)
     tp.keep(model.register_forward_pre_hook(lambda *_: tp.end_pass()))
     tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
     if by_index:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -25,7 +26,8 @@ class Method:
     calls: functions in the order in which they are evaluated, as written, such as "self.act". feeds: by function, what
     may be in the first argument of a call of it: arguments of the method, and results as "self.act()". direct: by
     function, the arguments of the method that are given to it as they came, and "" for anything else. uses: how often
-    each argument is read as it came.
+    each argument is read as it came. weights: modules whose weight the method itself computes with, by
+    their last names. tree: the method's syntax.
     """
 
     name: str
@@ -35,12 +37,24 @@ class Method:
     feeds: dict[str, set[str]] = field(default_factory=dict)
     direct: dict[str, set[str]] = field(default_factory=dict)
     uses: dict[str, int] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
+    tree: ast.FunctionDef | None = None
 
     def between(self, first: str, last: str) -> list[str]:
         """Lists the functions that are called after `first` and before `last`, each by its last name."""
         start = self.calls.index(first)
         stop = len(self.calls) - 1 - self.calls[::-1].index(last)
         return [call.rpartition(".")[2] for call in self.calls[start + 1 : stop]]
+
+    def leaks(self, module: nn.Module, sources: Collection[str], end: str) -> bool:
+        """Tells whether what `sources` return goes anywhere but into calls of `end`, as into a loss of its own.
+
+        module: of this class; branches that its settings rule out are not read.
+        """
+        assert self.tree is not None
+        follower = _Follower(module, sources, end)
+        follower.follow(self.tree.body)
+        return follower.leaks
 
 
 def methods_of(module: nn.Module) -> list[Method]:
@@ -71,7 +85,7 @@ def _methods(cls: type) -> list[Method]:
 
 def _read(node: ast.FunctionDef) -> Method:
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    method = Method(node.name, ast.unparse(node), [name for name in names if name != "self"])
+    method = Method(node.name, ast.unparse(node), [name for name in names if name != "self"], tree=node)
     _Reader(method).visit_body(node.body)
     return method
 
@@ -115,12 +129,15 @@ class _Reader(ast.NodeVisitor):
             self._method.direct.setdefault(name, set()).update(self._itself(values[0]) or {""})
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Leaves out what no gradient comes from."""
+        """Leaves out what no gradient comes from; notes a module whose weight is read."""
         if node.attr not in _NUMBERS:
+            if node.attr == "weight" and isinstance(node.value, ast.Attribute):
+                self._method.weights.add(node.value.attr)
             self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        """Leaves it out, as no gradient comes from it."""
+        """Notes its calls alone, as no gradient comes from it."""
+        self._method.calls += [ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)]
 
     def visit_Name(self, node: ast.Name) -> None:
         """Counts the use of an argument."""
@@ -143,6 +160,69 @@ class _Reader(ast.NodeVisitor):
         children = [node.body, node.orelse] if isinstance(node, ast.IfExp) else ast.iter_child_nodes(node)
         called = {f"{ast.unparse(node.func)}()"} if isinstance(node, ast.Call) else set()
         return called.union(*(self._held(child) for child in children))
+
+
+class _Follower:
+    """Follows what some functions return through a method's statements, up to the calls of one that ends it.
+
+    leaks: whether the method returns it, keeps it in an attribute, or gives it to a call whose result it does not use.
+    """
+
+    def __init__(self, module: nn.Module, sources: Collection[str], end: str) -> None:
+        self._module, self._sources, self._end = module, sources, end
+        self._variables: set[str] = set()
+        self.leaks = False
+
+    def follow(self, body: Iterable[ast.AST]) -> None:
+        """Reads statements in their order, a loop's body once."""
+        for node in body:
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                adds = isinstance(node, ast.AugAssign) and self._has(node.target)
+                self._give(targets, adds or (node.value is not None and self._has(node.value)))
+            elif isinstance(node, ast.Return | ast.Expr):
+                self.leaks |= node.value is not None and self._has(node.value)
+            elif isinstance(node, ast.If) and (taken := self._setting(node.test)) is not None:
+                self.follow(node.body if taken else node.orelse)
+            elif isinstance(node, ast.If | ast.For | ast.While):
+                if isinstance(node, ast.For):
+                    self._give([node.target], self._has(node.iter))
+                before = self._variables
+                self.follow(node.body)
+                after, self._variables = self._variables, before
+                self.follow(node.orelse)
+                self._variables = self._variables | after
+            else:
+                self.follow(ast.iter_child_nodes(node))
+
+    def _give(self, targets: Iterable[ast.expr], has: bool) -> None:
+        for target in targets:
+            if isinstance(target, ast.Tuple | ast.List):
+                self._give(target.elts, has)
+            elif isinstance(target, ast.Name):
+                self._variables = self._variables | {target.id} if has else self._variables - {target.id}
+            else:
+                self.leaks |= has
+
+    def _setting(self, test: ast.expr) -> bool | None:
+        """Returns the value of a condition on attributes of the module alone; None for any other one."""
+        names = {leaf.id for leaf in ast.walk(test) if isinstance(leaf, ast.Name)}
+        mode = any(isinstance(leaf, ast.Attribute) and leaf.attr == "training" for leaf in ast.walk(test))
+        if names != {"self"} or mode or any(isinstance(leaf, ast.Call) for leaf in ast.walk(test)):
+            return None
+        try:
+            return bool(eval(ast.unparse(test), {"__builtins__": {}}, {"self": self._module}))
+        except Exception:  # what it reads may not be there yet
+            return None
+
+    def _has(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (self._end, *self._sources):
+            return ast.unparse(node.func) != self._end
+        if isinstance(node, ast.Name):
+            return node.id in self._variables
+        if isinstance(node, ast.Attribute) and node.attr in _NUMBERS:
+            return False
+        return any(self._has(child) for child in ast.iter_child_nodes(node))
 
 
 _NUMBERS = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad", "is_cuda", "numel", "get_device")

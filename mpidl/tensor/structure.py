@@ -186,7 +186,7 @@ class _Attention:
             elif used and value == keys * width and last not in _WIDTHS:
                 scaled_keys.append(dot + name)
             elif value in (heads, keys) and last not in _WIDTHS:
-                in_shape = re.search(rf"\b{_SHAPES}\([^\n]*self\.{re.escape(name)}\b", text)
+                in_shape = re.search(rf"(?:\b{_SHAPES}\(|= [(\[])[^\n]*self\.{re.escape(name)}\b", text)
                 unknown = unknown or (name if in_shape else "")
         if unknown and not known:
             return f"{unknown} may be the number of heads"
@@ -301,6 +301,8 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     mixing = next((name for name in between if _mixes(module, name)), None if cuts is None else cuts.group())
     if mixing is not None or " @ " in method.text:
         return f"{mixing or '@'} may compute on several features"
+    if method.leaks(module, [f"self.{name}" for name in inputs], f"self.{output}"):
+        return f"its features go elsewhere than into {output}"
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
     more = children > {*inputs, output}
     halves = re.search(r"chunk\(2|\bglu\(", method.text) is not None

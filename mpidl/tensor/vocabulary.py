@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..compiling import uncompiled
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
+from .assigned import keep_placements
 from .communication import TensorGroup
 from .functions import rows_of, sum_of_region
 from .linear import cut_parameter, make_column, sizes_of
@@ -94,6 +95,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self._tensor_parallel = TensorParallel.of_layers(mesh)
         make_vocabulary("VocabParallelEmbedding", self, self._tensor_parallel)
         refuse_to_save_parts(self, self._tensor_parallel)
+        keep_placements(self, self._tensor_parallel)
 
 
 class _AsLogits:

@@ -294,6 +294,71 @@ class Halves(Mixing):
         return self.down(torch.cat([a * b.sigmoid(), b * a.sigmoid()], -1))
 
 
+class KeepsALoss(Mixing):
+    """One that keeps the mean of its features, as for a loss that makes them sparse."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.up(x))
+        self.sparsity = h.abs().mean()
+        return self.down(h)
+
+
+class ReturnsALoss(Mixing):
+    """One that returns such a mean."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.relu(self.up(x))
+        y = self.down(h)
+        return y, h.mean()
+
+
+class Gates(Mixing):
+    """One whose output is weighed by all features."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.up(x))
+        y = self.down(h)
+        if self.training:
+            y = y * h.amax(-1, keepdim=True)
+        return y
+
+
+class Largest(Mixing):
+    """One that keeps the largest of the features."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h * (h >= h.kthvalue(3, -1, keepdim=True).values))
+
+
+class ShapeFirst(OtherNames):
+    """An attention with a number of heads that is not known, in a shape that it makes beforehand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (len(x), -1, self.h, self.d_k)
+        q, k = self.q_linear(x).view(shape).transpose(1, 2), self.k_linear(x).view(shape).transpose(1, 2)
+        v = self.v_linear(x).view(shape).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(len(x), -1, self.d_model))
+
+
+class SlowButExact(Mixing):
+    """One with another way to compute, which its settings rule out: no reason to leave it whole."""
+
+    def __init__(self, pieces: int = 1) -> None:
+        super().__init__()
+        self.pieces = pieces
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.up(x))
+        if self.pieces > 1:
+            y = self.down.bias + F.linear(h[..., :4], self.down.weight[:, :4])
+            y = y + F.linear(h[..., 4:], self.down.weight[:, 4:])
+        else:
+            y = self.down(h)
+        return y
+
+
 class Scaled(Mixing):
     """One whose output is scaled by a parameter of its own, which is no reason to leave it whole."""
 
@@ -325,7 +390,7 @@ class Square(OtherNames):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, self.d_model))
 
 
-@pytest.mark.parametrize("model", [Scaled(), Square()], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", [Scaled(), Square(), SlowButExact()], ids=lambda model: type(model).__name__)
 def test_what_is_nearly_another_is_cut(model: nn.Module) -> None:
     made = automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
     assert "0" in made.plan
@@ -346,6 +411,12 @@ def parametrized() -> nn.Module:
         OwnParameter(),
         Deviation(),
         Halves(),
+        KeepsALoss(),
+        ReturnsALoss(),
+        Gates(),
+        Largest(),
+        SlowButExact(pieces=2),
+        ShapeFirst(),
         parametrized(),
         Apart(),
         nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)),
@@ -359,3 +430,18 @@ def parametrized() -> nn.Module:
 def test_a_model_with_nothing_that_can_be_cut_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match="'auto' found no attention"):
         automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
+
+
+class ByWeight(nn.Module):
+    """A language model that computes its logits with the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(11, 6), Scaled()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.block(self.embedding(tokens)), self.embedding.weight)
+
+
+def test_an_embedding_whose_weight_is_used_by_itself_stays_whole() -> None:
+    assert list(automatic_plan(ByWeight(), 2, sequence_parallel=False).plan) == ["block"]

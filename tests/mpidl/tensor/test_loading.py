@@ -79,6 +79,18 @@ def test_a_model_on_the_meta_device_reads_its_parts(comm: Communicator, name: st
         assert largest_difference(model, whole) < 1e-10
 
 
+def test_parameters_that_a_load_replaces_are_cut_as_those_before(comm: Communicator) -> None:
+    whole, model = build("llama, two key heads"), build("llama, two key heads")
+    with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh)
+        before = {name: placement(p) for name, p in model.named_parameters()}
+        parts = {name: t.clone() for name, t in model.state_dict().items()}
+        model.load_state_dict(parts, assign=True)
+        assert {name: placement(p) for name, p in model.named_parameters()} == before
+        assert train(model, 2) == pytest.approx(train(whole, 2), abs=1e-10)
+        assert largest_difference(model, whole) < 1e-10
+
+
 @pytest.mark.parametrize("name", ["gpt2", "qwen2, tied", "llama, one key head"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_initial_values_are_those_of_one_process(comm: Communicator, name: str, sequence_parallel: bool) -> None:
