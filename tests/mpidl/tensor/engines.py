@@ -25,14 +25,15 @@ GLOBAL_BATCH = 4
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of a training. micro: passes a step, all but the last under no_sync. clip: the largest norm.
+    """Recipe of a training. micro: passes a step; all but the last under no_sync, unless reduces_each.
 
-    clipper: the optimizer's own function, or that of "mpidl" or "torch".
+    clip: the largest norm. clipper: the optimizer's own function, or that of "mpidl" or "torch".
     frozen: parts of names of parameters that do not train. settings: of the optimizer. engine: arguments of the engine.
     """
 
     steps: int = 20
     micro: int = 1
+    reduces_each: bool = False
     clip: float | None = None
     norm_type: float = 2.0
     clipper: str = "optimizer"
@@ -122,7 +123,7 @@ def train_cut(engine: str, model: nn.Module, mesh: Mesh, recipe: Recipe) -> Trai
             losses.append(0.0)
             for micro in range(recipe.micro):
                 x = batch(step, micro).chunk(mesh.size("dp"))[mesh.rank("dp")]
-                later = micro < recipe.micro - 1 and engine != "torch"
+                later = micro < recipe.micro - 1 and engine != "torch" and not recipe.reduces_each
                 owner = optimizer if engine in WAYS else call
                 with owner.no_sync() if later else contextlib.nullcontext():
                     loss = loss_of(call, x) / recipe.micro

@@ -11,15 +11,20 @@ import pytest
 @pytest.mark.thorough
 @pytest.mark.limit(400)
 @pytest.mark.parametrize(
-    ("engine", "name", "dp"),
+    ("engine", "name", "dp", "shards"),
     [
-        ("stage 1", "gpt2", 2),
-        ("stage 3", "gpt2", 4),
-        ("stage 3 gathered", "llama, two key heads", 2),
-        ("ddp", "llama, two key heads", 1),
+        ("stage 1", "gpt2", 2, "all"),
+        ("stage 3", "gpt2", 4, "all"),
+        ("stage 3", "gpt2", 4, 2),
+        ("stage 3 gathered", "llama, two key heads", 2, "all"),
+        ("stage 2", "llama, two key heads", 4, 2),
+        ("ddp", "llama, two key heads", 1, "all"),
     ],
 )
-def test_eight_ranks_train_as_one_process(mpirun: Callable[..., Any], engine: str, name: str, dp: int) -> None:
-    job = mpirun(8, "-W", "ignore", "-m", "tests.mpidl.tensor.job_eight_ranks", engine, name, dp, timeout=360)
+def test_eight_ranks_train_as_one_process(
+    mpirun: Callable[..., Any], engine: str, name: str, dp: int, shards: str | int
+) -> None:
+    """Also with hybrid sharding, where two replicas have two ranks of dp each."""
+    job = mpirun(8, "-W", "ignore", "-m", "tests.mpidl.tensor.job_eight_ranks", engine, name, dp, shards, timeout=360)
     assert job.returncode == 0, job.stderr
     assert job.stdout.strip() == "the same"

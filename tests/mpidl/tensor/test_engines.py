@@ -39,6 +39,7 @@ RECIPES = {
     "plain": Recipe(),
     "clipped": Recipe(clip=0.05),
     "accumulated": Recipe(micro=3, clip=0.05),
+    "reduced each": Recipe(micro=3, reduces_each=True, clip=0.05),
     "frozen": Recipe(frozen=("wte", "embed", "ln_1", "input_layernorm", "c_attn.bias", "k_proj"), clip=0.05),
 }
 
