@@ -11,7 +11,7 @@ WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHO
                                       averager, model/NAME (a module's extra state), optimizer.group0, optimizer.STATE
                                       (of another shape than the parameter) or compression.STATE.PARAMETER
 rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
-                                      differ between the ranks for a while (post-local SGD, no_sync)
+                                      differ between the ranks for a while (post-local SGD, no_sync), with their states
 
 Of a model that lies over a mesh, a rank writes what `joining` leaves to it of its part's cuts. Each part describes the
 states of the parameters for which it speaks; `joined` puts these descriptions together.
@@ -170,6 +170,8 @@ def collect(
     elif engine.part.names and engine.join.reason:
         about["apart"] = engine.join.reason
     spoken: dict[str, torch.Tensor] = {}  # equal on every rank of the part, and written by its rank 0
+    mine: dict[str, torch.Tensor] = {}  # of this rank alone
+    own: dict[str, Any] = {}
     first: dict[str, torch.Tensor] = {}  # equal on every rank, and written by the first
     about["model"]["extra_state"] = {
         name: json_encoding.encode(module.get_extra_state(), f"model/{name}", spoken)
@@ -179,15 +181,19 @@ def collect(
     uncut = None
     if engine.optimizer is not None:
         about["optimizer"], uncut = _optimizer(engine, add, spoken, first)
+        states = _states_of_the_rank(engine, f"{own_prefix}/optimizer", mine)
+        if states:
+            own["states"] = states
         if engine.owned is not None and engine.owned.steps is not None:
             about["optimizer"]["steps"] = engine.owned.steps
             unseen = engine.owned.unseen()
             for held in engine.parameters:
                 if held.parameter in unseen:
                     add(f"seen/{held.name}", held, engine.owned.seen(held.parameter), False)
+    about["unreduced"] = engine.gradients_per_rank
     for held in engine.parameters:
         if held.name in gradients:
-            add(f"gradient/{held.name}", held, gradients[held.name], engine.gradients_per_rank)
+            add(f"gradient/{held.name}", held, gradients[held.name], about["unreduced"] or held.per_rank)
     if compressed is not None:
         about["compression"] = compression_state.describe(engine, compressed, add, spoken)
     for name in _PARTS:
@@ -201,8 +207,6 @@ def collect(
     if engine.comm.rank == 0:
         kept = {**spoken, **(first if engine.join.number == 0 else {})}
         pieces += [_whole(name, values) for name, values in kept.items()]
-    mine: dict[str, torch.Tensor] = {}
-    own: dict[str, Any] = {}
     if random:
         own["random"] = json_encoding.encode(random_states.capture(), f"{own_prefix}/random", mine)
     if hook is not None:
@@ -268,13 +272,9 @@ def _optimizer(
         groups.append({"params": names, "settings": json_encoding.encode(settings, f"optimizer.group{number}", first)})
     state: dict[str, Any] = {}
     uncut = None
-    states = saved_state(optimizer)
     part = f"part{engine.join.number}." if engine.join.number else ""
-    kept = [(held, held.key, states.get(held.key)) for held in engine.parameters if held.key is not None]
-    cut = elementwise((key.shape, entry) for _, key, entry in kept if entry)
-    for held, _, entry in kept:
-        if not entry:
-            continue
+    kept, cut = _kept_states(engine)
+    for held, entry in kept:
         speaks = engine.join.speakers[held.name] == engine.join.number
         entries: dict[str, Any] = {}
         for key, value in entry.items():
@@ -290,3 +290,25 @@ def _optimizer(
         if speaks:
             state[held.name] = entries
     return {"class": engine.optimizer_class, "groups": groups, "state": state}, uncut
+
+
+def _kept_states(engine: Engine) -> tuple[list[tuple[HeldTensor, dict[str, Any]]], set[str]]:
+    """Returns the optimizer's states of each parameter with some, and the keys of those of its shape."""
+    states = saved_state(cast("torch.optim.Optimizer", engine.optimizer))
+    kept = [(held, states[held.key]) for held in engine.parameters if held.key is not None and states.get(held.key)]
+    return kept, elementwise((cast(torch.Tensor, held.key).shape, entry) for held, entry in kept)
+
+
+def _states_of_the_rank(engine: Engine, where: str, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Describes the states of another shape than their parameter, where the ranks' values differ."""
+    found: dict[str, Any] = {}
+    kept, cut = _kept_states(engine)
+    for held, entry in kept if engine.comm.size > 1 else ():
+        others = {
+            key: json_encoding.encode(value, f"{where}.{key}", mine)
+            for key, value in entry.items()
+            if held.per_rank and not (key in cut and is_slice(value, cast(torch.Tensor, held.key)))
+        }
+        if others:
+            found[held.name] = others
+    return found

@@ -78,8 +78,11 @@ class KeptCompression:
     states: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
-    def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
-        """Gives the engine's reduction what was read, or an empty state. tensor: reads one by its name."""
+    def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor], factor: float) -> None:
+        """Gives the engine's reduction what was read, or an empty state.
+
+        tensor: reads one by its name. factor: the loss scale here as a multiple of the saved one.
+        """
         if engine.compressed is None:
             return
         states = {
@@ -89,6 +92,8 @@ class KeptCompression:
         engine.compressed.load_state_dict(
             {"method": self.method, "steps": self.steps, "remainders": self.targets, "states": states}
         )
+        if factor != 1.0:
+            engine.compressed.rescale(factor)
 
 
 def plan(engine: Engine, index: Index) -> KeptCompression:

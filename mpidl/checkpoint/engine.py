@@ -309,7 +309,9 @@ class Engine:
                 found[name] = p.grad
         if self.ddp is not None and self.ddp._reducer is not None:
             self.ddp._reducer._accumulated_under_no_sync = (
-                {p for p, name in self.names.items() if name in dtypes} if per_rank else set()
+                {p for p, name in self.names.items() if name in dtypes and name not in self.ddp.parameters_to_ignore}
+                if per_rank
+                else set()
             )
         return found
 

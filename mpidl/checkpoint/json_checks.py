@@ -104,6 +104,12 @@ def mapping(inner: Check, key: Check = text) -> Check:
     return check
 
 
+def boolean(value: Any) -> None:
+    """Checks a boolean."""
+    if type(value) is not bool:
+        raise Malformed(f"is {shown(value)}; needs true or false")
+
+
 def record(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None, exact: bool = False) -> Check:
     """Returns a check for an object with these fields. exact: and with no others."""
     known = {**needed, **(optional or {})}

@@ -170,7 +170,7 @@ def _encode(value: Any, path: str, where: str, tensors: dict[str, torch.Tensor])
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative and value.itemsize <= 8:
-        return {"$array": _encode(torch.from_numpy(np.ascontiguousarray(value)), path, where, tensors)}
+        return {"$array": _encode(torch.from_numpy(np.array(value, order="C")), path, where, tensors)}
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
         if value.dim() == 0 and value.dtype in _SCALARS:
             return {"$scalar": [str(value.dtype).removeprefix("torch."), _encode(value.item(), path, where, tensors)]}

@@ -30,7 +30,7 @@ from .collect import state_of
 from .engine import Engine, engine_of
 from .held_tensor import Share
 from .index import Index
-from .matching import ReadPlan, checked, plan
+from .matching import ReadPlan, checked, own_states, plan, same_parts
 from .reading import Reader
 from .saving import wait
 
@@ -92,8 +92,9 @@ def load(
             with engine.writing(made.unseen):
                 together(comm, lambda: reader.fill(made.requests, engine.forget))
             together(comm, lambda: made.install(engine, reader.tensor))
-            together(comm, lambda: _finish(engine, reader, made, random))
-            together(comm, lambda: made.compression.install(engine, reader.tensor))
+            factor = _scale_factor(content, scaler)
+            together(comm, lambda: _finish(engine, reader, made, random, factor))
+            together(comm, lambda: made.compression.install(engine, reader.tensor, factor))
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
     if comm.rank == 0:
@@ -137,23 +138,6 @@ def own_content(engine: Engine, content: Index) -> Index:
             f"one: {engine.join.reason}"
         )
     return content
-
-
-def same_parts(engine: Engine, content: Index) -> bool:
-    """Returns True if the model lay in as many parts when it was saved."""
-    saved = {} if "parts" in content.about else content.about.get("mesh", {})
-    return bool(saved == (engine.part.sizes if engine.part.joined else {}))
-
-
-def own_states(engine: Engine, content: Index) -> dict[str, Any]:
-    """Returns the states that this rank takes of those that each rank has of its own.
-
-    Ranks of parts that were not there take those of their replica in the first part: what has to be equal over them,
-    such as masks of dropout outside of cut layers, then is.
-    """
-    part = engine.part.number if engine.part.joined and same_parts(engine, content) else 0
-    own: dict[str, Any] = content.about["own"][part * content.replicas + engine.comm.rank % content.replicas]
-    return own
 
 
 def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> ReadPlan:
@@ -254,12 +238,15 @@ def _with_counters(state: Any, here: Any) -> Any:
     return state
 
 
-def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any) -> None:
-    """Loads the gradients of micro-steps, the state of a hook, and the random states."""
+def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any, factor: float) -> None:
+    """Loads the gradients of micro-steps, times the factor, the state of a hook, and the random states."""
     content, rank = reader.index, engine.comm.rank
     if engine.optimizer is not None:
         engine.optimizer.zero_grad()
-        reader.fill(made.gradient_requests(engine))
+        requests = made.gradient_requests(engine)
+        reader.fill(requests)
+        for request in requests if factor != 1.0 else ():
+            request.target.mul_(factor)
     hook, own = engine.hook_state(), own_states(engine, content)
     if hook is not None and "hook" in own and same_parts(engine, content):
         hook.load_state_dict(json_encoding.decode(own["hook"], reader.tensor))
@@ -268,3 +255,10 @@ def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any) -> None
             randoms.restore(random)
         else:
             randoms.derive(random, rank)
+
+
+def _scale_factor(content: Index, scaler: Any) -> float:
+    """Returns the loss scale here as a multiple of the saved one; without a scaler a loss has scale 1."""
+    saved = part_checks.number_of((content.about.get("scaler") or {}).get("scale", 1.0))
+    here: float = scaler.get_scale() if hasattr(scaler, "get_scale") else 1.0
+    return here / saved if saved else 1.0

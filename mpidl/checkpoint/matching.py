@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "b
 class Request:
     """Elements low..high of a cut of a tensor, to be read into `target`; of several names the mean.
 
+    ranks: over which the mean is taken, of which some may have nothing, which counts as zeros; None: one a name.
     checks: those whose checksums this rank compares: of what all ranks read, each has a share.
     """
 
@@ -42,13 +43,15 @@ class Request:
     high: int
     checks: Sequence[Share]
     target: torch.Tensor
+    ranks: int | None = None
 
 
 @dataclass(eq=False)
 class ReadPlan:
     """List of what to read. small: tensors to be read whole. states: by the optimizer's keys, to be filled.
 
-    unseen: parameters whose new values wait for the next step, under a delayed update.
+    unseen: parameters whose new values wait for the next step, under a delayed update. dtypes: those in which the
+    parameters were saved, by the optimizer's keys.
     """
 
     index: Index
@@ -58,6 +61,7 @@ class ReadPlan:
     settings: list[Any] = field(default_factory=list)
     gradients: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
+    dtypes: dict[torch.Tensor, torch.dtype] = field(default_factory=dict)
     compression: compression_state.KeptCompression = field(default_factory=compression_state.KeptCompression)
 
     def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor]) -> None:
@@ -78,9 +82,9 @@ class ReadPlan:
             entry = {}
             for key, value in self.states.get(held.key, {}).items():
                 if not torch.is_tensor(value):  # JSON
-                    value = json_encoding.decode(value, tensor)
-                    on_device = torch.is_tensor(value) and (value.dim() > 0 or flags[held.parameter])
-                    value = mark_replicated(value.to(held.key.device) if on_device else value)
+                    dtypes = self.dtypes[held.key], _own_dtype(engine, held.key)
+                    value = _moved(json_encoding.decode(value, tensor), held.key, dtypes, flags[held.parameter])
+                    value = mark_replicated(value)
                 entry[key] = value
             if entry:
                 states[held.key] = entry
@@ -92,10 +96,12 @@ class ReadPlan:
         if not self.gradients:
             return []
         dtypes = {name: self.index.tensors[names[0]].dtype for name, names in self.gradients.items()}
-        per_rank = any(re.match(r"rank\d{5,}/", name) for names in self.gradients.values() for name in names)
-        made = engine.new_gradients(dtypes, per_rank)
+        of_ranks = any(_is_of_one_rank(name) for names in self.gradients.values() for name in names)
+        made = engine.new_gradients(dtypes, self.index.about.get("unreduced", of_ranks))
         tensors = {held.name: held for held in engine.parameters}
-        return [_request(tensors[name], self.gradients[name], target) for name, target in made.items()]
+        requests = [_request(tensors[name], self.gradients[name], target) for name, target in made.items()]
+        means = not _takes_its_own(engine, self.index)
+        return [replace(r, ranks=self.index.replicas) if means and _is_of_one_rank(r.names[0]) else r for r in requests]
 
 
 def plan(engine: Engine, index: Index) -> ReadPlan:
@@ -126,9 +132,26 @@ def plan(engine: Engine, index: Index) -> ReadPlan:
         if engine.owned is not None and engine.owned.delays:
             _unseen(engine, index, made)
         if index.about["micro_step"]:
-            _gradients(engine, index, made, names_of)
+            _gradients(engine, index, made)
         _compression(engine, index, made)
     return made
+
+
+def same_parts(engine: Engine, content: Index) -> bool:
+    """Returns True if the model lay in as many parts when it was saved."""
+    saved = {} if "parts" in content.about else content.about.get("mesh", {})
+    return bool(saved == (engine.part.sizes if engine.part.joined else {}))
+
+
+def own_states(engine: Engine, content: Index) -> dict[str, Any]:
+    """Returns the states that this rank takes of those that each rank has of its own.
+
+    Ranks of parts that were not there take those of their replica in the first part: what has to be equal over them,
+    such as masks of dropout outside of cut layers, then is.
+    """
+    part = engine.part.number if engine.part.joined and same_parts(engine, content) else 0
+    own: dict[str, Any] = content.about["own"][part * content.replicas + engine.comm.rank % content.replicas]
+    return own
 
 
 NamesOf = Callable[[str, bool], tuple[str, ...]]
@@ -159,6 +182,8 @@ def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> N
             problems["of another kind"].append(f"{held.name} (has {entry.dtype}, needs {held.values.dtype})")
         else:
             made.requests.append(_request(held, names, held.values))
+            if held.key is not None:
+                made.dtypes[held.key] = entry.dtype
     extra = about.get("extra_state", dict.fromkeys(engine.extra_states))  # weights of elsewhere have none
     problems["missing"] += [name for name in engine.extra_states if name not in extra]
     extra_here = {name for content in engine.join.contents for name in content.extra_states}
@@ -191,12 +216,15 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
         _check_settings(index, number, settings, engine.optimizer.param_groups[number])
     kept = KeptStates(engine, index, made.settings)
     trained = {name for names in own for name in names}
+    of_the_rank = own_states(engine, index).get("states", {}) if index.replicas == engine.comm.size else {}
     for held in engine.parameters:
         if held.key is None or held.name not in trained:
             continue
         entry: dict[str, Any] = {}
         current = saved_state(engine.optimizer).get(held.key, {})
         saved_states = about["state"].get(held.name, {})
+        if saved_states and may_differ(engine, held):
+            saved_states = {**saved_states, **of_the_rank.get(held.name, {})}
         if saved_states:
             kept.check(held, saved_states)
         for key, value in saved_states.items():
@@ -238,7 +266,7 @@ def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, curr
 
     Its dtype is the one to which the optimizer's `load_state_dict` converts the state.
     """
-    own = torch.promote_types(key.dtype, torch.float32) if _has_wide_states(engine) else key.dtype
+    own = _own_dtype(engine, key)
     dtype = own if saved.is_floating_point and key.dtype.is_floating_point else saved
     fits = torch.is_tensor(current) and current.shape == key.shape and current.dtype == dtype
     if fits and current.device == key.device:
@@ -248,8 +276,23 @@ def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, curr
     return torch.empty_like(key, dtype=dtype, requires_grad=False)
 
 
-def _has_wide_states(engine: Engine) -> bool:
-    return bool(getattr(engine.optimizer_type, "wide_states", False))
+def _own_dtype(engine: Engine, key: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of the optimizer's states of a parameter."""
+    wide = getattr(engine.optimizer_type, "wide_states", False)
+    return torch.promote_types(key.dtype, torch.float32) if wide else key.dtype
+
+
+def _moved(value: Any, key: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype], scalars: bool) -> Any:
+    """Moves a state's tensors, also in lists, to the key's device, and converts those of the first dtype to the second.
+
+    As torch's `load_state_dict` does with states of the parameter's dtype. scalars: also those without dimensions.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(each, key, dtypes, scalars) for each in value)
+    if not torch.is_tensor(value) or not (value.dim() or scalars):
+        return value
+    saved, own = dtypes
+    return value.to(key.device, own if value.dtype == saved and key.is_floating_point() else value.dtype)
 
 
 def _unseen(engine: Engine, index: Index, made: ReadPlan) -> None:
@@ -274,9 +317,18 @@ def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]])
     )
 
 
-def _gradients(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> None:
+def _takes_its_own(engine: Engine, index: Index) -> bool:
+    """Returns True if each rank takes the gradients that it saved, and False if they take the mean of the ranks'."""
+    return engine.zero is None and index.replicas == engine.comm.size
+
+
+def _gradients(engine: Engine, index: Index, made: ReadPlan) -> None:
     for held in engine.parameters:
-        names = names_of(f"gradient/{held.name}", engine.zero is None)
+        name = f"gradient/{held.name}"
+        each = [f"{rank_name(rank)}/{name}" for rank in range(index.replicas)]
+        if _takes_its_own(engine, index):
+            each = [each[engine.comm.rank]]
+        names = tuple(known for known in (name, *each) if known in index.tensors)
         if names:
             if any(index.tensors[each].shape != held.shape for each in names):
                 raise CheckpointError(f"{index.file}: the gradient of {held.name} has another shape than it")
@@ -295,8 +347,12 @@ def _compression(engine: Engine, index: Index, made: ReadPlan) -> None:
 
 def checked(held: HeldTensor, names: tuple[str, ...]) -> Sequence[Share]:
     """Returns the elements whose checksums this rank compares: its share, or all if it alone reads the tensor."""
-    alone = held.per_rank or (len(names) == 1 and re.match(r"rank\d{5,}/", names[0]) is not None)
+    alone = held.per_rank or (len(names) == 1 and _is_of_one_rank(names[0]))
     return [Share(held.cut, held.start, held.stop)] if alone else held.writes
+
+
+def _is_of_one_rank(name: str) -> bool:
+    return re.match(r"rank\d{5,}/", name) is not None
 
 
 def _request(held: HeldTensor, names: tuple[str, ...], target: torch.Tensor) -> Request:

@@ -59,20 +59,23 @@ class Reader:
             for begin, end in zip(first[first < last].tolist(), last[first < last].tolist(), strict=True):
                 file.check(part.key, part.crc32, range(begin, end), self._block())
 
-    def read(self, names: Sequence[str], cut: Cut, low: int, high: int, target: torch.Tensor) -> None:
+    def read(
+        self, names: Sequence[str], cut: Cut, low: int, high: int, target: torch.Tensor, ranks: int | None = None
+    ) -> None:
         """Fills a tensor of high - low elements with elements low..high of a cut, converted.
 
-        names: of several the mean.
+        names: of several the mean. ranks: see `Request`.
         """
         if target.numel() == 0:
             return
         if not target.is_contiguous():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-            self.read(names, cut, low, high, whole)
+            self.read(names, cut, low, high, whole, ranks)
             target.copy_(whole)
             return
         flat = target.detach().view(-1)
-        if len(names) == 1:
+        over = len(names) if ranks is None else ranks
+        if over == 1:
             self._read(names[0], cut, low, high, flat)
             return
         total = torch.zeros(high - low, dtype=torch.promote_types(flat.dtype, torch.float64))
@@ -80,12 +83,12 @@ class Reader:
         for name in names:
             self._read(name, cut, low, high, one)
             total += one
-        flat.copy_(total / len(names))
+        flat.copy_(total / over)
 
     def fill(self, requests: Iterable[Request], after_each: Callable[[], None] = lambda: None) -> None:
         """Reads all requests of a plan."""
         for request in requests:
-            self.read(request.names, request.cut, request.low, request.high, request.target)
+            self.read(request.names, request.cut, request.low, request.high, request.target, request.ranks)
             after_each()
 
     def tensor(self, name: str) -> torch.Tensor:

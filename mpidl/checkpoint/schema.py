@@ -21,6 +21,7 @@ from . import cuts, json_encoding
 from .json_checks import (
     SIZES,
     any_list,
+    boolean,
     bytes_of,
     document,
     dtype_code,
@@ -94,12 +95,13 @@ def check_index(content: Any) -> None:
             "engine": text,
             "model": model,
             "extra": encoded,
-            "own": items(record({}, {"random": encoded, "hook": encoded}, exact=True)),
+            "own": items(record({}, {"random": encoded, "hook": encoded, "states": mapping(each)}, exact=True)),
             "files": _FILES,
             "tensors": _TENSORS,
         },
         {
             "number": integer(),
+            "unreduced": boolean,
             "mesh": mapping(integer(2), one_of(MODEL_AXES)),
             "parts": mapping(_one_sum, _part_name),
             "apart": text,

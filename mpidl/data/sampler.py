@@ -121,7 +121,10 @@ class DistributedSampler(Sampler[int]):
     def consumed(self, samples: int | None = None) -> None:
         """Notes that this rank has had so many samples of the latest pass (None, or more than there are: all)."""
         begin, count = self._pass
-        self.position = begin + self.num_replicas * (count if samples is None else min(samples, count))
+        if samples is None or samples >= count:  # of a finished epoch nothing is left, also on fewer ranks
+            self.position = max(len(self.dataset), begin + self.num_replicas * count)
+        else:
+            self.position = begin + self.num_replicas * samples
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the passes from here on. A position that was loaded for the same epoch is kept."""

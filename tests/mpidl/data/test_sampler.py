@@ -107,6 +107,16 @@ def test_the_state_of_a_finished_epoch_leaves_nothing() -> None:
         assert sampler.remaining == 3
 
 
+def test_nor_does_it_on_fewer_ranks_where_the_last_samples_were_dropped() -> None:
+    state = None
+    for sampler in samplers(127, 64, drop_last=True):
+        list(sampler)
+        state = sampler.state_dict()
+    for sampler in samplers(127, 2, drop_last=True):
+        sampler.load_state_dict(state)
+        assert sampler.remaining == 0
+
+
 def test_an_empty_dataset_has_no_samples() -> None:
     for shuffle in (True, False):
         (sampler,) = samplers(0, 1, shuffle=shuffle)
