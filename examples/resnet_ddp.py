@@ -184,7 +184,7 @@ class Training:
     def resume(self, stop: Any) -> None:
         """Goes on from a checkpoint, if there is one, in the middle of an epoch."""
         names = "data size model width sync_bn epochs batch_size optimizer lr warmup weight_decay dtype seed"
-        settings = settings_of(self.options, names)
+        settings = settings_of(self.options, names, steps_an_epoch=self.steps)
         # >>> Each rank saves a part of the model, and the loader how far all ranks have come.
         training = (self.call, self.optimizer, self.schedule, None, self.loader)
         self.kept = Checkpoints(self.comm, self.options, stop, training, settings)

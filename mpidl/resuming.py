@@ -8,7 +8,8 @@
         kept.after(step + 1, options.steps)              saves where it is due; where a signal came, ends the job
 
 `--resume auto`, the default, goes on from the newest checkpoint that can be loaded; a directory in which none can be is
-an error, as to begin anew would in time remove what there is.
+an error, as to begin anew would in time remove what there is. So does a job that `mpidl.launch` has started again after
+it has saved one, whatever --resume says: that is of its first run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .job.objects import broadcast_object
 from .job.signals import StopSignal
 from .mesh import Mesh
 
+CAME_TO = "MPIDL_CAME_TO"  # the newest checkpoint of a job that has saved one and is started again
 Result = TypeVar("Result")
 _PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 
@@ -159,14 +161,21 @@ class Checkpoints:
                     found, *self._training, mesh=self._mesh
                 )  # each rank its slices, or the same error on all
             except CheckpointError as error:
-                if self._options.resume != "auto" or isinstance(error, CheckpointMismatch):
+                if self._resume != "auto" or isinstance(error, CheckpointMismatch):
                     raise
                 failed.append(found)
                 self._say(f"passed over: {error}")
 
+    @property
+    def _resume(self) -> str:
+        """--resume; "auto" where a former run of the job has saved a checkpoint."""
+        came_to, folder = os.environ.get(CAME_TO), self._options.checkpoint_dir
+        goes_on = came_to and folder and Path(came_to).parent.resolve() == folder.resolve()
+        return "auto" if goes_on else self._options.resume
+
     def _find(self, said: list[str], failed: Collection[Path]) -> Path | None:
         """Finds the checkpoint to go on from, on rank 0. said: what was passed over; it grows. failed: not to take."""
-        folder, resume = self._options.checkpoint_dir, self._options.resume
+        folder, resume = self._options.checkpoint_dir, self._resume
         if resume == "never":
             if folder and (former := checkpoint.named(folder)):
                 kept = f"the {self._options.keep_last} written last are kept"

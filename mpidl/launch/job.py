@@ -23,6 +23,7 @@ from pathlib import Path
 from collectives.diagnostics import JOB, Witness, directories, mapped
 
 from ..job.control_group import killed_for_memory
+from ..resuming import CAME_TO
 from .command import is_launcher
 from .report import Report
 from .streams import Stream
@@ -34,9 +35,12 @@ _POLITE = 5.0  # seconds between asking processes to end and ending them
 
 
 class Job:
-    """A running command. Its standard input is empty, and its output passes through this process."""
+    """A running command. Its standard input is empty, and its output passes through this process.
 
-    def __init__(self, command: Sequence[str]) -> None:
+    came_to: the checkpoint to which former runs of it have come, which it finds in `MPIDL_CAME_TO`.
+    """
+
+    def __init__(self, command: Sequence[str], came_to: str | None = None) -> None:
         self.token = secrets.token_hex(8)
         self._seen: set[int] = set()
         self._unmapped: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
@@ -44,6 +48,8 @@ class Job:
         self._killed_before = killed_for_memory()
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
+        if came_to is not None:
+            environment[CAME_TO] = came_to
         self.report = Report(Witness(self.token))
         # MPICH tells on standard output which process was killed.
         self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]

@@ -115,7 +115,8 @@ class Supervisor:
         run = RunResult(ranks, self._newest())
         begin = time.monotonic()
         try:
-            self._job = job = Job(command)
+            progress = bool(self.runs) and run.began_at != self.runs[0].began_at
+            self._job = job = Job(command, run.began_at if progress else None)
         except OSError as error:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror}") from None
         try:

@@ -110,6 +110,19 @@ def test_progress_is_patience_s_measure(tmp_path: Path, capfd: pytest.CaptureFix
     assert "finished after 3 restarts" in said
 
 
+def test_a_job_that_has_come_further_is_told_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not one that finds what was there before its first run."""
+    say = 'import os, sys; print("came to", os.environ.get("MPIDL_CAME_TO"), file=sys.stderr);'
+    for saves, told in (("no", "None"), ("yes", str(tmp_path / "yes/ckpt/step-00000000"))):
+        folder = tmp_path / saves
+        (folder / "ckpt" / "step--1").mkdir(parents=True)
+        program = [sys.executable, "-c", say + JOB, str(folder), "1,0", saves]
+        plan = RestartPlan(program, checkpoint=folder / "ckpt", max_restarts=3, patience=3, backoff=0.0)
+        assert Supervisor(plan).run() == 0
+        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("came to")]
+        assert said == ["came to None", f"came to {told}"]
+
+
 def test_a_checkpoint_that_was_being_written_is_removed(tmp_path: Path) -> None:
     for name in ("step-00000007", "step-00000009.tmp", "step-00000008.gone", "other.tmp"):
         (tmp_path / "ckpt" / name).mkdir(parents=True)
