@@ -1,6 +1,6 @@
 """`compress="auto"`: measures the reductions, and decides for all ranks whether, where and how to compress.
 
-    construction    on two buckets as large as the engine's: seconds of the plain reduction and of each method, and how
+    construction    on two buckets of up to 8 MiB: seconds of the plain reduction and of each method, and how
                     many of these the backward thread computes itself
     passes 0 to 3   reduce in full precision; seconds of a step, and of its backward pass between first and last bucket
     passes 4 to 7   by the method that should be best; seconds of a step

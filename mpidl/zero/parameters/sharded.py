@@ -287,10 +287,13 @@ class ShardedParameters(ParameterStrategy):
     def _before_read(self, parameter: torch.nn.Parameter, function: str) -> Callable[[], None]:
         """Unshards a parameter that an operator is about to read outside its unit's forward pass.
 
-        Returns what unshards it once more for the operator's backward pass. Raises TrainingError outside of passes and
-        of the loss that follows one: the other ranks may not come to gather it then.
+        Returns what unshards it once more for the operator's backward pass; inside a `gathered` block, which keeps it
+        whole, nothing. Raises TrainingError outside of passes and of the loss that follows one: the other ranks may not
+        come to gather it then.
         """
         unit = self._unit_of[parameter]
+        if unit.pin_count and unit.is_held:
+            return lambda: None
         changes = function.endswith("_") and not function.endswith("__")
         computes = self._trained_since_step and torch.is_grad_enabled() and not changes and function != "data"
         if not (computes or self._forwards.any_runs() or inside_backward()):

@@ -314,3 +314,24 @@ def test_weights_of_a_part_are_loaded_inside_a_block_beside_what_it_has_changed(
     for name, value in found.items() if comm.rank == 0 else ():
         expected = torch.full_like(kept, 3.0) if name == "head.bias" else whole[name]
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["stage 3", "stage 3 gathered"])
+def test_after_a_part_of_the_model_was_called_by_itself(comm, way: str) -> None:
+    """Its weights are whole until a pass of the model, or a step, ends; a block reads and changes them all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = zero(model, comm, way)
+    y = model[0](torch.ones(3, 4))
+    found = optimizer.model_state_dict()
+    if comm.rank == 0:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with optimizer.gathered():
+        with torch.no_grad():
+            model[0].weight.mul_(2.0)
+    with optimizer.gathered(writable=False):
+        assert torch.equal(model[0].weight, 2.0 * expected["0.weight"])
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    del y
