@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from .backends.tables import ALWAYS, Table, Tables, library, read_tables, write_tables
+from .backends.tables import ALWAYS, Table, Tables, library, read_tables, user_folder, write_tables
 from .errors import ArgumentError
 from .timing import Group, measure
 
@@ -57,8 +57,7 @@ def is_on() -> bool:
 
 def cache_path() -> Path:
     """The path of the file with what was calibrated."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mpidl" / "algorithms.json"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "mpidl" / "algorithms.json"
 
 
 @cache
@@ -97,11 +96,11 @@ def calibrate(make: Callable[[MPI.Intracomm], Any], mpi: MPI.Intracomm, layout: 
         comm.close()
     known_tables[key] = tables
     if comm.rank == 0:
-        path = cache_path()
         with contextlib.suppress(OSError):
+            path = cache_path()
             try:
                 write_tables(path, *key, tables)
-            except (ValueError, AttributeError):  # a file of something else
+            except (ValueError, AttributeError, RecursionError):  # a file of something else
                 path.unlink()
                 write_tables(path, *key, tables)
     return tables

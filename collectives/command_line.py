@@ -48,28 +48,33 @@ def parse_together(
 
     parse: reads them, on rank 0 alone; it may exit, as for `--help`: then every rank exits with its status. check:
     looks at them on every rank, for what may differ between ranks. Where either raises Refused on any rank, rank 0
-    prints one line, "error: ...", and every rank exits with status 2.
+    prints one line, "error: ...", and every rank exits with status 2. Any other error is raised where it occurs, and
+    the other ranks exit with status 1.
     """
     found: Any = None
     refused: str | None = None
-    status: int | None = None
+    failure: BaseException | None = None
     if comm.rank == 0:
         try:
             found = parse()
         except Refused as error:
             refused = str(error)
-        except SystemExit as leave:
-            status = int(leave.code or 0)
-    found, refused, status = comm.mpi.bcast((found, refused, status))
+        except (Exception, SystemExit) as error:
+            failure = error
+    found, refused, status = comm.mpi.bcast((found, refused, _status(failure)))
     if status is not None:
-        sys.exit(status)
+        raise failure or SystemExit(status)
     if refused is None:
         problem = None
         try:
             check(found)
         except Refused as error:
             problem = str(error)
-        problems = comm.mpi.allgather(problem)
+        except Exception as error:
+            failure = error
+        problems, statuses = zip(*comm.mpi.allgather((problem, _status(failure))), strict=True)
+        if any(statuses):
+            raise failure or SystemExit(1)
         wrong = [rank for rank, text in enumerate(problems) if text is not None]
         if wrong:
             where = "" if len(wrong) == comm.size else f" (on rank {', '.join(map(str, wrong))})"
@@ -79,6 +84,12 @@ def parse_together(
             print(f"error: {' '.join(refused.split())}", file=sys.stderr, flush=True)
         sys.exit(2)
     return found  # type: ignore[no-any-return]
+
+
+def _status(failure: BaseException | None) -> int | None:
+    """The status with which the other ranks exit after a failure; None after none."""
+    code = getattr(failure, "code", 1)
+    return None if failure is None else code if isinstance(code, int) else int(code is not None)
 
 
 def at_least(low: float, number: type = int) -> Callable[[str], Any]:

@@ -5,9 +5,10 @@
     comm.all_reduce(x, op="avg")           # in place; x: a numpy, cupy or torch array, contiguous, of any shape
 
 Arrays are seen as flat runs of elements in C order; shapes need not agree, element counts and dtypes must. Where a
-list of arrays is taken, the operation runs on all of them as one (`coalesced`). Every rank must call the same
-operations in the same order, with the same dtype, op, root, algorithm, and sizes that fit each other. Each call
-checks what this rank can see before anything is sent.
+list of arrays is taken, the operation runs on all of them as one (`coalesced`); what it writes shares no memory with
+another array of the list, except in a broadcast. Every rank must call the same operations in the same order, with the
+same dtype, op, root, algorithm, and sizes that fit each other. Each call checks what this rank can see before anything
+is sent.
 
 Arrays may be on a GPU (`backends.cuda`), then on all ranks. The operation comes after what the caller's current stream
 holds, and what is queued there later sees its result.
@@ -67,13 +68,14 @@ class Communicator(GroupCalls):
 
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
     nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
+    layout: nodes and their ranks, by which tables of algorithms are kept: "2x4", or "3+1" where nodes differ.
     mpi: the communicator that was given. world_ranks: the number in MPI.COMM_WORLD of each rank of the group, in its
     order; -1 for a rank that is not in there.
 
     In a `with` statement it is closed at the end, with an exception as `close` does while one is handled.
 
-    With MPIDL_DEBUG=1 in the environment the ranks compare, before every operation, what they are about to do, and
-    raise the same MismatchError on all ranks where that differs.
+    With MPIDL_DEBUG=1 in the environment of any rank the ranks compare, before every operation, what they are about to
+    do, and raise the same MismatchError on all ranks where that differs.
     """
 
     def __enter__(self) -> Communicator:
@@ -264,7 +266,8 @@ class Communicator(GroupCalls):
     ) -> Work | None:
         """out becomes all ranks' x, one behind the other. Lists: entry by entry.
 
-        out: n elements. x: counts[rank] elements; it may be out's own part of that place, and is then not copied.
+        out: n elements; from `shared` on all ranks or on none. x: counts[rank] elements; it may be out's own part of
+        that place, and is then not copied.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).
         """
         if isinstance(out, list):

@@ -28,7 +28,11 @@ class OperationTimeout(OperationError, TimeoutError):
 
 
 class MismatchError(CollectivesError, RuntimeError):
-    """The ranks are in different operations, or in one with arguments that do not fit; raised on all of them."""
+    """The ranks are in different operations, or in one with arguments that do not fit.
+
+    Raised on all ranks of a group that is on one node, or with MPIDL_DEBUG=1. Otherwise on all ranks of the node whose
+    ranks differ, where the Communicator cannot be used any more.
+    """
 
 
 class WorkTimeout(CollectivesError, TimeoutError):

@@ -3,8 +3,8 @@
     mpirun -n 4 python -m collectives.tune
 
 For every operation and size all algorithms take turns (`timing.measure`). The tables are of this MPI library, its major
-version, and this layout, nodes x ranks a node: run it once for each that is used here. Others that the file holds
-already stay in it.
+version, and this layout, nodes x ranks a node, or the ranks of each node where these differ: run it once for each that
+is used here. Others that the file holds already stay in it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.output.is_file():
         try:
             json.loads(options.output.read_text())["tables"].items()
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except OSError as error:
+            parser.error(f"--output: {options.output} cannot be read: {error.strerror}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             parser.error(f"--output: {options.output} holds something else; needs a new file, or one made by this")
     return options
 
@@ -53,8 +55,7 @@ def main() -> None:
     comm = Communicator()
     options = parse_together(comm, lambda: parse(sys.argv[1:]))
     say = print if comm.rank == 0 else lambda *_, **__: None
-    layout = f"{comm.nodes}x{comm.local_size}"
-    say(f"# {library()}, {comm.nodes} node(s) of {comm.local_size} ranks; microseconds; * is the fastest")
+    say(f"# {library()}, nodes x ranks {comm.layout}; microseconds; * is the fastest")
     tables: dict[str, Table] = {}
     for operation in options.ops:
         measured = []
@@ -69,7 +70,7 @@ def main() -> None:
         tables[operation] = table_of(measured)
         say(f"{operation:>14} auto: {', '.join(_words(row) for row in tables[operation])}", flush=True)
     if comm.rank == 0:
-        write_tables(options.output, library(), layout, tables)
+        write_tables(options.output, library(), comm.layout, tables)
         say(f"# written to {options.output}")
 
 

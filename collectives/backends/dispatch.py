@@ -222,11 +222,15 @@ class Dispatch:
         return self.comm.Split(color, key)
 
     def allocate(self, nbytes: int, dtype: DType, *, shared: bool, reserved: bool = True) -> SharedMemory | None:
-        """Memory that the ranks of this node share; None where they cannot."""
+        """Memory that the ranks of this node share; None where they cannot.
+
+        shared: one for all ranks of a node, on all nodes or on none: by it ranks choose how to gather.
+        """
         self.announce(("shared" if shared else "empty") if reserved else "pages", f" of {dtype.name}")
-        if self.topology.local_size == 1:
+        alone = self.topology.local_size == 1
+        memory = None if alone else self.allocator.allocate(nbytes, shared=shared, reserved=reserved)
+        if shared and self.topology.nodes > 1 and not self.comm.allreduce(int(alone or memory is not None), MPI.MIN):
             return None
-        memory = self.allocator.allocate(nbytes, shared=shared, reserved=reserved)
         if shared and memory is not None:
             note_one_for_all(memory)
         return memory

@@ -170,6 +170,11 @@ class Meeting:
         return first > 0 and all(row[column] == first for row in self._table)
 
     @property
+    def placed(self) -> bool:
+        """Returns whether the input of any rank lies in an allocation."""
+        return any(row[_X] for row in self._table)
+
+    @property
     def shared_output(self) -> bool:
         """Returns whether all outputs are one and the same memory."""
         return (

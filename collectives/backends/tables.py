@@ -1,6 +1,7 @@
 """The tables by which `auto` chooses an algorithm: up to so many bytes this one, up to so many that one.
 
-A group takes, for each operation, the first of these that covers its MPI library and its layout (nodes x ranks a node):
+A group takes, for each operation, the first of these that covers its MPI library and its layout (nodes x ranks a node,
+or the ranks of each node, "3+1", where these differ):
 
     tuned        the file that `python -m collectives.tune` wrote
     calibrated   the file of an earlier calibration; without one, and without a default, the group calibrates now
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -114,11 +116,24 @@ def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> d
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
+def user_folder(variable: str, name: str) -> Path:
+    """The folder that the environment's variable names, else the one of that name in the home directory.
+
+    A user who has no home directory, as in some containers, has it in the temporary directory.
+    """
+    given = os.environ.get(variable)
+    if given:
+        return Path(given)
+    try:
+        return Path.home() / name
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / name
+
+
 def tuning_path() -> Path:
     """The path of the file that the tuner writes."""
     given = os.environ.get(TUNING)
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(given) if given else Path(base) / "mpidl" / "tuning.json"
+    return Path(given) if given else user_folder("XDG_CONFIG_HOME", ".config") / "mpidl" / "tuning.json"
 
 
 def read_tables(path: Path, place: str, layout: str) -> dict[str, Table]:
@@ -137,7 +152,7 @@ def read_tables(path: Path, place: str, layout: str) -> dict[str, Table]:
         }
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ArgumentError(f"{path} is no table of `python -m collectives.tune`: {error}; make it anew") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +32,14 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """`value` as a positive number of seconds."""
+    """`value` as a positive number of seconds, at most the longest that a lock can be waited for."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise wrong_type(name, value, "a number of seconds") from None
     if not 0 < number < math.inf:
         raise ArgumentError(f"{name}: got {value!r}; needs a number of seconds above 0")
-    return number
+    return min(number, threading.TIMEOUT_MAX)
 
 
 def elements(name: str, shape: Any) -> int:

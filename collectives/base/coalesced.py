@@ -5,13 +5,18 @@
 
 Arrays of one dtype are packed together, in their order, into memory of a fixed size that is symmetric where the node
 can share memory; when it is full the operation runs, and packing begins anew. A large array gains nothing from being
-packed, and goes by itself.
+packed, and goes by itself. So what is written may share no memory with another array of the list: which of them is read
+before the other is written would depend on their sizes. In a broadcast nothing is read on the ranks that write, and
+arrays may be given twice, as tied weights are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -50,6 +55,8 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
     """
     if operation not in ("all_gather", "reduce_scatter"):
         data = [buffers.inspect(array, name(operation, i), writable=writable) for i, array in enumerate(wholes)]
+        if writable and operation != "broadcast":
+            _refuse_shared_memory(operation, data, ())
         return [Item(whole, None, (whole.size,)) for whole in data]
     if not isinstance(owns, list) or len(owns) != len(wholes):
         given = len(owns) if isinstance(owns, list) else type(owns).__name__
@@ -64,7 +71,26 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
         arguments.own_part(called, own, counts, rank)
         arguments.refuse_overlap(called, own, whole, counts, rank)
         items.append(Item(whole, own, tuple(counts)))
+    larger, parts = [item.whole for item in items], [item.own for item in items if item.own is not None]
+    _refuse_shared_memory(operation, *((larger, parts) if operation == "all_gather" else (parts, larger)))
     return items
+
+
+def _refuse_shared_memory(operation: str, written: Sequence[Buffer], read: Sequence[Buffer]) -> None:
+    """Raises ArgumentError if an array that is written shares memory with an array of another item.
+
+    read: the other arrays of the same items, if these have two.
+    """
+    spans = sorted((*data.span(), number) for number, data in enumerate(written) if data.size)
+    pairs = [(one, other) for (_, stop, one), (start, _, other) in pairwise(spans) if start < stop]
+    for number, data in enumerate(read):
+        first, end = data.span()
+        after = bisect_right(spans, first, key=itemgetter(1))  # the first that ends behind the begin of this one
+        reached = (other for start, _, other in spans[after : after + 2] if start < end and other != number)
+        pairs += [(number, other) for other in reached if data.size]
+    if pairs:
+        one, other = sorted(pairs[0])
+        raise ArgumentError(f"{operation}: arrays {one} and {other} of the list share memory; needs separate arrays")
 
 
 def device(operation: str, items: Sequence[Item]) -> int | None:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from ..base import arguments
 from ..base.arguments import integer
 from ..errors import ArgumentError, OperationError
-from ..runtime.dropped import freed_if_mpi_fails
+from ..runtime.dropped import freed_if_it_fails, freed_if_mpi_fails
 from ..runtime.positions import NO_WORDS
 from .objects import GroupObjects
 from .ordered_group import OrderedGroup
@@ -70,11 +70,8 @@ class GroupDivision(GroupObjects):
         if group == MPI.COMM_NULL:
             return None
         assert isinstance(group, MPI.Intracomm)
-        try:
+        with freed_if_it_fails([group]):
             made = type(self)(group, timeout=self._timeout, name=name, scratch=self._scratch)
-        except OperationError:
-            group.Free()
-            raise
         made._made.append(group)
         return made
 

@@ -33,17 +33,18 @@ class GroupMemory(OrderedGroup):
     def shared(self, shape: int | Sequence[int], dtype: Any, *, device: Any = "cpu") -> Any:
         """An uninitialised array that is the same memory on all ranks of the node; otherwise like `empty`.
 
-        For the output of all_gather: each rank writes its part in place, and to gather is only to wait. Where the node
-        cannot share memory every rank has an array of its own, and the same all_gather sends messages. Reductions
-        refuse such an array, as all ranks' contributions would be one.
+        For the output of all_gather: each rank writes its part in place, and to gather is only to wait. Where the ranks
+        of some node cannot share memory every rank of the group has an array of its own, and the same all_gather sends
+        messages. Reductions refuse such an array, as all ranks' contributions would be one.
         """
         return self._allocate("shared", shape, dtype, device, shared=True)
 
     def pages(self, nbytes: int, *, shared: bool = True, device: Any = "cpu") -> Pages | DevicePages:
         """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
 
-        shared: the same memory on all ranks of the node, as of `shared`, where they can share memory. Ranks of a node
-        that do not reserve the pages before they write to shared ones risk to be killed where there is no room.
+        shared: the same memory on all ranks of the node, as of `shared`, where those of every node can share it. Ranks
+        of a node that do not reserve the pages before they write to shared ones risk to be killed where there is no
+        room.
         device: as torch has it; on a GPU each rank has its own, in which addresses change (`backends.cuda.pages`).
         """
         if gpu_index("pages", device) is not None:

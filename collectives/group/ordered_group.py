@@ -41,7 +41,7 @@ from ..process.forked import is_forked, refuse_if_forked, why
 from ..process.labels import is_profiled, label
 from ..process.topology import discover, names, world_ranks
 from ..runtime import background_errors
-from ..runtime.dropped import Remains, free_dropped, freed_if_mpi_fails, when_dropped
+from ..runtime.dropped import Remains, free_dropped, freed_if_it_fails, freed_if_mpi_fails, when_dropped
 from ..runtime.positions import AFTER, NO_WORDS, group_name
 from ..runtime.progress import Progress, Work
 from ..runtime.watchdog import Guard, limit_of, watch
@@ -82,7 +82,8 @@ class OrderedGroup:
             raise ArgumentError("mpi: got MPI.COMM_NULL, as of a group that was closed; needs a communicator of ranks")
         self.mpi: MPI.Intracomm = MPI.COMM_WORLD if mpi is None else mpi
         limit = self._agreed(lambda: limit_of(timeout))
-        if len(set(self.mpi.allgather(bool(scratch)))) > 1:
+        scratches, debugs = zip(*self.mpi.allgather((bool(scratch), is_debugging())), strict=True)
+        if len(set(scratches)) > 1:
             raise ArgumentError(f"scratch: got {scratch!r} on rank {self.mpi.rank}; needs the same on every rank")
         free_dropped(self.mpi)
         self._made: list[MPI.Intracomm] = []  # by this object, to be freed
@@ -105,18 +106,20 @@ class OrderedGroup:
         self.local_rank, self.local_size, self.nodes = topology.local_rank, topology.local_size, topology.nodes
         self.node_ranks: tuple[int, ...] = topology.members
         self.node_cores: int = topology.cores
+        self.layout: str = topology.layout
         if mpi is None and topology.local_rank == 0:  # all ranks have come through MPI_Init
             remove_names()
         self._crowded = topology.crowded
         self._progress.may_sleep = topology.nodes > 1 or topology.full
         self._progress.follows = topology.full and not topology.crowded and topology.nodes == 1
-        self._dispatch = (CheckedDispatch if is_debugging() else Dispatch)(
+        self._dispatch = (CheckedDispatch if any(debugs) else Dispatch)(
             self._collective, topology, self._made, stages=self._scratch
         )
         self._positions = self._dispatch.positions
         self._messages = Messages(self._for_messages, self._positions, self._dispatch.takes_addresses, name)
         number = self._collective.bcast(next(_numbers))
-        self._selection = self._dispatch.selection = self._select()
+        with freed_if_it_fails(self._made):
+            self._selection = self._dispatch.selection = self._select()
         self._choose = self._selection.choose
         self._barrier = self._prepared("barrier", self._dispatch.prepare("barrier", "mpi"), NO_WORDS)
         world, named = world_ranks(self.mpi), names(self.mpi)
@@ -143,19 +146,22 @@ class OrderedGroup:
 
     def _select(self) -> Selection:
         """The choices of algorithms, the same on all ranks; measured now, if no table covers the group. Collective."""
-        layout = f"{self.nodes}x{self.local_size}"
-        tuned = self._agreed(lambda: read_tables(tuning_path(), library(), layout) if self.rank == 0 else {})
         defaults = default_tables(library(), self.nodes, self.local_size, self._crowded)
-        measured: Tables | None = tuned
-        if self.rank == 0 and not tuned and defaults is None and self.size > 1:
+
+        def kept() -> Tables | None:
+            """Rank 0's tables; None where the group is to measure some."""
+            tuned = read_tables(tuning_path(), library(), self.layout) if self.rank == 0 else {}
+            if self.rank or tuned or defaults is not None or self.size == 1:
+                return tuned
             from ..calibration import is_on, known  # seldom needed
 
-            measured = known(layout) if is_on() else {}
-        measured = self._collective.bcast(measured)
+            return known(self.layout) if is_on() else {}
+
+        measured = self._collective.bcast(self._agreed(kept))
         if measured is None:
             from ..calibration import calibrate
 
-            measured = calibrate(type(self), self.mpi, layout)
+            measured = calibrate(type(self), self.mpi, self.layout)
         return Selection(self._dispatch.backends, measured, defaults)
 
     def _agreed(self, make: Callable[[], Made]) -> Made:
@@ -206,7 +212,11 @@ class OrderedGroup:
             called = self._name(name or operation, number)
             run = partial(self._run_queued, operation, number, task, detail, async_op, arrays)
             with label(f"collectives::{operation}", name):
-                work = progress.submit(called, run)
+                try:
+                    work = progress.submit(called, run)
+                except RuntimeError:  # no thread: the operation was not issued
+                    self._issued = number - 1
+                    raise
                 if not async_op:
                     work.wait()
             return work if async_op else None
@@ -343,17 +353,20 @@ class OrderedGroup:
 
     def _raise(self, error: BaseException, operation: str, number: int, arrays: Any) -> NoReturn:
         """Ends an operation that an exception, which is being handled, has ended."""
-        if isinstance(error, MismatchError):  # on all ranks, before anything was sent
-            self._positions.leave()
+        told = error
+        if isinstance(error, MismatchError):
             if self.name:
-                raise MismatchError(f"communicator {self.name!r}: {error}") from None
-            raise error
+                told = MismatchError(f"communicator {self.name!r}: {error}")
+            if self.nodes == 1 or isinstance(self._dispatch, CheckedDispatch):  # all ranks raise it, and sent nothing
+                self._positions.leave()
+                raise told from None
+            self._refusal = MismatchError  # this node's ranks raise it, and those of others may be in the operation
         keep_for_ever((arrays, self._dispatch))  # the other ranks may be anywhere in it, and write to its memory
         self._positions.leave(failed=True)
         self._give_up(f"{self._name(operation, number)} failed: {error!r}")
         if isinstance(error, MPI.Exception):
             raise OperationError(f"{self._name(operation, number)} failed: {error}") from error
-        raise error
+        raise told
 
     def _run_queued(self, operation: str, number: int, task: Plain, detail: bytes, async_op: bool, arrays: Any) -> None:
         """Runs an operation in its turn. arrays: to be kept alive until then.

@@ -24,6 +24,7 @@ from .channels import Channels
 from .message import INLINE_BYTES, Header, Message, Receiving, Sending, begin_in_turn, poll, under_way
 
 _LARGEST_TAG = min(TAGS) - 1
+_MOMENT = 1e-3  # seconds
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,8 @@ def _wait(message: Message, timeout: float | None) -> None:
 
 
 def _left(limit: float | None) -> float | None:
-    """Seconds until a time; None for none."""
-    return None if limit is None else max(0.0, limit - time.monotonic())
+    """Seconds until a time, at least a moment; None for none."""
+    return None if limit is None else max(_MOMENT, limit - time.monotonic())
 
 
 def _nothing() -> None:

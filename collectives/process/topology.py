@@ -16,7 +16,8 @@ class Topology:
     members: this node's ranks. node: a communicator of them. across: one of the ranks with this rank's number on all
     nodes. regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size
     everywhere. crowded: whether this node has more ranks than cores that they may use. full: whether it has at least as
-    many ranks as such cores. cores: how many of them.
+    many ranks as such cores. cores: how many of them. layout: by which tables of algorithms are kept, the same on all
+    ranks: "2x4" for two nodes of four ranks, "3+1" for nodes of three and one.
     """
 
     local_rank: int
@@ -29,6 +30,7 @@ class Topology:
     crowded: bool
     full: bool
     cores: int
+    layout: str
 
 
 def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
@@ -37,7 +39,8 @@ def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
     node = split_by_node(comm, rank)
     made.append(node)
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    nodes = comm.allreduce(int(local_rank == 0))
+    sizes = [size for number, size in comm.allgather((local_rank, local_size)) if number == 0]
+    nodes = len(sizes)
     across = comm.Split(local_rank, rank)
     assert isinstance(across, MPI.Intracomm)
     made.append(across)
@@ -46,7 +49,10 @@ def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
     members, cores = zip(*node.allgather((rank, usable())), strict=True)
     together = len(set().union(*cores))
     spare = together - local_size
-    return Topology(local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0, together)
+    layout = f"{nodes}x{local_size}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+    return Topology(
+        local_rank, local_size, nodes, regular, members, node, across, spare < 0, spare <= 0, together, layout
+    )
 
 
 def split_by_node(comm: MPI.Intracomm, rank: int) -> MPI.Intracomm:

@@ -79,6 +79,17 @@ def free_dropped(comm: MPI.Intracomm) -> None:
 
 
 @contextmanager
+def freed_if_it_fails(made: list[MPI.Intracomm]) -> Iterator[None]:
+    """Inside runs what raises an error on all ranks or on none; frees the MPI communicators in `made` if it does."""
+    try:
+        yield
+    except Exception:
+        for comm in made:
+            comm.Free()
+        raise
+
+
+@contextmanager
 def freed_if_mpi_fails(what: str, made: list[MPI.Intracomm]) -> Iterator[None]:
     """Inside, MPI communicators are made; if MPI makes no more, frees those in `made` and raises OperationError.
 

@@ -139,7 +139,7 @@ class Progress:
             self._waiters += more
 
     def submit(self, name: str, task: Callable[[], None]) -> Work:
-        """Queues a task; returns at once."""
+        """Queues a task; returns at once. Raises RuntimeError, and queues nothing, where no thread can be started."""
         work = Work(name, self.count_waiter, self)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the library cannot be called from a second thread
             with self.turn:
@@ -151,7 +151,12 @@ class Progress:
                 self._core = cores.current()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work_off, name="mpidl-progress", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    self._thread = None
+                    self.queue.pop()
+                    raise
             self._condition.notify()
         return work
 

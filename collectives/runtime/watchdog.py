@@ -391,7 +391,11 @@ def watch(guard: Guard) -> None:
     _guards[id(guard)] = guard
     if not _thread:
         _thread.append(threading.Thread(target=_look_around, name="mpidl-watchdog", daemon=True))
-        _thread[0].start()
+        try:
+            _thread[0].start()
+        except RuntimeError:  # the system starts no more threads
+            _thread.clear()
+            raise
     _wake.set()  # this group may want shorter intervals
 
 

@@ -20,7 +20,10 @@ _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "S
 
 def facts_of_rank(comm: Communicator) -> dict[str, Any]:
     """This rank's. Collective, as the symmetric memory is tried out."""
-    memory = comm.shared(1 << 18, torch.float32)
+    node = comm.split(comm.node_ranks[0])  # a group over nodes shares memory on all of them or on none
+    assert node is not None
+    symmetric = node.is_shared(node.shared(1 << 18, torch.float32))
+    node.close()
     directory = next(iter(directories()))
     try:
         disk = shutil.disk_usage(directory)
@@ -45,7 +48,7 @@ def facts_of_rank(comm: Communicator) -> dict[str, Any]:
         "quota": cpu_quota(),
         "threads": torch.get_num_threads(),
         "shared_memory": shared,
-        "symmetric": comm.local_size == 1 or comm.is_shared(memory),
+        "symmetric": comm.local_size == 1 or symmetric,
         "memory": memory_bytes(),
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..errors import UsageError
 
-_SEPARATE = ("-n", "-np", "--np", "-c", "--ntasks", "--n")  # the number is the next argument
+_SEPARATE = ("-n", "-np", "--np", "-c", "--ntasks", "--n")  # the number is the next argument; srun's -c is of cores
 _JOINED = re.compile(r"(-n|-np|--np=|--ntasks=|--n=)(\d+)")
 
 
@@ -34,8 +35,9 @@ def _index(command: Sequence[str]) -> int | None:
     """Finds the argument with the number, before the program that is started, which has options of its own."""
     if not is_launcher(command):
         return None
+    separate = [name for name in _SEPARATE if name != "-c" or not Path(command[0]).name.startswith("srun")]
     for index, argument in enumerate(command[1:], 1):
-        if argument in _SEPARATE and command[index + 1 : index + 2] and command[index + 1].isdigit():
+        if argument in separate and command[index + 1 : index + 2] and command[index + 1].isdigit():
             return index + 1
         if _JOINED.fullmatch(argument):
             return index

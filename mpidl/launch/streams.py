@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import pty
+import select
 import termios
 import threading
 from collections import deque
@@ -68,7 +69,10 @@ class Stream:
         """Writes to the target. Drops output to a closed terminal, so that the job goes on, to save and to stop."""
         try:
             while piece:
-                piece = piece[os.write(self._target, piece) :]
+                try:
+                    piece = piece[os.write(self._target, piece) :]
+                except BlockingIOError:  # another process that has the target has made it non-blocking
+                    select.select([], [self._target], [])
         except OSError as error:
             if error.errno != errno.EIO:
                 raise

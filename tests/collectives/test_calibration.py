@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import Communicator, calibration
+from collectives import Communicator, OperationError, calibration
 from collectives.backends import tables
 from collectives.backends.tables import ALWAYS, write_tables
 
@@ -27,17 +27,12 @@ def cache(comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return calibration.cache_path()
 
 
-def layout_of(comm: Communicator) -> str:
-    """The layout as tables name it."""
-    return f"{comm.nodes}x{comm.local_size}"
-
-
 @pytest.mark.ranks(2, 3, 4)
 def test_the_first_group_measures_and_all_ranks_have_its_tables(comm: Communicator, cache: Path) -> None:
     with Communicator() as made:
         assert len(set(made.mpi.allgather(repr(made.tables)))) == 1
         made.barrier()  # rank 0 has written
-        kept = json.loads(cache.read_text())["tables"][calibration.machine()][layout_of(made)]
+        kept = json.loads(cache.read_text())["tables"][calibration.machine()][made.layout]
         have_a_choice = {o for o, table in made.tables.items() if len({name for _, name in table}) > 1}
         assert {"all_reduce", "reduce_scatter"} <= set(kept) <= set(made.tables)
         assert {"broadcast", "reduce"} & have_a_choice <= set(kept)
@@ -54,14 +49,14 @@ def test_the_first_group_measures_and_all_ranks_have_its_tables(comm: Communicat
 @pytest.mark.ranks(2, 3, 4)
 def test_a_later_job_reads_the_file(comm: Communicator, cache: Path) -> None:
     if comm.rank == 0:
-        write_tables(cache, calibration.machine(), layout_of(comm), {"broadcast": [(ALWAYS, "tree")]})
+        write_tables(cache, calibration.machine(), comm.layout, {"broadcast": [(ALWAYS, "tree")]})
     comm.barrier()
     with Communicator() as made:
         assert made.tables["broadcast"][0] == (ALWAYS, "tree")
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("text", ["", "[]", '{"tables": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"tables": 1}', "[" * 100_000])
 def test_a_file_of_something_else_is_replaced(comm: Communicator, cache: Path, text: str) -> None:
     if comm.rank == 0:
         cache.parent.mkdir(parents=True)
@@ -69,7 +64,7 @@ def test_a_file_of_something_else_is_replaced(comm: Communicator, cache: Path, t
     comm.barrier()
     with Communicator() as made:
         made.barrier()  # rank 0 has written
-        assert layout_of(made) in json.loads(cache.read_text())["tables"][calibration.machine()]
+        assert made.layout in json.loads(cache.read_text())["tables"][calibration.machine()]
 
 
 @pytest.mark.ranks(2)
@@ -79,6 +74,19 @@ def test_a_folder_that_cannot_be_made_is_no_error(comm: Communicator, cache: Pat
     comm.barrier()
     with Communicator() as made, Communicator() as another:
         assert made.tables == another.tables
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.limit(60)
+def test_an_error_of_rank_0_that_looks_for_the_file_is_one_on_every_rank(
+    comm: Communicator, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(layout: str) -> None:
+        raise MemoryError("no")
+
+    monkeypatch.setattr(calibration, "known", fails)
+    with pytest.raises(OperationError if comm.rank else MemoryError, match="no"):
+        Communicator()
 
 
 @pytest.mark.ranks(2)

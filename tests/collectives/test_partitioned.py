@@ -249,6 +249,43 @@ def test_another_one_takes_the_place_of_what_is_given_up(node: Communicator) -> 
         assert_equal(part, reduced([values(size, rank) for rank in range(node.size)], "sum"), f"of {size}")
 
 
+@two_or_more
+def test_what_a_slower_rank_gives_up_is_not_taken_for_what_comes_next(shared: Communicator) -> None:
+    """Rank 0 waits for the next one while the others have handed in nothing but the arrays that all give up."""
+    x, y = symmetric(shared, torch.ones(4096)), symmetric(shared, torch.full((4096,), -1000.0))
+    given_up, made = shared.partitioned_all_reduce([x]), shared.partitioned_all_reduce([y])
+    given_up.hand_in(x)
+    shared.mpi.Barrier()
+    if shared.rank > 0:
+        time.sleep(0.1)
+    given_up.abandon()
+    y.fill_(shared.rank + 1)
+    made.hand_in(y)
+    made.wait()
+    assert (y == sum(range(shared.size + 1))).all()
+
+
+@two_or_more
+def test_ranks_that_wait_for_different_ones_are_told(shared: Communicator) -> None:
+    pair = [symmetric(shared, torch.ones(10)) for _ in range(2)]
+    made = [shared.partitioned_all_reduce([x]) for x in pair]
+    mine = min(shared.rank, 1)
+    made[mine].hand_in(pair[mine])
+    with pytest.raises(MismatchError, match="different partitioned_all_reduce"):
+        made[mine].wait()
+
+
+@two_or_more
+def test_any_number_of_them_may_be_made(shared: Communicator) -> None:
+    x = symmetric(shared, torch.ones(10))
+    many = [shared.partitioned_all_reduce([x]) for _ in range(40)]
+    for made in many:
+        x.fill_(1)
+        made.hand_in(x)
+        made.wait()
+        assert (x == shared.size).all()
+
+
 def test_arguments_are_checked(node: Communicator) -> None:
     with pytest.raises(ArgumentError, match="got no arrays"):
         node.partitioned_all_reduce([])

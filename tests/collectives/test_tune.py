@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator, OperationError
 from collectives.backends.backend import Backend
@@ -16,9 +18,9 @@ from collectives.backends.mpi import Library
 from collectives.backends.schedule_backend import ScheduleBackend
 from collectives.backends.selection import Selection
 from collectives.backends.symmetric.backend import Symmetric
-from collectives.backends.tables import ALWAYS, default_tables, library, read_tables, write_tables
+from collectives.backends.tables import ALWAYS, default_tables, library, read_tables, tuning_path, write_tables
 from collectives.base.buffers import describe
-from collectives.calibration import table_of
+from collectives.calibration import cache_path, table_of
 
 TUNE = ("-m", "collectives.tune")
 FLOAT = describe("float32")
@@ -99,9 +101,10 @@ def test_wrong_options_and_files_are_one_line_on_one_rank(mpirun: Callable, tmp_
 
 
 DEEP = "[" * 100_000
+HUGE = '{"tables": {"an MPI 1": {"1x2": {"all_reduce": [[1%s, "mpi"]]}}}}' % ("0" * 400)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"tables": {"an MPI 1": {"1x2": {"all_reduce": 1}}}}', DEEP])
+@pytest.mark.parametrize("text", ["{}", "[]", '{"tables": {"an MPI 1": {"1x2": {"all_reduce": 1}}}}', DEEP, HUGE])
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(text)
@@ -109,12 +112,25 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
         read_tables(path, "an MPI 1", "1x2")
 
 
+def test_a_user_without_a_home_directory_has_tables_in_the_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fails)
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MPIDL_TUNING", "/a/tuning.json")
+    assert tuning_path() == Path("/a/tuning.json")
+    monkeypatch.delenv("MPIDL_TUNING")
+    for path in (tuning_path(), cache_path()):
+        assert Path(tempfile.gettempdir()) in path.parents
+
+
 @pytest.mark.mpi
 def test_a_communicator_reads_the_table(comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = comm.mpi.bcast(str(tmp_path / "tuning.json"))
     if comm.rank == 0:
-        layout = f"{comm.nodes}x{comm.local_size}"
-        write_tables(Path(path), library(), layout, {"broadcast": [(10, "mpi"), (ALWAYS, "tree")]})
+        write_tables(Path(path), library(), comm.layout, {"broadcast": [(10, "mpi"), (ALWAYS, "tree")]})
     monkeypatch.setenv("MPIDL_TUNING", path)
     made = Communicator()
     assert list(made.tables["broadcast"])[:2] == [(10, "mpi"), (ALWAYS, "tree")]
@@ -143,3 +159,30 @@ def test_a_table_that_rank_0_cannot_read_is_an_error_on_every_rank(
     wanted = ArgumentError if error is PermissionError else error if at_hand else OperationError
     with pytest.raises(wanted, match="cannot be read: no" if error is PermissionError else "no"):
         Communicator()
+
+
+@pytest.mark.mpi
+def test_a_group_that_cannot_be_made_leaves_no_communicators_of_mpi(
+    comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI has a limited number of them."""
+    made: list[Any] = []
+    select, split = Communicator._select, comm._dispatch.split
+
+    def watched_select(group: Communicator) -> Selection:
+        made.append(group._made)
+        return select(group)
+
+    def watched_split(*arguments: Any) -> Any:
+        made.append([split(*arguments)])
+        return made[-1][0]
+
+    monkeypatch.setattr(Communicator, "_select", watched_select)
+    monkeypatch.setattr(comm._dispatch, "split", watched_split)
+    (tmp_path / "tuning.json").write_text("[]")
+    monkeypatch.setenv("MPIDL_TUNING", str(tmp_path / "tuning.json"))
+    for make in (Communicator, lambda: comm.split(0)):
+        with pytest.raises(ArgumentError, match="is no table of"):
+            make()
+    assert len(made) == 3
+    assert all(of_mpi == MPI.COMM_NULL for group in made for of_mpi in group)

@@ -119,8 +119,9 @@ class PipelinedAllReduce:
         meeting = self._meetings.meet(entry, place)
         run.factors = meeting.factors
         run.sources = readable(meeting, x)
-        if run.sources is None and place is not None:
-            self._copy_in(run, 0)
+        if run.sources is None and meeting.placed:
+            if place is not None:
+                self._copy_in(run, 0)
             self._meetings.barrier()
         for tick in range(1, run.segments + _TICKS):
             self._tick(run, tick)

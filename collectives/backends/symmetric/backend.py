@@ -86,11 +86,11 @@ class Symmetric(Reductions, Movements, Backend):
         if op.premultiplied or None in own or any(other != described[0] for other in described):
             return None
         if self._pool is None:
-            memory = have.allocator.allocate(Pool.nbytes(self.ranks), shared=True, keep_file=True)
-            if memory is None:
-                return None
             # Not this object, which has the pool.
             group = Group(self.meetings, have.allocator, processor=self.processor)
-            self._pool = Pool(group, memory, crowded=have.topology.crowded)
+            self._pool = Pool(group, have.allocator, crowded=have.topology.crowded)
+        counts = self._pool.counts()
+        if counts is None:
+            return None
         places = [part for _, part in found]
-        return PartitionedReduction(self._pool, have.allocator, parts, places, op, have.positions.has_come)
+        return PartitionedReduction(self._pool, counts, have.allocator, parts, places, op, have.positions.has_come)

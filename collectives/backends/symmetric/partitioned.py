@@ -29,26 +29,52 @@ from .tickets import Tickets
 
 _CHUNK_BYTES = 1 << 20
 _KEPT_CHUNKS = 1024  # whose calls are kept for the next time
+_BLOCK = 16  # reductions whose counts lie in one allocation, which keeps a file open
 _ARRAYS = 1 << 20  # more than there are: a rank that has handed in n of generation g has the number g * _ARRAYS + n
 _DRAWN = 1 << 32  # more than there are chunks: those of generation g have the tickets from g * _DRAWN on
 
 
-class Pool:
-    """The shared state of a group's partitioned reductions; for one at a time.
+class Counts:
+    """Numbers that the ranks share in one partitioned reduction: of chunks that are drawn, of arrays handed in.
 
-    memory: shared by them, `Pool.nbytes(ranks)` long, zero at first, with a file. crowded: see Counters.
+    memory: shared by the ranks, zero at first, with a file. start: the byte of it at which these begin, a multiple of
+    STRIDE; they take `Counts.nbytes(ranks)` bytes. crowded: see Counters.
     """
 
-    def __init__(self, group: Group, memory: SharedMemory, *, crowded: bool) -> None:
-        ranks = group.ranks
-        self.group, self.tickets = group, Tickets(memory, 0)
-        self.handed_in = Counters(memory, STRIDE, (1 + ranks) * STRIDE, group.rank, ranks, crowded=crowded)
-        self.under_way: Callable[[], PartitionedReduction | None] = lambda: None
+    def __init__(self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool) -> None:
+        numbers = start + STRIDE
+        self.tickets = Tickets(memory, start)
+        self.handed_in = Counters(memory, numbers, numbers + ranks * STRIDE, rank, ranks, crowded=crowded)
 
     @staticmethod
     def nbytes(ranks: int) -> int:
-        """Bytes of the memory."""
-        return STRIDE + ranks * STRIDE + Counters.nbytes_of_sleepers(ranks)
+        """Bytes of the memory, a multiple of STRIDE."""
+        return (1 + ranks + -(-Counters.nbytes_of_sleepers(ranks) // STRIDE)) * STRIDE
+
+
+class Pool:
+    """The partitioned reductions of a group, of which one is under way at a time. crowded: see Counters.
+
+    Each has counts of its own: what a slower rank has handed in to one that is abandoned would count for the next one.
+    They lie in blocks of memory, which live as long as any of their reductions. made: how many reductions there were.
+    """
+
+    def __init__(self, group: Group, allocator: Allocator, *, crowded: bool) -> None:
+        self.group, self._allocator, self._crowded = group, allocator, crowded
+        self._block: SharedMemory | None = None
+        self.made = 0
+        self.under_way: Callable[[], PartitionedReduction | None] = lambda: None
+
+    def counts(self) -> Counts | None:
+        """Makes the counts of another reduction; None where the ranks have no memory for them. Collective."""
+        ranks, place = self.group.ranks, self.made % _BLOCK
+        nbytes = Counts.nbytes(ranks)
+        if self._block is None or not place:
+            self._block = self._allocator.allocate(_BLOCK * nbytes, shared=True, keep_file=True)
+        if self._block is None:
+            return None
+        self.made += 1
+        return Counts(self._block, place * nbytes, self.group.rank, ranks, crowded=self._crowded)
 
 
 class ArrayPosition(NamedTuple):
@@ -74,13 +100,15 @@ def position_of(data: Buffer, allocator: Allocator) -> ArrayPosition | None:
 class PartitionedReduction(MeetsInMemory):
     """One rank's view of it. Called, it reduces the arrays that all ranks have handed in since the last call.
 
-    parts: this rank's arrays. places: of all ranks' arrays, which fit each other; by rank. entered: whether a rank
-    of the group has come to the operation that this rank is in, from which it hands in nothing more.
+    counts: the last that the pool has made. parts: this rank's arrays. places: of all ranks' arrays, which fit each
+    other; by rank. entered: whether a rank of the group has come to the operation that this rank is in, from which it
+    hands in nothing more.
     """
 
     def __init__(
         self,
         pool: Pool,
+        counts: Counts,
         allocator: Allocator,
         parts: Sequence[Buffer],
         places: Sequence[Sequence[ArrayPosition]],
@@ -88,6 +116,7 @@ class PartitionedReduction(MeetsInMemory):
         entered: Callable[[int], bool],
     ) -> None:
         self._pool, self._op, self._entered = pool, op, entered
+        self._counts, self._number = counts, pool.made
         self._generation = self._count = 0
         self._parts = parts
         self._arrays = [
@@ -112,7 +141,7 @@ class PartitionedReduction(MeetsInMemory):
                 raise ArgumentError("partitioned_all_reduce: hand_in: got an array while another one waits for `wait`")
             self._generation, self._pool.under_way = number, weakref.ref(self)
         self._count += 1
-        self._pool.handed_in.advance(self._generation * _ARRAYS + self._count)
+        self._counts.handed_in.advance(self._generation * _ARRAYS + self._count)
 
     def withdraw(self) -> None:
         """Withdraws what this rank has handed in; it will not be reduced."""
@@ -126,11 +155,11 @@ class PartitionedReduction(MeetsInMemory):
         self._pool.under_way = lambda: None
         first = self._generation * _DRAWN
         while True:
-            number = self._pool.tickets.draw(first) - first
+            number = self._counts.tickets.draw(first) - first
             if number >= len(self._chunks) or self._chunks[number][0] >= count:
                 break
             least = self._generation * _ARRAYS + self._chunks[number][0] + 1
-            if not self._pool.handed_in.wait_for_all(least, unless=self._entered):
+            if not self._counts.handed_in.wait_for_all(least, unless=self._entered):
                 break  # which the meeting will find
             for function, arguments in self._calls_of(number):
                 function(*arguments)
@@ -141,8 +170,11 @@ class PartitionedReduction(MeetsInMemory):
         group = self._pool.group
         elements = sum(data.size for data in self._parts[:count])
         entry = entry_of("all_reduce", self._parts[0], self._op, elements=elements)
-        row = Meetings.pack(entry, None, addresses=(self._generation, 0))
-        generations = Meeting(group.meetings.publish(row), group.meetings.names, None, None).addresses(outputs=False)
+        row = Meetings.pack(entry, None, addresses=(self._generation, self._number))
+        meeting = Meeting(group.meetings.publish(row), group.meetings.names, None, None)
+        numbers, generations = meeting.addresses(outputs=True), meeting.addresses(outputs=False)
+        if any(other != numbers[0] for other in numbers):
+            raise MismatchError("all_reduce: the ranks have handed in arrays of different partitioned_all_reduce")
         if any(other != generations[0] for other in generations):
             named = zip(group.meetings.names, generations, strict=True)
             behind = sorted(name for name, other in named if other < max(generations))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, MismatchError, OperationError
+from collectives.backends.checks import CheckedDispatch
 
 pytestmark = pytest.mark.mpi
 
@@ -105,6 +106,22 @@ def test_ranks_of_a_group_are_named_as_in_the_world(
 
 def fail() -> None:
     raise ValueError("deliberate")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.limit(60)
+def test_one_rank_that_asks_for_checks_has_all_of_them_check(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a launcher hands the environment on to the ranks of its own host alone."""
+    monkeypatch.setenv("MPIDL_DEBUG", str(int(comm.rank == 1)))
+    with Communicator() as group:
+        assert comm.mpi.allgather(type(group._dispatch)) == [CheckedDispatch] * comm.size
+        with pytest.raises(MismatchError, match="all_reduce sum of 5 float32"):
+            group.all_reduce(ones(4 + (comm.rank == 1)))
+        x = ones(3)
+        group.all_reduce(x)
+        assert (x == comm.size).all()
 
 
 def test_an_asynchronous_operation_is_checked_too(checked: Communicator) -> None:

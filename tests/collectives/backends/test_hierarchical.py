@@ -15,7 +15,7 @@ from mpi4py import MPI
 from collectives import ArgumentError, Communicator, MismatchError, PremulSum, even_counts
 from collectives.backends import registry
 from collectives.backends.backend import Resources
-from collectives.backends.hierarchical import movements, reduce
+from collectives.backends.hierarchical import all_reduce, movements, reduce
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.base.buffers import describe, inspect
 from collectives.base.partition import Splits
@@ -363,28 +363,96 @@ def test_auto_takes_a_reduce_over_two_nodes(nodes: tuple[Communicator, Nodes]) -
 
 
 @pytest.mark.ranks(4, exactly=True)
-def test_ranks_of_a_node_that_differ_raise_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_node_that_differ_raise_an_error_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on both nodes. What a rank does next cannot be paired with what those of the other node do."""
     comm, _ = over_nodes("even", monkeypatch)
+    groups = [comm.split(0, comm.rank) for _ in range(4)]
     odd, dtype = comm.rank % 2, np.float32 if comm.rank % 2 else np.float64
     coming = {1: [1, 2, 2, 2], 3: [2, 2, 1, 2]}.get(comm.rank, [2] * 4)
-    for words, wrong in {
-        "all_to_all of 0 float64": lambda: comm.all_to_all(np.empty(4, dtype), np.empty(4, dtype), **HERE),
-        r"rank \d gives 2 elements to rank \d, which takes 1": lambda: comm.all_to_all(
+    wrong: dict[str, Callable[[Communicator], Any]] = {
+        "all_to_all of 0 float64": lambda c: c.all_to_all(np.empty(4, dtype), np.empty(4, dtype), **HERE),
+        r"rank \d gives 2 elements to rank \d, which takes 1": lambda c: c.all_to_all(
             np.empty(sum(coming)), np.empty(8), coming, [2] * 4, **HERE
         ),
-        "reduce sum of 3 float64 root": lambda: comm.reduce(np.ones(3), 2 * odd, **HERE),
-        r"rank \d: reduce sum of 3 float64 root 0": lambda: (
-            comm.reduce(np.ones(3), **HERE)
-            if odd
-            else comm.all_to_all(np.empty(8), np.empty(8), [2] * 4, [2] * 4, **HERE)
+        "reduce sum of 3 float64 root": lambda c: c.reduce(np.ones(3), 2 * odd, **HERE),
+        r"rank \d: reduce sum of 3 float64 root 0": lambda c: (
+            c.reduce(np.ones(3), **HERE) if odd else c.all_to_all(np.empty(8), np.empty(8), [2] * 4, [2] * 4, **HERE)
         ),
-    }.items():
+    }
+    for group, (words, call) in zip(groups, wrong.items(), strict=True):
+        assert group is not None
         with pytest.raises(MismatchError, match=words):
-            wrong()
-    for _ in range(3):  # the group goes on, its ranks in step
-        x, out = np.ones(3), np.zeros(8)
-        comm.reduce(x, **HERE)
-        assert (x == (comm.size if comm.rank == 0 else 1)).all()
-        comm.all_to_all(out, np.full(8, float(comm.rank)), [2] * 4, [2] * 4, **HERE)
-        assert (out == np.repeat(np.arange(4), 2)).all()
+            call(group)
+        with pytest.raises(MismatchError, match=rf"barrier: .* cannot be used any more: .*{words}"):
+            group.barrier()
+        group.close()
+    x = np.ones(3)
+    comm.reduce(x, **HERE)
+    assert (x == (comm.size if comm.rank == 0 else 1)).all()
     comm.close()
+
+
+@pytest.mark.ranks(3, 4, exactly=True)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_after_an_error_on_one_node_no_operation_takes_the_messages_of_another(
+    monkeypatch: pytest.MonkeyPatch, debug: str
+) -> None:
+    """The last rank, alone on its node, has sent the root what no rank there receives. With checks all are told."""
+    monkeypatch.setenv("MPIDL_DEBUG", debug)
+    comm, nodes = over_nodes("uneven", monkeypatch)
+    here = comm.rank in nodes[0]
+    x = np.full(4, 1, np.float64 if comm.rank == 1 else np.float32)
+    if here or debug == "1":
+        with pytest.raises(MismatchError, match=r"rank 1: .*reduce sum of 4 float64"):
+            comm.reduce(x, **HERE)
+    else:
+        comm.reduce(x, **HERE)
+    x = np.full(4, 100, np.float32)
+    if debug == "1":
+        comm.reduce(x, **HERE)
+        assert comm.rank or (x == 100 * comm.size).all()
+        comm.close()
+    elif here:
+        with pytest.raises(MismatchError, match="cannot be used any more"):
+            comm.reduce(x, **HERE)
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_of_the_arrays_of_a_node_some_may_be_symmetric(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """On the one node of all ranks, where there are several on any number of ranks."""
+    monkeypatch.setattr(all_reduce, "SEGMENT_BYTES", 64 << 10)
+    backend = Hierarchy.of_nodes(comm._dispatch.resources)
+    assert backend is not None
+    for number in range(2 * comm.size):
+        x, private = comm.empty(size, np.float32), np.empty(size, np.float32)
+        alike = (comm.rank == number // 2) == (number % 2 == 0)
+        given = inspect(x if alike else private, "x", writable=True)
+        for turn in range(3):
+            given.flat[:] = comm.rank + turn
+            comm.mpi.Barrier()
+            backend.all_reduce(given, check("sum", given.dtype))()
+            assert (given.flat == comm.size * turn + sum(range(comm.size))).all(), (number, turn)
+
+
+@pytest.mark.ranks(4, exactly=True)
+@pytest.mark.limit(60)
+def test_where_one_node_cannot_share_an_array_no_node_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks then gather by messages; "auto" goes by the array."""
+    comm, nodes = over_nodes("even", monkeypatch)
+    if comm.rank in nodes[1]:
+        monkeypatch.setattr(comm._dispatch.allocator, "allocate", lambda *sizes, **options: None)
+    whole = comm.shared(comm.size, np.float32)
+    assert comm.mpi.allgather(comm.is_shared(whole)) == [False] * comm.size
+    comm.all_gather(whole, np.full(1, comm.rank, np.float32))
+    assert (whole == np.arange(comm.size)).all()
+    comm.close()
+
+
+def test_tables_are_kept_by_the_ranks_of_each_node(nodes: tuple[Communicator, Nodes]) -> None:
+    """Nodes of three ranks and one are not two nodes of three."""
+    comm, layout = nodes
+    sizes = [len(members) for members in layout]
+    assert comm.layout == (f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes)))

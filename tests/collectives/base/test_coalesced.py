@@ -130,6 +130,44 @@ def test_what_is_wrong_in_a_list_is_said(comm: Communicator, what: str) -> None:
     assert (x[0] == comm.size).all()
 
 
+Lists = Callable[[Communicator, np.ndarray, np.ndarray, np.ndarray], Any]
+# What is written is read, or written, as another array of the list. x and y: as many elements for each rank as `part`.
+SHARING: dict[str, Lists] = {
+    "all_reduce, an array twice": lambda c, x, y, part: c.all_reduce([x, y, x]),
+    "all_reduce, a part": lambda c, x, y, part: c.all_reduce([x, y, x[-1:]]),
+    "reduce": lambda c, x, y, part: c.reduce([x, x], c.rank),
+    "all_gather, outs": lambda c, x, y, part: c.all_gather([x, x], [part, part]),
+    "all_gather, out and another x": lambda c, x, y, part: c.all_gather([x, y], [part, x[: part.size]]),
+    "reduce_scatter, outs": lambda c, x, y, part: c.reduce_scatter([part, part], [x, y]),
+    "reduce_scatter, out and another x": lambda c, x, y, part: c.reduce_scatter([y[: part.size], part], [x, y]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("size", [4, 1 << 19])
+@pytest.mark.parametrize("what", SHARING)
+def test_what_is_written_shares_no_memory_with_another_array(comm: Communicator, what: str, size: int) -> None:
+    """Of small arrays and of large ones, which are read and written at other times."""
+    x, y, part = (np.ones(n, np.float32) for n in (size * comm.size, size * comm.size, size))
+    with pytest.raises(ArgumentError, match=r"arrays \d and \d of the list share memory"):
+        SHARING[what](comm, x, y, part)
+    assert (x == 1).all()
+
+
+@pytest.mark.mpi
+def test_what_is_read_may_be_given_twice_and_own_parts_in_place(comm: Communicator) -> None:
+    n, r = comm.size, comm.rank
+    x, y, out = (np.full(2 * n, r + 1.0) for _ in range(3))
+    comm.reduce_scatter([y[:2], y[2:4]] if n > 1 else [y[:2], out], [x, x])
+    assert (y[:2] == sum(range(n + 1))).all()
+    comm.all_gather([x, out], [x[2 * r : 2 * r + 2], np.full(2, r + 1.0)])
+    assert x.tolist() == out.tolist() == np.repeat(np.arange(n) + 1.0, 2).tolist()
+    comm.broadcast([x, x[:2]], n - 1)
+    comm.reduce([x, y], 0)
+    comm.all_reduce([x[:n], x[n:], x[:0]])
+
+
 def test_batches_hold_no_more_than_the_memory_and_keep_large_arrays_apart() -> None:
     dtype = describe("float32")
     sizes = [10, 200_000, 262_144, 5] + [200_000] * 10

@@ -257,6 +257,38 @@ def test_threads_may_call_at_the_same_time_on_groups_of_their_own(comm: Communic
         group.close()
 
 
+@pytest.mark.mpi
+@pytest.mark.limit(60)
+def test_an_operation_for_which_there_is_no_thread_was_not_issued(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 0 alone, which then makes it without a thread."""
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "mpidl-progress":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    x = np.ones(4)
+    if comm.rank == 0:
+        monkeypatch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            comm.all_reduce(x, async_op=True)
+        monkeypatch.undo()
+        comm.all_reduce(x)
+    else:
+        work = comm.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+    assert (x == comm.size).all()
+    assert comm.mpi.allgather(comm._issued) == [comm._issued] * comm.size
+    work = comm.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    assert (x == comm.size**2).all()
+
+
 EXIT = """
 import numpy as np
 from collectives import Communicator

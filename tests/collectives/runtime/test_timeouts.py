@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,22 @@ def test_a_receive_that_times_out_ends_with_its_group(comm: Communicator) -> Non
     comm.send(np.ones(3), (comm.rank + 1) % comm.size)
     assert comm.recv(x) == (comm.rank - 1) % comm.size
     assert x.tolist() == [1, 1, 1]
+
+
+def test_a_timeout_may_be_longer_than_a_lock_can_be_waited_for(comm: Communicator) -> None:
+    x = np.ones(3)
+    comm.all_reduce(x, timeout=1e10)
+    work = comm.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait(1e300)
+    assert (x == comm.size**2).all()
+
+
+def test_a_sendrecv_whose_time_is_over_has_ended_or_has_timed_out(comm: Communicator) -> None:
+    group, x, out = comm.split_self(), np.ones(3), np.zeros(3)
+    with contextlib.suppress(OperationTimeout):
+        group.sendrecv(x, 0, out, 0, timeout=1e-9)
+        assert (out == 1).all()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -18,6 +18,7 @@ from collectives import ArgumentError, Communicator
 from collectives.base.buffers import inspect
 from collectives.group.details import of_list
 from collectives.process import cores
+from collectives.runtime import watchdog
 from collectives.runtime.positions import ANY, END, Position, Positions, words
 from collectives.runtime.watchdog import TAGS, Guard, limit_of, report
 
@@ -563,3 +564,20 @@ def test_without_threads_in_mpi_other_nodes_are_not_asked(comm: Communicator, mo
     for now in (0.0, 1.0, 2.0):
         assert set(guard.positions_of_all()) == set(guard.ranks)
         guard.look(now, "", "")
+
+
+def test_a_watchdog_that_could_not_be_started_is_started_with_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    group: Any = SimpleNamespace()
+    begun: list[Any] = []
+    monkeypatch.setattr(watchdog, "_guards", {})
+    monkeypatch.setattr(watchdog, "_thread", [])
+    monkeypatch.setattr(watchdog.threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="new thread"):
+        watchdog.watch(group)
+    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda thread: begun.append(thread))
+    for _ in range(2):
+        watchdog.watch(group)
+    assert len(begun) == 1

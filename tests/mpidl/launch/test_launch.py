@@ -292,6 +292,8 @@ def test_fewer_ranks(tmp_path: Path) -> None:
         ("/a/b/mpiexec.hydra -np 16 x", 16, "/a/b/mpiexec.hydra -np 2 x"),
         ("srun --ntasks=8 --mpi=pmix a", 8, "srun --ntasks=2 --mpi=pmix a"),
         ("srun -n8 a", 8, "srun -n2 a"),
+        ("/usr/bin/srun -c 4 -n 8 python", 8, "/usr/bin/srun -c 4 -n 2 python"),
+        ("mpirun -c 4 python", 4, "mpirun -c 2 python"),
         ("mpirun -ppn 3 -n 6 python", 6, "mpirun -ppn 3 -n 2 python"),
         ("mpirun python x.py -n 3", None, None),
         ("python x.py -n 3", None, None),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
@@ -79,6 +81,28 @@ def test_a_terminal_that_is_closed_does_not_stop_the_command() -> None:
     stream.join(10)
     assert stream.lines == ["a", "b", "c"]
     os.close(follower)
+
+
+def test_a_target_that_does_not_block_is_waited_for() -> None:
+    """Another process that writes to the same pipe or terminal may have made it so."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    wanted = 200_000
+    with contextlib.suppress(BlockingIOError):
+        while True:  # until it is full
+            wanted += os.write(writing, b"x" * 4096)
+    process, stream = started([sys.executable, "-c", "print('x' * 9999 + '\\n' + 'x' * 189_999)"], writing)
+    while not stream.lines:
+        time.sleep(0.01)
+    time.sleep(0.1)  # it is about to write
+    found = 0
+    while found < wanted and select.select([reading], [], [], 10)[0]:
+        found += len(os.read(reading, 1 << 16))
+    assert found == wanted
+    assert process.wait(30) == 0
+    stream.join(10)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_where_nobody_reads_the_command_sees_it() -> None:
