@@ -4,6 +4,7 @@ What a user calls:
 
     parallelize       cuts a model by a plan, and makes it whole again
     loading, saving   reads each rank's parts from safetensors; refuses to write parts as if they were the model
+    assigned          keeps the placements of parameters that a load replaces
     deferred          values of a model that was built by deferred_init
     counting          what a rank holds and sends, counted without the other ranks
 

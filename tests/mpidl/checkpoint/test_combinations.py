@@ -234,8 +234,8 @@ def test_offloaded_state_passes_through_memory_a_tensor_at_a_time(comm, shared: 
     largest[0] = 0
     read = Reader.read
 
-    def reading(reader: Reader, names: Any, cut: Any, low: int, high: int, target: torch.Tensor) -> None:
-        read(reader, names, cut, low, high, target)
+    def reading(reader: Reader, names: Any, cut: Any, low: int, high: int, target: torch.Tensor, *more: Any) -> None:
+        read(reader, names, cut, low, high, target, *more)
         if not any(first <= target.data_ptr() < last for first, last in mapped(optimizer)):
             others[0] += target.nbytes
         largest[0] = max(largest[0], sum(mapped(optimizer).values()))
