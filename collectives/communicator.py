@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .backends.backend import PartitionedCall
+from .backends.checks import CheckedDispatch
 from .backends.cuda.arrays import gpu_index
 from .backends.tables import Tables
 from .base import arguments, buffers, reduction
@@ -91,6 +92,11 @@ class Communicator(GroupCalls):
         if operation not in ALGORITHMS:
             raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
         return self._selection.names(operation)
+
+    @property
+    def is_debugging(self) -> bool:
+        """True if the ranks compare each operation before it begins, as MPIDL_DEBUG=1 on any rank asks for."""
+        return isinstance(self._dispatch, CheckedDispatch)
 
     @property
     def tables(self) -> Tables:

@@ -11,6 +11,7 @@ each other.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,9 +29,9 @@ _DTYPES = tuple(DTYPES)
 _OPS = ("none", *KERNELS)
 _DTYPE_CODES = {name: code for code, name in enumerate(_DTYPES)}
 _OP_CODES = {name: code for code, name in enumerate(_OPS)}
-_ROW = struct.Struct("12qd")
-# Fields of a row: allocation and place of x, of out; their addresses; flags; factor.
-_X, _OUT, _ADDRESSES, _FLAGS, _FACTOR = 5, 7, 9, 11, 12
+_ROW = struct.Struct("13qd")
+# Fields of a row: what must agree (an Entry), then allocation and place of x, of out; their addresses; flags; factor.
+_X, _OUT, _ADDRESSES, _FLAGS, _FACTOR = 6, 8, 10, 12, 13
 _FILLED, _SHARED = 1, 2  # flags
 _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and of what comes from there
 
@@ -42,7 +43,8 @@ class MeetsInMemory:
 class Entry(NamedTuple):
     """The operation that a rank is about to run; all ranks must agree on it.
 
-    elements: of the array that has one size on all ranks; 0 where there is none.
+    elements: of the array that has one size on all ranks; 0 where there is none. parts: a number made of the counts by
+    which that is cut (`parts_of`); 0 where it is not cut.
     """
 
     operation: str
@@ -50,12 +52,18 @@ class Entry(NamedTuple):
     op: str = "none"
     root: int = 0
     elements: int = 0
+    parts: int = 0
     factor: float = 1.0
 
     def __str__(self) -> str:
         op = "" if self.op == "none" else f" {self.op}"
         root = f" root {self.root}" if self.operation in ("broadcast", "reduce", "gather", "scatter") else ""
         return f"{self.operation}{op} of {self.elements} {self.dtype}{root}"
+
+
+def parts_of(counts: Sequence[int]) -> int:
+    """A number that other counts hardly have."""
+    return 1 + zlib.crc32(np.array(counts, np.int64).tobytes())
 
 
 class Meetings:
@@ -98,7 +106,7 @@ class Meetings:
         x, out: the allocation that its arrays lie in and their place in its part; None for other arrays. addresses: of
         x and out in its memory. filled: whether its first chunk is in the scratch already.
         """
-        operation, dtype, op, root, elements, factor = entry
+        operation, dtype, op, root, elements, parts, factor = entry
         shared = any(place is not None and not place[0].stride for place in (x, out))
         return _ROW.pack(
             CODES[operation],
@@ -106,6 +114,7 @@ class Meetings:
             _OP_CODES[op],
             root,
             elements,
+            parts,
             *((x[0].number, x[1]) if x else (0, 0)),
             *((out[0].number, out[1]) if out else (0, 0)),
             *addresses,
@@ -250,6 +259,11 @@ class Meeting:
     def _check(self) -> None:
         first = self._table[0][:_X]
         if any(row[:_X] != first for row in self._table):
+            if all(row[: _X - 1] == first[:-1] for row in self._table):
+                others = [name for name, row in zip(self._names, self._table, strict=True) if row[:_X] != first]
+                raise MismatchError(
+                    f"{self._entry(0)}: got other counts on {listing(sorted(others))} than on rank {self._names[0]}"
+                )
             raise MismatchError(differences([self._entry(rank) for rank in range(self._ranks)], self._names))
         if self._ranges is not None and not np.array_equal(self._sizes(1), self._sizes(3).T):
             giver, taker = (int(i) for i in np.argwhere(self._sizes(1) != self._sizes(3).T)[0])
@@ -260,8 +274,8 @@ class Meeting:
             )
 
     def _entry(self, rank: int) -> Entry:
-        code, dtype, op, root, elements = self._table[rank][:_X]
-        return Entry(OPERATIONS[code], _DTYPES[dtype], _OPS[op], root, elements)
+        code, dtype, op, root, elements, parts = self._table[rank][:_X]
+        return Entry(OPERATIONS[code], _DTYPES[dtype], _OPS[op], root, elements, parts)
 
 
 def differences(entries: Sequence[Any], names: Sequence[int]) -> str:

@@ -6,31 +6,41 @@ that a report of the watchdog shows what does not fit.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from ..base.buffers import Buffer
-from ..base.partition import Splits
+from ..base.partition import Splits, even_counts
 from ..base.reduction import Reduction
 from ..runtime.positions import words
+
+_ROOM = 16  # letters of counts
 
 
 def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
     """The words for an operation's checked arguments: arrays, operator, root, counts or splits."""
     arrays = [given for given in checked if isinstance(given, Buffer)]
     size: int | None = max(data.size for data in arrays)
-    operator, root = "", ""
+    operator, root, parts = "", "", ""
     for given in checked:
         if isinstance(given, Reduction):
             operator = f"{given.name} "
         elif isinstance(given, list):
             size = sum(given)
+            parts = "" if given == even_counts(size, len(given)) else _in_parts(given)
         elif isinstance(given, Splits):
             size = size if given.uniform else None  # each rank's own
         elif isinstance(given, int):
             root = f" root {given}"
     elements = "" if size is None else f"{size} "
-    return words(f"{operator}of {elements}{arrays[0].dtype.name}{root} by {algorithm}")
+    return words(f"{operator}of {elements}{arrays[0].dtype.name}{root}{parts} by {algorithm}")
+
+
+def _in_parts(counts: Sequence[int]) -> str:
+    """Counts in words, those of many ranks by a checksum, as there is room for few."""
+    told = ", ".join(map(str, counts))
+    return f" in parts of {told}" if len(told) <= _ROOM else f" in parts #{zlib.crc32(told.encode()):08x}"
 
 
 def of_parts(operator: Reduction, parts: Sequence[Buffer]) -> bytes:

@@ -93,8 +93,11 @@ class GroupDivision(GroupObjects):
         return type(self)(MPI.COMM_SELF, timeout=self._timeout, scratch=self._scratch)
 
     def duplicate(self) -> Self:
-        """Makes a Communicator of the same ranks with a queue of its own; closed along with this one. Collective."""
+        """Makes a Communicator of the same ranks with a queue of its own. Collective.
+
+        It is closed along with this one, which refers to it until then.
+        """
         made = self.split(0, self.rank, name=self.name)
         assert made is not None
-        self._duplicates.append(made)
+        self._duplicates = [one for one in self._duplicates if not one._closed] + [made]
         return made

@@ -14,6 +14,8 @@ from ..process.labels import label
 from ..runtime.progress import Work
 from .memory import GroupMemory
 
+INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what may be caught, and is no Exception
+
 
 class GroupMessages(GroupMemory):
     """A group whose ranks send each other messages. Messages do not queue behind collectives.
@@ -35,10 +37,14 @@ class GroupMessages(GroupMemory):
         """
         self._refuse_if_unusable("send")
         with label("collectives::send"):
-            if timeout is None:
-                return self._messages.send(x, dest, tag, async_op=async_op)
-            with self._giving_up("send", timeout, async_op) as limit:
-                return self._messages.send(x, dest, tag, timeout=limit)
+            try:
+                if timeout is None:
+                    return self._messages.send(x, dest, tag, async_op=async_op)
+                with self._giving_up("send", timeout, async_op) as limit:
+                    return self._messages.send(x, dest, tag, timeout=limit)
+            except INTERRUPTS:
+                self._interrupted("send")
+                raise
 
     @overload
     def recv(
@@ -74,11 +80,15 @@ class GroupMessages(GroupMemory):
         """
         self._refuse_if_unusable("recv")
         with label("collectives::recv"):
-            if timeout is None:
-                message = self._messages.recv(x, source, tag, async_op=async_op)
-            else:
-                with self._giving_up("recv", timeout, async_op) as limit:
-                    message = self._messages.recv(x, source, tag, timeout=limit)
+            try:
+                if timeout is None:
+                    message = self._messages.recv(x, source, tag, async_op=async_op)
+                else:
+                    with self._giving_up("recv", timeout, async_op) as limit:
+                        message = self._messages.recv(x, source, tag, timeout=limit)
+            except INTERRUPTS:
+                self._interrupted("recv")
+                raise
         return message if async_op else message.sender
 
     def sendrecv(
@@ -100,10 +110,14 @@ class GroupMessages(GroupMemory):
         self._refuse_if_unusable("sendrecv")
         own_tag = tag if recv_tag is None else recv_tag
         with label("collectives::sendrecv"):
-            if timeout is None:
-                return self._messages.sendrecv(x, dest, out, source, tag, own_tag)
-            with self._giving_up("sendrecv", timeout) as limit:
-                return self._messages.sendrecv(x, dest, out, source, tag, own_tag, limit)
+            try:
+                if timeout is None:
+                    return self._messages.sendrecv(x, dest, out, source, tag, own_tag)
+                with self._giving_up("sendrecv", timeout) as limit:
+                    return self._messages.sendrecv(x, dest, out, source, tag, own_tag, limit)
+            except INTERRUPTS:
+                self._interrupted("sendrecv")
+                raise
 
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[Work]:
         """Begins several messages at once and returns their Works, in the order of the list.

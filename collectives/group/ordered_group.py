@@ -321,6 +321,10 @@ class OrderedGroup:
             self._give_up(f"{late}, its timeout")
             raise OperationTimeout(f"{late}, its timeout; the communicator cannot be used any more") from None
 
+    def _interrupted(self, operation: str) -> None:
+        """Makes the communicator unusable: an interrupt has left a message of which no call knows any more."""
+        self._give_up(f"{operation} was interrupted, and its message may still come or go")
+
     def _refuse_if_unusable(self, operation: str, queued: bool = False) -> None:
         if self._unusable:
             if not queued:

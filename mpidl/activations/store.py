@@ -25,7 +25,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator, even_counts
-from collectives.diagnostics import is_debugging
 
 from ..digest import code
 from ..errors import ConfigurationError, TrainingError
@@ -85,7 +84,7 @@ class CheckpointStore:
         self._seen: Any = WeakTensorKeyDictionary()
         self._latest: Callable[[], _Call | None] = lambda: None
         self._compared = 0
-        self._debugging = is_debugging()
+        self._debugging = self._group is not None and self._group.is_debugging
 
     # ---- what is held -----------------------------------------------------------------------------------------
 

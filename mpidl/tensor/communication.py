@@ -16,7 +16,6 @@ the all-gathers, in this same order; what is called next is queued behind them. 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +73,7 @@ class TensorGroup:
         self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
         self.overlaps = overlaps
         self.traffic = Traffic()
-        self.check = os.environ.get("MPIDL_DEBUG") == "1"
+        self.check = comm.is_debugging
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._slots_at: set[int] = set()  # addresses
         self._sums = SumMemory(self._allocate_sums)

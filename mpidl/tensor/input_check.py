@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def refuse_different_models(comm: Communicator, model: nn.Module, styles: Any) -
 
     Names, shapes and dtypes are compared, and with MPIDL_DEBUG=1 values as well.
     """
-    values = os.environ.get("MPIDL_DEBUG") == "1"
+    values = comm.is_debugging
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine = {
         name: (tuple(t.shape), str(t.dtype), *(_sums(t) if values and not t.is_meta else ())) for name, t in tensors

@@ -115,7 +115,7 @@ class PipelinedAllReduce:
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
         if place is None and x.size:
             self._copy_in(run, 0)
-        entry = Entry("all_reduce", x.dtype.name, op.name, 0, x.size, op.factor)
+        entry = Entry("all_reduce", x.dtype.name, op.name, 0, x.size, factor=op.factor)
         meeting = self._meetings.meet(entry, place)
         run.factors = meeting.factors
         run.sources = readable(meeting, x)

@@ -105,7 +105,7 @@ class PipelinedReduce:
         run = _InFlight(x, root, op, size, leaders(self._nodes, root), direct)
         small = x.nbytes <= SMALL_BYTES
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
-        entry = Entry("reduce", x.dtype.name, op.name, root, x.size, op.factor)
+        entry = Entry("reduce", x.dtype.name, op.name, root, x.size, factor=op.factor)
         if self._ranks > 1 and self._memory is None:
             self._meetings.meet(entry, None)  # so that none waits for the others' memory while they are elsewhere
             self._reserve()

@@ -32,7 +32,7 @@ from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...process.idle_wait import wait_all
 from ...process.topology import Topology
-from ..meeting import Entry, Meetings
+from ..meeting import Entry, Meetings, parts_of
 from .contributions import add, others, readable, travels_as_it_is
 
 Array = np.ndarray[Any, Any]
@@ -90,7 +90,7 @@ class PipelinedReduceScatter:
         direct = travels_as_it_is(self._ranks, op)
         run = _InFlight(out, x, op, parts, self._piece_bytes // x.dtype.accumulate.itemsize, direct)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
-        entry = Entry("reduce_scatter", x.dtype.name, op.name, 0, x.size, op.factor)
+        entry = Entry("reduce_scatter", x.dtype.name, op.name, 0, x.size, parts_of(counts), op.factor)
         meeting = self._meetings.meet(entry, place)
         run.factors = meeting.factors
         run.sources = readable(meeting, x)

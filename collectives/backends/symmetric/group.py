@@ -126,9 +126,12 @@ class Group:
         return [(peer, ranges[peer]) for peer in order if ranges[peer][1] > ranges[peer][0]]
 
 
-def entry_of(operation: str, data: Buffer, op: Reduction | None = None, root: int = 0, elements: int = 0) -> Entry:
+def entry_of(
+    operation: str, data: Buffer, op: Reduction | None = None, root: int = 0, elements: int = 0, parts: int = 0
+) -> Entry:
     """The entry of an operation on such data."""
-    return Entry(operation, data.dtype.name, op.name if op else "none", root, elements, op.factor if op else 1.0)
+    name, factor = (op.name, op.factor) if op else ("none", 1.0)
+    return Entry(operation, data.dtype.name, name, root, elements, parts, factor)
 
 
 def starts_of(counts: Sequence[int]) -> tuple[int, ...]:

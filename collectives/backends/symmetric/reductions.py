@@ -10,7 +10,7 @@ import numpy as np
 
 from ...base.buffers import Buffer, DType
 from ...base.reduction import Reduction
-from ..meeting import Entry, Meeting, Ranges
+from ..meeting import Entry, Meeting, Ranges, parts_of
 from .group import Group, entry_of, starts_of
 from .operation import Operation
 from .processor import Program
@@ -106,7 +106,7 @@ class Reductions(Group):
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Operation:
         """Each rank reduces its part of all inputs."""
         starts, me = starts_of(counts), self.rank
-        entry = entry_of("reduce_scatter", x, op, elements=x.size)
+        entry = entry_of("reduce_scatter", x, op, elements=x.size, parts=parts_of(counts))
         size = max(1, self.staging_of(entry).chunk_bytes // x.dtype.itemsize // self.ranks)
         factors = [op.factor] * self.ranks
         copy = self.processor.copy

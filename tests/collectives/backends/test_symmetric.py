@@ -214,6 +214,14 @@ def test_reductions_refuse_an_array_that_is_one_for_all(node: Communicator) -> N
                 call(x)
 
 
+def scatter_with_other_counts(comm: Communicator) -> None:
+    """The sum of the counts is the same, so that the parts would overlap."""
+    counts = [2, *[2] * (comm.size - 1)]
+    if comm.rank == 1:
+        counts[:2] = 1, 3
+    comm.reduce_scatter(np.empty(counts[comm.rank]), np.ones(sum(counts)), counts=counts, algorithm="symmetric")
+
+
 MISMATCHES: list[tuple[str, Callable[[Communicator], Any]]] = [
     ("elements", lambda c: c.all_reduce(np.ones(10 + (c.rank == 1)), algorithm="symmetric")),
     ("dtypes", lambda c: c.all_reduce(np.ones(10, "f4" if c.rank == 1 else "i4"), algorithm="symmetric")),
@@ -223,6 +231,7 @@ MISMATCHES: list[tuple[str, Callable[[Communicator], Any]]] = [
         "operations",
         lambda c: (c.reduce if c.rank == 1 else c.all_reduce)(np.ones(10), algorithm="symmetric"),
     ),
+    ("counts", scatter_with_other_counts),
     (
         "splits",
         lambda c: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -228,6 +229,17 @@ def test_a_with_statement_closes_at_its_end(comm: Communicator) -> None:
     assert (x == comm.size).all()
     with pytest.raises(OperationError, match="it was closed"):
         group.barrier()
+
+
+def test_a_closed_duplicate_is_not_kept(comm: Communicator) -> None:
+    with Communicator() as group:
+        first = group.duplicate()
+        first.close()
+        seen = weakref.ref(first)
+        del first
+        group.duplicate()
+        gc.collect()
+        assert seen() is None
 
 
 @pytest.mark.mpi(min_size=2)

@@ -239,6 +239,29 @@ def test_a_receive_without_a_handle_writes_to_no_other_array(
     assert all((other == -1).all() for other in others)
 
 
+@pytest.mark.parametrize("how", ["send", "recv", "sendrecv"])
+def test_a_message_that_was_interrupted_is_not_taken_for_the_next_one(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It may still come, so that the next receive would get what follows it."""
+    if comm.size == 1:
+        return
+    made = Communicator()
+    right, left = neighbours(comm)
+    x, came = np.zeros(SIZE), np.zeros(SIZE)
+    calls = {
+        "send": lambda: made.send(x, right),
+        "recv": lambda: made.recv(came, left),
+        "sendrecv": lambda: made.sendrecv(x, right, came, left),
+    }
+    monkeypatch.setattr(made._positions, "waiting", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calls[how]()
+    for call in calls.values():
+        with pytest.raises(OperationError, match=f"cannot be used any more: {how} was interrupted"):
+            call()
+
+
 def interrupted(kind: str, other: int) -> AbstractContextManager[None]:
     raise KeyboardInterrupt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator
 from collectives.base.buffers import inspect
-from collectives.group.details import of_list
+from collectives.group.details import of_arrays, of_list
 from collectives.process import cores
 from collectives.runtime import watchdog
 from collectives.runtime.positions import ANY, END, Position, Positions, words
@@ -109,6 +110,16 @@ def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> 
         "different operations: reduce sum of 16384 float32 root 0 by mpi on rank 0, reduce sum of 16385 float32 root 0 "
         "by symmetric on rank 1;" in text
     ), text
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"), [([2, 2, 1], ""), ([4, 0, 1], " in parts of 4, 0, 1"), ([100_001, 0, 100_000], " in parts #")]
+)
+def test_words_have_counts_that_are_not_the_default(counts: list[int], words: str) -> None:
+    x = inspect(np.ones(sum(counts)), "x", writable=False)
+    found = of_arrays("ring", [x, counts]).decode().rstrip("\0")
+    assert re.fullmatch(rf"of {sum(counts)} float64{words}[0-9a-f]* by ring", found)
+    assert found != of_arrays("ring", [x, counts[::-1]]).decode().rstrip("\0") or counts == counts[::-1]
 
 
 @pytest.mark.thorough
