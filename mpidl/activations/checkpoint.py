@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def checkpoint(
 ) -> Any:
     """Calls `function(*args, **kwargs)`, and calls it again in backward in place of keeping its activations.
 
-    function: also a module, or a method of one, whose buffers the second run leaves alone. It must do the same both
-        times, and what it reads of buffers must not be what it wrote there.
+    function: also a module, a method of one, or functools.partial of these, whose buffers the second run leaves alone.
+        It must do the same both times, and what it reads of buffers must not be what it wrote there.
     store: where the inputs lie until backward; by default wherever they are. Inside another checkpoint it is not
         used, since the outer one computes those inputs again.
     keep_sums: of a module that is cut over tp, keep the outputs of its row-parallel layers too, so that the second run
@@ -54,10 +55,10 @@ def checkpoint(
     if store is not None and not isinstance(store, CheckpointStore):
         raise ConfigurationError(f"store: got {store!r}; needs a CheckpointStore or None")
     options = {name: kwargs.pop(name) for name in OF_TORCH if name in kwargs}
-    owner = getattr(function, "__self__", function) if keep_sums else None
-    if owner is not None and not isinstance(owner, torch.nn.Module):
+    owner = _owner(function)
+    if keep_sums and owner is None:
         raise ConfigurationError(f"keep_sums: got a function {function!r}; needs a module, or a method of one")
-    return call(function, args, kwargs, store, options, owner)
+    return call(function, args, kwargs, store, options, owner, keep_sums)
 
 
 def call(
@@ -66,15 +67,16 @@ def call(
     kwargs: dict[str, Any],
     store: CheckpointStore | None,
     options: dict[str, Any],
-    keep_sums_of: torch.nn.Module | None = None,
+    owner: torch.nn.Module | None,
+    keep_sums: bool = False,
 ) -> Any:
     """`checkpoint`, for arguments that are checked, of which none can be taken for its own.
 
-    keep_sums_of: the module that runs; None: nothing is kept.
+    owner: the module that runs, whose buffers the second run leaves alone; None: `function` is of no module.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run = _Recomputed(function, args, kwargs, keep_sums_of)
+    run = _Recomputed(function, args, kwargs, owner, keep_sums)
     keeping = contextlib.nullcontext() if store is None or _inside_checkpoint() else store.keeping(run.tensors)
     with keeping:
         return torch_checkpoint(run, *run.tensors, use_reentrant=False, **options)
@@ -83,7 +85,7 @@ def call(
 class _Recomputed:
     """A function that runs on its own arguments, and every time after the first on ones that are put together anew.
 
-    tensors: those among the arguments. They are held until the first run only.
+    owner, keep_sums: as of `call`. tensors: those among the arguments. They are held until the first run only.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class _Recomputed:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        keep_sums_of: torch.nn.Module | None,
+        owner: torch.nn.Module | None,
+        keep_sums: bool,
     ) -> None:
-        self._function = function
-        self._sums = None if keep_sums_of is None else (KeptSums(), keep_sums_of)
+        self._function, self._owner = function, owner
+        self._sums = (KeptSums(), owner) if keep_sums and owner is not None else None
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
@@ -118,9 +121,16 @@ class _Recomputed:
         for n, tensor in zip(self._places, tensors, strict=True):
             leaves[n] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        owner = getattr(self._function, "__self__", self._function)
-        with buffers_left_alone([owner] if isinstance(owner, torch.nn.Module) else []):
+        with buffers_left_alone([] if self._owner is None else [self._owner]):
             return self._function(*args, **kwargs)
+
+
+def _owner(function: Callable[..., Any]) -> torch.nn.Module | None:
+    """The module that a function is, or is a method of."""
+    while isinstance(function, partial):
+        function = function.func
+    found = getattr(function, "__self__", function)
+    return found if isinstance(found, torch.nn.Module) else None
 
 
 def _inside_checkpoint() -> bool:

@@ -102,7 +102,7 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         forward = self._before or type(module).forward.__get__(module)  # type: ignore[union-attr]
-        return call(forward, args, kwargs, self._store, self._options, module if self._keep_sums else None)
+        return call(forward, args, kwargs, self._store, self._options, module, self._keep_sums)
 
     def restore(self, module: torch.nn.Module) -> None:
         """Makes the module's `forward` what it was."""

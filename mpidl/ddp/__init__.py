@@ -9,6 +9,7 @@ sparse             gradients of sparse embeddings
 several_backwards  several backward passes of one forward pass
 first_pass         the first pass of a wrapper that was copied, such as by deepcopy
 module_changes     detects parameters that were replaced or resized
+shared_parameters  finds parameters that another wrapper averages as well
 forward_signature  `forward` with the signature of the module inside
 join_hook          what a rank without batches does in a Join; joined_passes: what the reducer keeps for it
 backward_steps     steps within the backward pass: step_in_backward

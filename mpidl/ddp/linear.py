@@ -185,10 +185,9 @@ def destinations(
     """The destinations of those parameters that are weights of linear layers in the host's memory, by weight."""
     found: dict[torch.nn.Parameter, Destination] = {}
     for layer in module.modules():
-        weight = layer._parameters.get("weight")
+        weight = layer._parameters.get("weight") if _name_of(layer) in _OUT_IN else None  # scripted ones have no `get`
         if (
-            _name_of(layer) in _OUT_IN
-            and weight is not None
+            weight is not None
             and weight in parameters
             and weight not in found
             and type(weight) is torch.nn.Parameter

@@ -39,8 +39,9 @@ class ModuleChanges:
         tables = [table for m in modules for table in (m._parameters, m._modules)]
         self._tables: list[dict[str, Any]] = [t for t in tables if isinstance(t, dict)]  # scripted ones cannot change
         self._size = sum(map(len, self._tables))
-        entries = [(table, key, value) for table in self._tables for key, value in table.items()]
-        self._of, self._keys, self._values = zip(*entries, strict=True)
+        self._of = [table for table in self._tables for _ in table]
+        self._keys = [key for table in self._tables for key in table]
+        self._values = [value for table in self._tables for value in table.values()]
         self._others = {
             p: name for name, p in self._module.named_parameters() if p not in self._names and name not in self._ignored
         }

@@ -58,10 +58,14 @@ from .joined_passes import JoinedPasses
 from .linear import destinations
 from .module_changes import ModuleChanges
 from .several_backwards import SeveralBackwards
+from .shared_parameters import SharedParameters
 from .sparse import mean_of_sparse, sparse_parameters
 
 if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
     from ..gradients.compression.hook import CompressedReduction
+
+
+_Training = tuple[torch.dtype, bool | tuple[int, ...]]  # a parameter's dtype, and its strides if not the usual ones
 
 
 class _OpaqueGraph:
@@ -118,10 +122,12 @@ class Reducer:
         self._opaque: weakref.WeakSet[_OpaqueGraph] = weakref.WeakSet()  # of graphs that a backward pass may use
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
         self._wanted = self._what_trains()  # in the last synchronised forward pass
-        self._trains: list[torch.dtype | None] = []  # as the buckets are laid out
+        self._choice: int | None = None  # by which ranks compare `_wanted`
+        self._trains: list[_Training | None] = []  # as the buckets are laid out
         self._trained: list[torch.nn.Parameter] = []
         self._sparse: set[torch.nn.Parameter] = set()
         self._foreign = ForeignSteps(names, stay_in_place=True)
+        self._shared = SharedParameters(names)
         self.steps: BackwardSteps | None = None  # within the passes; then buckets lie in its buffers, not in the arena
         self._given: set[torch.nn.Parameter] = set()  # what this rank gave a gradient in a pass that steps
         self._lost: set[torch.nn.Parameter] = set()  # and what had it no more when its bucket was filled
@@ -166,13 +172,16 @@ class Reducer:
         """
         if training:
             self.join.begin_forward()
-        self._wanted = self._what_trains()
+        wanted = self._what_trains()
+        if wanted != self._wanted:
+            self._wanted, self._choice = wanted, None
         if self._wanted != self._trains:
             self.queue.listen(self._trained_by(self._wanted))
 
     def set_static_graph(self) -> None:
         """Sets `static_graph` as the constructor would; to be called before the first backward pass."""
         self._static_graph = self.queue.defer_launch_to_end = True
+        self._choice = None
 
     def step_in_backward(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Has passes step with these optimizers from the next one on, or with none. Collective."""
@@ -197,17 +206,18 @@ class Reducer:
     def _agree_on_buckets(self) -> None:
         """Takes up a new order of the buckets, or a new choice of what trains, as a backward pass begins.
 
-        Or other dtypes of it. Collective, but under `no_sync`. Raises on every rank ModelMismatch where the choice
-        differs, and TrainingError where any has parameters that were replaced, resized or added, or has not closed the
-        step of the pass before.
+        Or other dtypes of it, or another order in memory. Collective, but under `no_sync`. Raises on every rank
+        ModelMismatch where the choice differs, and TrainingError where any has parameters that were replaced, resized
+        or added, or has not closed the step of the pass before.
         """
         if not self.queue.synchronise:
             return
-        chosen = code(repr((self._wanted, self._static_graph)))
+        if self._choice is None:
+            self._choice = code(repr((self._wanted, self._static_graph)))
         problem = self._changes.problem()
         if self.steps is not None and self.steps.is_open:
             problem = STEP_NOT_CALLED
-        told = np.array([chosen, -chosen, problem is not None])
+        told = np.array([self._choice, -self._choice, problem is not None])
         self.comm.all_reduce(told, "max")
         if told[2]:
             raise_everywhere(self.comm, problem)
@@ -220,12 +230,12 @@ class Reducer:
             order, self.pending_order = self.pending_order, None
             self._lay_out(order)
 
-    def _what_trains(self) -> list[torch.dtype | None]:
-        """The dtype of each parameter that is trained."""
-        return [p.dtype if p.requires_grad else None for p in self._names]
+    def _what_trains(self) -> list[_Training | None]:
+        """The dtype of each parameter that is trained, and its order in memory."""
+        return [(p.dtype, p.is_contiguous() or p.stride()) if p.requires_grad else None for p in self._names]
 
-    def _trained_by(self, trains: Sequence[torch.dtype | None]) -> list[torch.nn.Parameter]:
-        return [p for p, dtype in zip(self._names, trains, strict=True) if dtype is not None]
+    def _trained_by(self, trains: Sequence[_Training | None]) -> list[torch.nn.Parameter]:
+        return [p for p, each in zip(self._names, trains, strict=True) if each is not None]
 
     def _start_anew(self) -> None:
         former = self._trained
@@ -260,6 +270,7 @@ class Reducer:
         self.queue.set_buckets([])
         self._results.clear()
         self._foreign.end()
+        self._shared.end()
         if self.steps is not None:
             self.steps.remove()
         if self._averages is not None:
@@ -295,7 +306,7 @@ class Reducer:
         for p, destination in self._destinations.items():
             destination.move(views.get(p))
         for p in moved.keys() & views.keys():
-            p.grad = views[p].copy_(moved.pop(p))
+            p.grad = views[p].detach().copy_(moved.pop(p))
         for p, gradient in moved.items():  # frozen meanwhile
             p.grad = gradient
 
@@ -417,8 +428,14 @@ class Reducer:
             return
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            if self._as_views:
-                parameter.grad = view
+            if self._shows_place(parameter):
+                parameter.grad = view.detach()  # not the view itself, which `.grad.data = ...` would move
+        elif not self._shows_place(parameter):
+            parameter.grad = gradient.clone()
+
+    def _shows_place(self, parameter: torch.nn.Parameter) -> bool:
+        """Returns whether `.grad` becomes the parameter's place in its bucket."""
+        return self._as_views and not (self._shared.parameters and parameter in self._shared.parameters)
 
     def _miss(self, bucket: GradientBucket, index: int) -> None:
         """A parameter that this rank's pass did not reach contributes what it has accumulated, or zero."""
@@ -504,8 +521,10 @@ class Reducer:
                 elif p not in reached:
                     if p in self._kept and p.grad is not None:
                         p.grad.copy_(self._kept[p])
-                elif self._as_views:
-                    p.grad = bucket.views[index]
+                elif self._shows_place(p):
+                    view, shown = bucket.views[index], p.grad
+                    if shown is None or shown.data_ptr() != view.data_ptr():
+                        p.grad = view.detach()
                 elif p.grad is None:
                     p.grad = bucket.views[index].clone()
                 else:

@@ -102,6 +102,7 @@ def replacement_test(model: torch.nn.Module, parameters: Container[torch.Tensor]
     places = [
         (module._parameters, name, p)
         for module in model.modules()
+        if isinstance(module._parameters, dict)  # not of a scripted one, in which nothing is replaced
         for name, p in module._parameters.items()
         if p is not None and p in parameters
     ]
@@ -174,6 +175,9 @@ class PassPhases:
                 call()
         for call in self.finished:
             call()
+
+
+_begun: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()  # all that have ever begun a pass
 
 
 class _LastCallback:
@@ -273,6 +277,7 @@ class BackwardWatch:
         if not self.active:
             self.active = True
             self.number += 1
+            _begun.add(self)
             last = _LastCallback(self)
             self._pass = weakref.ref(last)
             torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]
@@ -283,6 +288,11 @@ class BackwardWatch:
     def is_running(self) -> bool:
         """Tells if a pass is under way that no exception has ended."""
         return self.active and not self._interrupted
+
+    @property
+    def has_company(self) -> bool:
+        """Tells if a pass of another engine is under way, as in a backward pass through several models."""
+        return any(other.is_running for other in list(_begun) if other is not self)
 
     @property
     def _interrupted(self) -> bool:

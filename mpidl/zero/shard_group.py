@@ -5,8 +5,13 @@
         replicas    hold the same shard               0 <------> 2           all-reduce of reduced gradients
                                                          1 <------> 3
 
-A bucket's all-reduce over the replicas follows its reduce-scatter at once, in one operation of a Communicator of its
-own, in that one's progress thread. Without replicas the shards are cut over all ranks.
+A bucket's all-reduce over the replicas follows its reduce-scatter at once, in one operation. Without replicas the
+shards are cut over all ranks.
+
+Operations of a backward pass run on duplicates that this engine alone has: the buckets of several engines in one pass
+may fill in another order on each rank. One duplicate is over all ranks: on it the operations are queued, in its
+progress thread. With replicas, an operation there uses one over the shards and one over the replicas, which queue
+nothing.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2.
 """
@@ -34,17 +39,22 @@ class ShardGroup:
 
     world: all of them. shards: those over which state is cut. replicas: those with this rank's shard, None if alone.
     rank, size: among `shards`. is_root: whether this is rank 0 of all, which gets whole states.
+    in_pass: all ranks, for operations of backward passes. reducing: those of `shards`, for what is reduced there.
     """
 
     def __init__(self, world: Communicator, shards: Communicator, replicas: Communicator | None) -> None:
         self.world, self.shards, self.replicas = world, shards, replicas
         self.rank, self.size = shards.rank, shards.size
         self.is_root = world.rank == 0
-        self._reducing = shards
-        if replicas is not None:
-            pooled = communicator_pool.take(world)
-            weakref.finalize(self, pooled.give_back).atexit = False
-            self._reducing = pooled.comm
+        self.in_pass = self._taken(world)
+        self.reducing = self.in_pass if shards is world else self._taken(shards)
+        self._over_replicas = None if replicas is None else self._taken(replicas)
+
+    def _taken(self, comm: Communicator) -> Communicator:
+        """A duplicate of `comm` that this engine alone has. Collective."""
+        pooled = communicator_pool.take(comm)
+        weakref.finalize(self, pooled.give_back).atexit = False
+        return pooled.comm
 
     @classmethod
     def of(cls, world: Communicator, given: Communicator | str | None) -> ShardGroup:
@@ -71,17 +81,17 @@ class ShardGroup:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, algorithm: str) -> Work:
         """Starts the reduction of all ranks' `whole` to its mean, of which `own` becomes this rank's shard."""
-        if self.replicas is None:
-            work = self.shards.reduce_scatter(own, whole, "avg", algorithm=algorithm, async_op=True)
+        shards, replicas = self.reducing, self._over_replicas
+        if replicas is None:
+            work = shards.reduce_scatter(own, whole, "avg", algorithm=algorithm, async_op=True)
         else:
-            replicas = self.replicas
 
             def both() -> None:
-                self.shards.reduce_scatter(own, whole, "avg", algorithm=algorithm)
+                shards.reduce_scatter(own, whole, "avg", algorithm=algorithm)
                 replicas.all_reduce(own, "avg")
 
             name = "reduce_scatter and all_reduce over replicas"
-            work = self._reducing.compound(name, both, async_op=True, device=whole.device)
+            work = self.in_pass.compound(name, both, async_op=True, device=whole.device)
         assert work is not None
         return work
 

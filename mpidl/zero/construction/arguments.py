@@ -38,6 +38,11 @@ def check(model: Any, optimizer_class: Any, stage: Any, bucket_cap_mb: Any, pref
                 f"model: {name or 'it'} is a DistributedDataParallel, which reduces the same gradients; give "
                 "ZeroOptimizer the plain model, that is in no DistributedDataParallel"
             )
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigurationError(
+                f"model: {name or 'it'} is a scripted or traced module with parameters, whose use no hook can see; "
+                "needs the plain module; scripted ones without parameters may be inside"
+            )
     refuse_trained("model", model)
     refuse_lazy("model", model)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):

@@ -35,7 +35,7 @@ def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorit
         return Then(over.reduce_scatter(own, values, chosen), lambda: own)
 
     shards = BucketShards(slice(over.rank * size, (over.rank + 1) * size), reduce_scatter)
-    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, {}, shards)
+    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, {over.world: over.in_pass}, shards)
 
 
 def take_result(gradient: BucketGradient, rank: int, wait: Callable[[Work], None]) -> None:

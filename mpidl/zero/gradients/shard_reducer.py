@@ -10,8 +10,8 @@ Kinds of tensor, and which share storage:
     slice           what the shard holds of one parameter: a view of `values`, or its fp32 master copy for 16-bit
                     parameters; the inner optimizer steps on slices
 
-Who runs what: the thread of the backward pass; reductions run in the Communicator's progress thread, in this order on
-every rank:
+Who runs what: the thread of the backward pass; operations run in the progress thread of a Communicator that this engine
+alone has (`shard_group`), in this order on every rank:
 
     for each bucket, in order   reduce-scatter; with a `Stepper` also an all-reduce of what was reached
     at the end of the pass      waits for all of these
@@ -20,7 +20,8 @@ every rank:
 
 A rank without a free buffer waits for its own oldest reduction. That reduction needs only operations that every rank
 launches before it; in stage 3 the wait also takes part in gathers (`wait_for_reduction`), which the other ranks may
-need first. So no two ranks wait for each other.
+need first. So no two ranks wait for each other. In a backward pass of several engines another rank may come to that
+reduction only after one of another engine, which waits for this rank: then the bucket takes new memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import Work
+from collectives import Work, WorkTimeout
 from collectives.devices import HOST, Place
 
 from ...comm_hooks import Hook, begin, plain_wait
@@ -52,6 +53,7 @@ from .stepper import Stepper
 
 # On a GPU, which the host may be ahead of: so many shared buffers of each dtype, if all together have so many bytes.
 _GPU_BUFFERS, _GPU_BUFFER_BYTES = 8, 512 << 20
+_PATIENCE_S = 0.1  # with a reduction, before a bucket takes other memory in a backward pass of several engines
 
 
 class ShardReducer:
@@ -97,8 +99,8 @@ class ShardReducer:
         self._saves_memory = not keeps_shard_memory
         self.sums_whole = False
         self._buffer_readers: set[Any] = set()  # streams that were the last to read a buffer
-        self._over, self._comm = over, over.shards
-        self._names = names
+        self._over, self._comm = over, over.reducing
+        self._names, self._watch = names, watch
         self._keep_whole = keep_whole
         self.stepper: Stepper | None = None
         self.hook: tuple[Any, Hook] | None = None  # what communicates in place of the reduce-scatter, and its state
@@ -320,7 +322,7 @@ class ShardReducer:
 
         Raises TrainingError on every rank where a hook has made a step.
         """
-        world, buckets = self._over.world, self.queue.buckets
+        world, buckets = self._over.in_pass, self.queue.buckets
         reached = [r for bucket in buckets for r in self._of[bucket].reached]
         again = [bucket in self._gradients_after_launch for bucket in buckets]
         agreed = np.array([self._foreign.found(world), *again, *reached], np.int64)
@@ -353,11 +355,11 @@ class ShardReducer:
     def _ensure_storage(self, gradients: BucketGradient) -> None:
         """Gives the bucket storage, if it has none, and moves what it reduced before out of it.
 
-        Waits for the oldest reductions where all buffers are in use.
+        Waits for the oldest reductions where all buffers are in use, but where that may take for ever.
         """
         bucket = gradients.bucket
         if bucket.flat is None:
-            while (flat := self._buffers.take(bucket)) is None and self._in_flight:
+            while (flat := self._buffers.take(bucket)) is None and self._in_flight and not self._is_held_up():
                 self._finish_oldest_reduction(steps=True)
             if flat is None:  # more buckets fill than there are buffers, as under no_sync
                 flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
@@ -369,6 +371,17 @@ class ShardReducer:
                 gradients.filled, gradients.shard = list(gradients.reached), None
             else:
                 gradients.shard = gradients.shard.clone()
+
+    def _is_held_up(self) -> bool:
+        """Returns whether another engine may have to go on before the oldest reduction can end."""
+        work = self._in_flight[0].bucket.work
+        if work is None or not self._watch.has_company:
+            return False
+        try:
+            work.wait(_PATIENCE_S)
+        except WorkTimeout:
+            return True
+        return False
 
     def _launch(self, bucket: GradientBucket) -> None:
         gradients = self._of[bucket]
@@ -395,7 +408,7 @@ class ShardReducer:
         self._in_flight.append(gradients)
         if self.stepper is not None:
             reached = np.array(gradients.reached, np.uint8)
-            work = self._over.world.all_reduce(reached, "max", async_op=True)
+            work = self._over.in_pass.all_reduce(reached, "max", async_op=True)
             assert work is not None
             gradients.agreed_reached = reached, work
             with self._foreign.own(bucket.parameters):

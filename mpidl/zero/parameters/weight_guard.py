@@ -65,7 +65,7 @@ class WeightGuard:
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
         self._handles = [model.register_forward_pre_hook(_weakly(self._before_forward), prepend=True)]
         before_loading = Hook(_weakly(self._before_loading))
-        for module in model.modules():
+        for module in (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)):  # these take no hook
             self._handles.append(module._register_load_state_dict_pre_hook(before_loading, with_module=True))
 
     def watch(self, slices: Mapping[torch.nn.Parameter, Slice]) -> None:

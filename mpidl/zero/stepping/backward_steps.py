@@ -50,6 +50,7 @@ class BackwardSteps:
         self._counted: set[torch.nn.Parameter] = set()
         self._stepped: list[torch.nn.Parameter] = []
         self._is_open = False  # whether a pass has stepped since the last call of `step`
+        self._foreign: str | None = None
 
     def begin(self) -> None:
         """A pass that steps begins."""
@@ -68,8 +69,8 @@ class BackwardSteps:
     @torch.no_grad()
     def step(self, number: int, gradient: torch.Tensor, reached: Sequence[bool]) -> None:
         """Steps on this rank's slices of a bucket's parameters."""
-        self._is_open = True
         chosen = [p for p, flag in zip(self._shards[number].parameters, reached, strict=True) if flag]
+        self._is_open |= bool(chosen)
         parts = [self._slices[p] for p in chosen]
         for part in parts:
             part.attach(gradient)
@@ -82,11 +83,18 @@ class BackwardSteps:
     @torch.no_grad()
     def end(self) -> None:
         """All have been stepped: every rank sees the new parameters. Collective."""
-        self._is_open = True
         self._parameters.release()
         self._guard.stepped([p for p in self._stepped if p not in self._counted])
         self._parameters.publish()
 
-    def close(self) -> None:
-        """`optimizer.step()` was called."""
-        self._is_open = False
+    def close(self, foreign: str | None) -> None:
+        """`optimizer.step()` was called. foreign: the gradient of this rank's that no pass has given and none steps on.
+
+        `step` communicates nothing, so that the next pass refuses it.
+        """
+        self._is_open, self._foreign = False, foreign
+
+    def take_foreign(self) -> str | None:
+        """Returns what `close` was given, once."""
+        foreign, self._foreign = self._foreign, None
+        return foreign

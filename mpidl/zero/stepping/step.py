@@ -1,5 +1,6 @@
 """A step of a ZeroOptimizer: every rank's inner optimizer on its slices, then new parameters for all.
 
+    local        the closure runs, if there is one
     local        has this rank a reason not to step? (guard, foreign gradients, an open pass)
     collective   release(): this rank reads no parameter from here on; with `ShardedParameters` no rank does
     collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
@@ -45,21 +46,22 @@ def make_step(
     parts.place.refuse_capture("ZeroOptimizer.step")
     if inside_backward():
         raise TrainingError(STEP_INSIDE)
-    problem = parts.guard.problem(parts.slices) or parts.grad_attributes.foreign()
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
+    foreign = parts.grad_attributes.foreign()
     if parts.backward_steps is not None:
         parts.shard_reducer.refuse_unreduced()
-        parts.backward_steps.close()
+        parts.backward_steps.close(foreign)
         parts.grad_attributes.take_changes()
         if broadcasts_buffers:
             broadcast_states(parts.comm, parts.model.buffers())
         return loss
+    problem = parts.guard.problem(parts.slices) or foreign or parts.grad_attributes.problem()
     parts.parameters.release()
     _hand_settings_on(parts, outer)
-    reached = _attach_gradients(parts, outer, problem or parts.grad_attributes.problem())
+    reached = _attach_gradients(parts, outer, problem)
     if broadcasts_buffers:
         broadcast_states(parts.comm, parts.model.buffers())
     parts.inner.step()
@@ -75,7 +77,8 @@ def make_step(
 
 def before_backward_steps(parts: Parts, outer: torch.optim.Optimizer) -> None:
     """Checks, as a step does, that a backward pass may change the parameters, and prepares them for it. Collective."""
-    problem = parts.guard.problem(parts.slices)
+    assert parts.backward_steps is not None
+    problem = parts.guard.problem(parts.slices) or parts.backward_steps.take_foreign()
     parts.parameters.wait_for_gathers()
     _hand_settings_on(parts, outer)
     _agreed(parts, problem, [], settings_of(outer.param_groups, outer.defaults))
@@ -113,7 +116,8 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
 def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict[str, Any]) -> list[bool]:
     """Returns which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
     agreed = np.array([problem is not None, *flags, *fingerprint(settings)], np.uint8)
-    work = parts.comm.all_reduce(agreed, "max", async_op=inside_backward())
+    in_pass = inside_backward()
+    work = (parts.group.in_pass if in_pass else parts.comm).all_reduce(agreed, "max", async_op=in_pass)
     if work is not None:
         parts.parameters.wait_for_reduction(work)  # others may still gather units
     if agreed[0]:

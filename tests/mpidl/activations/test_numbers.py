@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,34 @@ def test_running_statistics_are_updated_once(store) -> None:
         m(x).sin().sum().backward()
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))
     assert int(model[1][1].num_batches_tracked) == 1
+
+
+def by_partial(block: nn.Module) -> Callable[..., Any]:
+    return partial(type(block).forward, block)
+
+
+def by_closure(block: nn.Module) -> Callable[..., Any]:
+    before = block.forward
+    return lambda x: before(x)
+
+
+@pytest.mark.parametrize("patched", [by_partial, by_closure])
+def test_running_statistics_of_blocks_with_a_patched_forward_are_updated_once(store, patched: Any) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)) for _ in range(2)))
+
+    plain, model = fresh(make), fresh(make)
+    for block in (*plain, *model):
+        block.forward = patched(block)
+    checkpoint_modules(model, store=store)
+    x = torch.randn(20, 9)
+    for m in (plain, model):
+        m(x).sin().sum().backward()
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("of", [partial, lambda block: partial(block.forward), lambda block: partial(partial(block))])
+def test_running_statistics_in_a_partial_of_a_module_are_updated_once(store, of: Callable[..., Any]) -> None:
+    block = nn.BatchNorm1d(9)
+    checkpoint(of(block), torch.randn(20, 9, requires_grad=True), store=store).sin().sum().backward()
+    assert int(block.num_batches_tracked) == 1

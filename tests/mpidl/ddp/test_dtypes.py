@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.ddp.reference import data, follow, made, mean_gradients
+from tests.mpidl.ddp.reference import check, data, follow, made, mean_gradients
 
 pytestmark = pytest.mark.mpi
 
@@ -62,6 +64,43 @@ def test_a_model_that_changes_its_dtype_after_so_many_passes(comm, passes: int) 
     for name, p in model.named_parameters():
         assert p.grad.dtype is torch.float64
         torch.testing.assert_close(p.grad, expected[name])
+
+
+def filters() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2))
+
+
+def of_images(model: Any, rank: int) -> torch.Tensor:
+    return model(data(rank, 3 * 25).view(2, 3, 5, 5)).square().sum()
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("passes", [0, 1, 3])
+def test_a_model_that_changes_its_order_in_memory_after_so_many_passes(comm, passes: int, settings: dict) -> None:
+    """Fused optimizers on CPUs take a gradient in the order of its parameter."""
+    model = made(filters)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
+    for _ in range(passes):
+        model.zero_grad()
+        of_images(wrapped, comm.rank).backward()
+    model.to(memory_format=torch.channels_last)
+    expected = mean_gradients(filters, of_images, comm.size)
+    for _ in range(2):
+        model.zero_grad()
+        of_images(wrapped, comm.rank).backward()
+        check(model, expected)
+        assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_order_in_memory_that_one_rank_has_changed_is_an_error_on_all(comm) -> None:
+    model = made(filters)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    of_images(wrapped, comm.rank).backward()
+    if comm.rank == 1:
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(mpidl.ModelMismatch, match=r"0\.weight.*strides"):
+        of_images(wrapped, comm.rank).backward()
 
 
 class Words(nn.Module):

@@ -235,6 +235,54 @@ def test_two_wrappers_whose_buckets_fill_in_another_order_on_each_rank(comm, hoo
             check(model, gradients)
 
 
+class Shares(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(self.shared(x)))
+
+
+@pytest.mark.parametrize("as_views", [True, False], ids=["views", "own"])
+def test_wrappers_that_share_a_layer_each_average_this_ranks_gradient(comm, as_views: bool) -> None:
+    """However early the other one reduces."""
+
+    def make() -> nn.Module:
+        shared = nn.Linear(3, 3)
+        return nn.ModuleList([Shares(shared), Shares(shared)])
+
+    def loss(models: Any, rank: int) -> torch.Tensor:
+        inner, outer = models
+        return outer(inner(data(rank))).square().sum()
+
+    def reduces_at_once(_: Any, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            seen.setdefault(p, []).append(gradient.clone())
+        bucket.buffer().mul_(10)
+        return comm_hooks.completed()
+
+    seen: dict[torch.Tensor, list[torch.Tensor]] = {}
+    model, alone = made(make), made(make)
+    loss(alone, comm.rank).backward()
+    shared = [(p, q.grad) for p, q in zip(model[0].shared.parameters(), alone[0].shared.parameters(), strict=True)]
+    wrapped = [mpidl.DistributedDataParallel(m, process_group=comm, gradient_as_bucket_view=as_views) for m in model]
+    for each in wrapped:
+        each.register_comm_hook(None, reduces_at_once)
+    for _ in range(3):
+        seen.clear()
+        model.zero_grad()
+        loss(wrapped, comm.rank).backward()
+        for p, expected in shared:
+            torch.testing.assert_close(seen[p], [expected, expected])
+            torch.testing.assert_close(p.grad, 10 * expected)
+    del wrapped[0], each
+    model.zero_grad()
+    loss([model[0], *wrapped], comm.rank).backward()
+    buckets = {flat.untyped_storage().data_ptr() for flat in wrapped[0].held_tensors()["gradients"]}
+    assert all((p.grad.untyped_storage().data_ptr() in buckets) == as_views for p, _ in shared)
+
+
 def test_freezing_on_one_rank_is_an_error_on_all(comm) -> None:
     if comm.size == 1:
         return

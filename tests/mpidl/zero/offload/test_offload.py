@@ -171,6 +171,45 @@ def test_parameters_on_another_device_give_the_same_bits(comm, monkeypatch, to: 
     assert held.optimizer <= (0.02 * 2**20 * 1.05 if to == "disk" else 0)
 
 
+class Descends(torch.optim.Optimizer):
+    """Writes new values into the parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p - group["lr"] * p.grad)
+
+    def update(self, p: torch.Tensor, new: torch.Tensor) -> None:
+        p.copy_(new)
+
+
+class Replaces(Descends):
+    """Puts new values in their place."""
+
+    def update(self, p: torch.Tensor, new: torch.Tensor) -> None:
+        p.data = new
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("on_accelerator", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_an_optimizer_may_put_new_values_in_place_of_the_old_ones(
+    comm, monkeypatch, to: str, delayed: bool, on_accelerator: bool, precision: str
+) -> None:
+    if on_accelerator:
+        monkeypatch.setattr(offloaded_slice, "is_on_accelerator", lambda _: True)
+    offload = Offload(to, buffer_mb=0.02, delayed_update=delayed, delay_from=1)
+    settings = {"offload": offload, "precision": PRECISIONS[precision], "lr": 0.1}
+    expected, found = (whole(trained(comm, "stage 2", optimizer=each, **settings)[1]) for each in (Descends, Replaces))
+    assert differences(expected, found) == []
+
+
 class Lazy(torch.optim.SGD):
     """Has state from its second step on, of which one part is in another dtype."""
 

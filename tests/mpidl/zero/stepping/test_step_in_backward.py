@@ -181,6 +181,49 @@ def test_a_second_pass_before_step_is_refused(comm, way: str) -> None:
 
 
 @zero.every_way
+def test_a_pass_through_a_frozen_model_makes_no_step(comm, way: str) -> None:
+    """The loop of a GAN: the second model, frozen, passes on the gradients of the first one's pass."""
+    models, optimizers = zip(
+        *(zero.engine(comm, make, way, step_in_backward=True) for make in (zero.Block, zero.Several)), strict=True
+    )
+    plain = [zero.Plain(make, comm.size) for make in (zero.Block, zero.Several)]
+
+    def loss(first: nn.Module, second: nn.Module, rank: int, step: int, trains_second: bool) -> torch.Tensor:
+        for p in second.parameters():
+            p.requires_grad_(trains_second)
+        between = first(zero.data(rank, step))
+        return second(between.detach() if trains_second else between).square().sum()
+
+    for step in range(3):
+        for number in (1, 0):
+            plain[number].step(
+                lambda _, rank, s=step, n=number: loss(*(each.model for each in plain), rank, s, n == 1).backward()  # type: ignore[misc]
+            )
+            loss(*models, comm.rank, step, number == 1).backward()
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+    for each, optimizer, expected in zip(models, optimizers, plain, strict=True):
+        zero.check(each, optimizer, expected.model)
+
+
+@zero.every_way
+def test_a_gradient_that_no_pass_has_given_is_refused_by_the_next_pass(comm, way: str) -> None:
+    model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
+    zero.plainly(model, comm.rank, 0).backward()
+    if comm.rank == comm.size - 1:
+        model.head.bias.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.model_state_dict()
+    loss = zero.plainly(model, comm.rank, 1)
+    with pytest.raises(mpidl.TrainingError, match=r"head\.bias: its \.grad was set"):
+        loss.backward()
+    check_equal(before, optimizer.model_state_dict())
+    zero.plainly(model, comm.rank, 1).backward()
+    optimizer.step()
+
+
+@zero.every_way
 def test_passes_under_no_sync_alone_make_no_step(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     with optimizer.no_sync():

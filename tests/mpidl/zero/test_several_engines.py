@@ -1,0 +1,43 @@
+"""Several ZeroOptimizers in one backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpidl
+from tests.mpidl.zero.reference import SGD, WAYS, Several, check, made
+
+pytestmark = pytest.mark.mpi
+
+ORDERS = [(0, 1, 2), (2,), (), (1, 2)]
+
+
+def loss(inner: Any, outer: Any, rank: int, step: int) -> torch.Tensor:
+    """Each rank reaches other blocks of both models."""
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+    between = torch.cat([inner(x, ORDERS[(rank + step) % 4]), x[:, :1]], 1)
+    return outer(between, ORDERS[(rank + step + 1) % 4]).square().sum()
+
+
+# Over several nodes stage 3 gathers each model's units for all ranks together.
+@pytest.mark.parametrize("way", ["stage 1", "stage 2", pytest.param("stage 3", marks=pytest.mark.one_node)])
+@pytest.mark.parametrize("replicas", [False, True], ids=["", "replicas"])
+def test_ranks_may_fill_the_buckets_of_each_in_another_order(comm, way: str, replicas: bool) -> None:
+    group = comm.split(comm.rank) if replicas else None  # each rank is one
+    settings = {"process_group": comm, "shard_group": group, **WAYS[way], **SGD}
+    models: list[nn.Module] = [made(Several, comm.rank) for _ in range(2)]
+    optimizers = [mpidl.ZeroOptimizer(m, torch.optim.SGD, **settings) for m in models]
+    plain = [made(Several) for _ in range(2)]
+    judges = [torch.optim.SGD(m.parameters(), **SGD) for m in plain]
+    for step in range(4):
+        loss(*models, comm.rank, step).backward()
+        sum(loss(*plain, rank, step) / comm.size for rank in range(comm.size)).backward()  # type: ignore[union-attr]
+        for optimizer in (*optimizers, *judges):
+            optimizer.step()
+            optimizer.zero_grad()
+        for model, optimizer, expected in zip(models, optimizers, plain, strict=True):
+            check(model, optimizer, expected)
