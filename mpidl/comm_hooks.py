@@ -119,7 +119,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradient of each parameter, as views of `buffer()`."""
-        return list(self._views)
+        return [view.detach() for view in self._views]  # what a hook sets the data of is no place in the bucket
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters, in the order of `gradients()`."""

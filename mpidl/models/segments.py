@@ -62,8 +62,11 @@ class _Segment:
 
 @contextlib.contextmanager
 def buffers_left_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules and those in them use copies of their buffers; afterwards the buffers, unchanged."""
-    owners = {owner for module in modules for owner in module.modules()}
+    """Inside, the modules and those in them use copies of their buffers; afterwards the buffers, unchanged.
+
+    Not scripted ones, whose buffers cannot be replaced.
+    """
+    owners = {owner for module in modules for owner in module.modules() if isinstance(owner._buffers, dict)}
     own = [(owner, dict(owner._buffers)) for owner in owners if owner._buffers]
     for owner, buffers in own:
         owner._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})

@@ -195,8 +195,11 @@ class OuterSteps:
         for p, gradient in zip(own, _views(mean, own), strict=True):
             p.grad = gradient
         self.optimizer.step()
-        for p in own:
+        for p, view in zip(own, self._globals[reduction.number], strict=True):
             p.grad = None
+            if p.data_ptr() != view.data_ptr():  # a class that sets p.data
+                view.copy_(p.detach())
+                p.data = view.detach()
         with self._writing():
             self._show(reduction.number, self.mixing)
 

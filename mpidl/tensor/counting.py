@@ -23,6 +23,7 @@ class _Rank:
 
     rank: int
     size: int
+    is_debugging: bool = False
 
     def __getitem__(self, axis: str) -> _Rank:
         return self

@@ -68,6 +68,16 @@ def test_what_a_hook_sees(comm) -> None:
     assert len(seen) > 1
 
 
+def test_data_that_a_hook_sets_is_not_the_bucket_s(comm) -> None:
+    def hook(state: Any, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
+        for g in bucket.gradients():
+            g.data = torch.zeros_like(g)
+        return comm_hooks.allreduce(state, bucket)
+
+    for found, expected in zip(gradients(comm, hook, comm), gradients(comm), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_torch_future_is_a_handle(comm) -> None:
     def hook(_: Any, bucket: comm_hooks.GradBucket) -> Any:
         future: torch.futures.Future = torch.futures.Future()

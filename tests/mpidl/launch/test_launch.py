@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,8 +184,8 @@ def test_under_nohup_neither_it_nor_its_job_heeds_a_closed_terminal(capfd: pytes
 
 def test_a_signal_while_the_job_is_being_started_is_not_lost(tmp_path: Path, monkeypatch) -> None:
     class Slow(supervise.Job):
-        def __init__(self, command: list[str]) -> None:
-            super().__init__(command)
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
             while not (tmp_path / "waits").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -105,7 +105,19 @@ def test_with_a_step_of_plain_sgd_it_is_ddp(comm) -> None:
         assert equal_on_all(comm, q)
 
 
-@pytest.mark.parametrize("outer", [torch.optim.AdamW, torch.optim.Adafactor])
+class SetsData(torch.optim.Optimizer):
+    """A class of the user's own that replaces the values of its parameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("outer", [torch.optim.AdamW, torch.optim.Adafactor, SetsData])
 def test_any_class_steps_on_the_mean(comm, outer: Any) -> None:
     own = parameters(torch.float32)
     optimizer = DiLoCo(torch.optim.SGD(own, lr=0.1), 4, comm, outer_class=outer, outer_settings={"lr": 0.05})

@@ -327,9 +327,8 @@ def test_after_a_part_of_the_model_was_called_by_itself(comm, way: str) -> None:
     found = optimizer.model_state_dict()
     if comm.rank == 0:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    with optimizer.gathered():
-        with torch.no_grad():
-            model[0].weight.mul_(2.0)
+    with optimizer.gathered(), torch.no_grad():
+        model[0].weight.mul_(2.0)
     with optimizer.gathered(writable=False):
         assert torch.equal(model[0].weight, 2.0 * expected["0.weight"])
     model(torch.ones(3, 4)).sum().backward()
