@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from collectives import Communicator
 from mpidl.zero.parameters.units import cut
 from tests.mpidl.zero.reference import Block, Several, data, engine, every_part, follow, made, plainly
 
@@ -156,13 +157,13 @@ class Adapters(nn.Module):
 @every_part
 def test_of_adapters_only_what_trains_is_reduced(comm, way: str, monkeypatch) -> None:
     sent: list[int] = []
-    reduce_scatter = comm.reduce_scatter
+    reduce_scatter = Communicator.reduce_scatter
 
-    def counted(own: torch.Tensor, whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(of: Communicator, own: torch.Tensor, whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(whole.numel())
-        return reduce_scatter(own, whole, *args, **kwargs)
+        return reduce_scatter(of, own, whole, *args, **kwargs)
 
-    monkeypatch.setattr(comm, "reduce_scatter", counted)
+    monkeypatch.setattr(Communicator, "reduce_scatter", counted)
     follow(comm, way, Adapters, plainly, steps=2)
     assert 2 * 3 * 120 <= sum(sent) <= 2 * 3 * (120 + 2 * comm.size * 16)
 
