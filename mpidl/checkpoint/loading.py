@@ -258,7 +258,11 @@ def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any, factor:
 
 
 def _scale_factor(content: Index, scaler: Any) -> float:
-    """Returns the loss scale here as a multiple of the saved one; without a scaler a loss has scale 1."""
-    saved = part_checks.number_of((content.about.get("scaler") or {}).get("scale", 1.0))
+    """Returns the loss scale here as a multiple of the saved one; without a scaler a loss has scale 1.
+
+    1 for scalers of a class of the program's own, whose states do not have the scale under torch's name.
+    """
+    state = content.about.get("scaler") or {"scale": 1.0}
+    saved = part_checks.number_of(state.get("scale")) if isinstance(state, dict) else None
     here: float = scaler.get_scale() if hasattr(scaler, "get_scale") else 1.0
     return here / saved if saved else 1.0
