@@ -70,10 +70,10 @@ def parse_together(
             check(found)
         except Refused as error:
             problem = str(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = error
         problems, statuses = zip(*comm.mpi.allgather((problem, _status(failure))), strict=True)
-        if any(statuses):
+        if any(status is not None for status in statuses):
             raise failure or SystemExit(1)
         wrong = [rank for rank, text in enumerate(problems) if text is not None]
         if wrong:
@@ -88,8 +88,9 @@ def parse_together(
 
 def _status(failure: BaseException | None) -> int | None:
     """The status with which the other ranks exit after a failure; None after none."""
-    code = getattr(failure, "code", 1)
-    return None if failure is None else code if isinstance(code, int) else int(code is not None)
+    if not isinstance(failure, SystemExit):
+        return None if failure is None else 1
+    return failure.code if isinstance(failure.code, int) else int(failure.code is not None)
 
 
 def at_least(low: float, number: type = int) -> Callable[[str], Any]:

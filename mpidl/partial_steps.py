@@ -1,6 +1,6 @@
 """Runs the step of a torch optimizer on some of its parameters at a time, for steps within the backward pass.
 
-They change these parameters as one step on all of them would.
+They change these parameters as one step on all of them would. Values that a step has put elsewhere are brought back.
 """
 
 from __future__ import annotations
@@ -61,3 +61,10 @@ def _of_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -
 def is_partial(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether the step is one of `PartialSteps`."""
     return hasattr(optimizer, _PARTIAL)
+
+
+def bring_back(parameter: torch.Tensor, place: torch.Tensor) -> None:
+    """Copies values that an optimizer has put elsewhere, as by `p.data = ...`, to their place, where they lie again."""
+    if parameter.data_ptr() != place.data_ptr() and place.numel():
+        place.copy_(parameter.detach())
+        parameter.data = place

@@ -151,8 +151,9 @@ class Checkpoints:
         """Loads the checkpoint to go on from, if any; with --resume auto the newest that turns out undamaged."""
         said: list[str] = []
         failed: list[Path] = []
+        resume = broadcast_object(self._comm, self._resume)  # rank 0's: others may not have the variable
         while True:
-            found = agree_or_exit(self._comm, lambda: None if self._comm.rank else self._find(said, failed))
+            found = agree_or_exit(self._comm, lambda: None if self._comm.rank else self._find(resume, said, failed))
             found = broadcast_object(self._comm, found)  # rank 0 chooses
             if found is None:
                 return None
@@ -161,7 +162,7 @@ class Checkpoints:
                     found, *self._training, mesh=self._mesh
                 )  # each rank its slices, or the same error on all
             except CheckpointError as error:
-                if self._resume != "auto" or isinstance(error, CheckpointMismatch):
+                if resume != "auto" or isinstance(error, CheckpointMismatch):
                     raise
                 failed.append(found)
                 self._say(f"passed over: {error}")
@@ -173,9 +174,12 @@ class Checkpoints:
         goes_on = came_to and folder and Path(came_to).parent.resolve() == folder.resolve()
         return "auto" if goes_on else self._options.resume
 
-    def _find(self, said: list[str], failed: Collection[Path]) -> Path | None:
-        """Finds the checkpoint to go on from, on rank 0. said: what was passed over; it grows. failed: not to take."""
-        folder, resume = self._options.checkpoint_dir, self._resume
+    def _find(self, resume: str, said: list[str], failed: Collection[Path]) -> Path | None:
+        """Finds the checkpoint to go on from, on rank 0.
+
+        resume: auto, never or a path. said: what was passed over; it grows. failed: not to take.
+        """
+        folder = self._options.checkpoint_dir
         if resume == "never":
             if folder and (former := checkpoint.named(folder)):
                 kept = f"the {self._options.keep_last} written last are kept"

@@ -224,7 +224,7 @@ class Dispatch:
     def allocate(self, nbytes: int, dtype: DType, *, shared: bool, reserved: bool = True) -> SharedMemory | None:
         """Memory that the ranks of this node share; None where they cannot.
 
-        shared: one for all ranks of a node, on all nodes or on none: by it ranks choose how to gather.
+        shared: one memory for all ranks of a node, on every node or on none, as ranks choose by it how to gather.
         """
         self.announce(("shared" if shared else "empty") if reserved else "pages", f" of {dtype.name}")
         alone = self.topology.local_size == 1

@@ -119,7 +119,8 @@ def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> d
 def user_folder(variable: str, name: str) -> Path:
     """The folder that the environment's variable names, else the one of that name in the home directory.
 
-    A user who has no home directory, as in some containers, has it in the temporary directory.
+    A user who has no home directory, as in some containers, has it in the temporary directory, in a folder that is
+    the user's own, or else in a new one.
     """
     given = os.environ.get(variable)
     if given:
@@ -127,7 +128,10 @@ def user_folder(variable: str, name: str) -> Path:
     try:
         return Path.home() / name
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / name
+        own = Path(tempfile.gettempdir()) / f"mpidl-{os.getuid()}"
+    if own.exists() and own.stat().st_uid != os.getuid():  # somebody else's tables would be taken for the user's
+        own = Path(tempfile.mkdtemp(prefix="mpidl-"))
+    return own / name
 
 
 def tuning_path() -> Path:

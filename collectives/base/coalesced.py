@@ -55,7 +55,7 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
     """
     if operation not in ("all_gather", "reduce_scatter"):
         data = [buffers.inspect(array, name(operation, i), writable=writable) for i, array in enumerate(wholes)]
-        if writable and operation != "broadcast":
+        if operation in ("all_reduce", "reduce"):  # on all ranks, also where only the root's is written
             _refuse_shared_memory(operation, data, ())
         return [Item(whole, None, (whole.size,)) for whole in data]
     if not isinstance(owns, list) or len(owns) != len(wholes):

@@ -34,7 +34,7 @@ def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
         elif isinstance(given, int):
             root = f" root {given}"
     elements = "" if size is None else f"{size} "
-    return words(f"{operator}of {elements}{arrays[0].dtype.name}{root}{parts} by {algorithm}")
+    return words(f"{operator}of {elements}{arrays[0].dtype.name}{root} by {algorithm}{parts}")
 
 
 def _in_parts(counts: Sequence[int]) -> str:

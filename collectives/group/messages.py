@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import inf
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from ..base.arguments import seconds
 from ..errors import WorkTimeout
@@ -14,7 +15,21 @@ from ..process.labels import label
 from ..runtime.progress import Work
 from .memory import GroupMemory
 
-INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what may be caught, and is no Exception
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _unusable_if_interrupted(method: _Method) -> _Method:
+    """Makes the communicator unusable where an interrupt, such as Ctrl-C, leaves a message of which no call knows."""
+
+    @wraps(method)
+    def called(self: GroupMessages, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):
+            self._interrupted(method.__name__)
+            raise
+
+    return called  # type: ignore[return-value]
 
 
 class GroupMessages(GroupMemory):
@@ -27,6 +42,7 @@ class GroupMessages(GroupMemory):
     cannot be used any more, as the message may still come to the array. Of `probe` it leaves all as it was.
     """
 
+    @_unusable_if_interrupted
     def send(
         self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
@@ -37,14 +53,10 @@ class GroupMessages(GroupMemory):
         """
         self._refuse_if_unusable("send")
         with label("collectives::send"):
-            try:
-                if timeout is None:
-                    return self._messages.send(x, dest, tag, async_op=async_op)
-                with self._giving_up("send", timeout, async_op) as limit:
-                    return self._messages.send(x, dest, tag, timeout=limit)
-            except INTERRUPTS:
-                self._interrupted("send")
-                raise
+            if timeout is None:
+                return self._messages.send(x, dest, tag, async_op=async_op)
+            with self._giving_up("send", timeout, async_op) as limit:
+                return self._messages.send(x, dest, tag, timeout=limit)
 
     @overload
     def recv(
@@ -61,6 +73,7 @@ class GroupMessages(GroupMemory):
     @overload
     def recv(self, x: Any, source: int | None = None, tag: int = 0, *, async_op: bool) -> Receiving | int: ...
 
+    @_unusable_if_interrupted
     def recv(
         self,
         x: Any,
@@ -80,17 +93,14 @@ class GroupMessages(GroupMemory):
         """
         self._refuse_if_unusable("recv")
         with label("collectives::recv"):
-            try:
-                if timeout is None:
-                    message = self._messages.recv(x, source, tag, async_op=async_op)
-                else:
-                    with self._giving_up("recv", timeout, async_op) as limit:
-                        message = self._messages.recv(x, source, tag, timeout=limit)
-            except INTERRUPTS:
-                self._interrupted("recv")
-                raise
+            if timeout is None:
+                message = self._messages.recv(x, source, tag, async_op=async_op)
+            else:
+                with self._giving_up("recv", timeout, async_op) as limit:
+                    message = self._messages.recv(x, source, tag, timeout=limit)
         return message if async_op else message.sender
 
+    @_unusable_if_interrupted
     def sendrecv(
         self,
         x: Any,
@@ -110,15 +120,12 @@ class GroupMessages(GroupMemory):
         self._refuse_if_unusable("sendrecv")
         own_tag = tag if recv_tag is None else recv_tag
         with label("collectives::sendrecv"):
-            try:
-                if timeout is None:
-                    return self._messages.sendrecv(x, dest, out, source, tag, own_tag)
-                with self._giving_up("sendrecv", timeout) as limit:
-                    return self._messages.sendrecv(x, dest, out, source, tag, own_tag, limit)
-            except INTERRUPTS:
-                self._interrupted("sendrecv")
-                raise
+            if timeout is None:
+                return self._messages.sendrecv(x, dest, out, source, tag, own_tag)
+            with self._giving_up("sendrecv", timeout) as limit:
+                return self._messages.sendrecv(x, dest, out, source, tag, own_tag, limit)
 
+    @_unusable_if_interrupted
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[Work]:
         """Begins several messages at once and returns their Works, in the order of the list.
 

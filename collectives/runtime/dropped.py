@@ -96,10 +96,9 @@ def freed_if_mpi_fails(what: str, made: list[MPI.Intracomm]) -> Iterator[None]:
     MPI libraries agree on a new communicator, so that all ranks come to the same end.
     """
     try:
-        yield
+        with freed_if_it_fails(made):
+            yield
     except MPI.Exception as error:
-        for comm in made:
-            comm.Free()
         why = error.Get_error_string().strip().splitlines()[-1]
         raise OperationError(
             f"{what}: MPI could make no more communicators: {why}; close() those that are not used any more"

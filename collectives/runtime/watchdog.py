@@ -393,8 +393,9 @@ def watch(guard: Guard) -> None:
         _thread.append(threading.Thread(target=_look_around, name="mpidl-watchdog", daemon=True))
         try:
             _thread[0].start()
-        except RuntimeError:  # the system starts no more threads
+        except RuntimeError:  # the system starts no more threads for this rank
             _thread.clear()
+            del _guards[id(guard)]
             raise
     _wake.set()  # this group may want shorter intervals
 

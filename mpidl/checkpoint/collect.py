@@ -190,10 +190,11 @@ def collect(
             for held in engine.parameters:
                 if held.parameter in unseen:
                     add(f"seen/{held.name}", held, engine.owned.seen(held.parameter), False)
-    about["unreduced"] = engine.gradients_per_rank
+    unreduced = engine.gradients_per_rank
+    own["unreduced"] = unreduced
     for held in engine.parameters:
         if held.name in gradients:
-            add(f"gradient/{held.name}", held, gradients[held.name], about["unreduced"] or held.per_rank)
+            add(f"gradient/{held.name}", held, gradients[held.name], unreduced or held.per_rank)
     if compressed is not None:
         about["compression"] = compression_state.describe(engine, compressed, add, spoken)
     for name in _PARTS:
@@ -302,8 +303,10 @@ def _kept_states(engine: Engine) -> tuple[list[tuple[HeldTensor, dict[str, Any]]
 def _states_of_the_rank(engine: Engine, where: str, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Describes the states of another shape than their parameter, where the ranks' values differ."""
     found: dict[str, Any] = {}
+    if not any(held.per_rank for held in engine.parameters):
+        return found
     kept, cut = _kept_states(engine)
-    for held, entry in kept if engine.comm.size > 1 else ():
+    for held, entry in kept:
         others = {
             key: json_encoding.encode(value, f"{where}.{key}", mine)
             for key, value in entry.items()

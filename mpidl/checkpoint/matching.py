@@ -97,7 +97,8 @@ class ReadPlan:
             return []
         dtypes = {name: self.index.tensors[names[0]].dtype for name, names in self.gradients.items()}
         of_ranks = any(_is_of_one_rank(name) for names in self.gradients.values() for name in names)
-        made = engine.new_gradients(dtypes, self.index.about.get("unreduced", of_ranks))
+        unreduced = any(own.get("unreduced", of_ranks) for own in self.index.about["own"])  # earlier ones do not say
+        made = engine.new_gradients(dtypes, unreduced)
         tensors = {held.name: held for held in engine.parameters}
         requests = [_request(tensors[name], self.gradients[name], target) for name, target in made.items()]
         means = not _takes_its_own(engine, self.index)
@@ -285,14 +286,16 @@ def _own_dtype(engine: Engine, key: torch.Tensor) -> torch.dtype:
 def _moved(value: Any, key: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype], scalars: bool) -> Any:
     """Moves a state's tensors, also in lists, to the key's device, and converts those of the first dtype to the second.
 
-    As torch's `load_state_dict` does with states of the parameter's dtype. scalars: also those without dimensions.
+    As torch's `load_state_dict` does with states of the parameter's dtype. Tensors without dimensions keep their dtype,
+    and are moved where scalars says so: counts of steps, which fused optimizers have on the device.
     """
     if isinstance(value, list | tuple):
         return type(value)(_moved(each, key, dtypes, scalars) for each in value)
     if not torch.is_tensor(value) or not (value.dim() or scalars):
         return value
     saved, own = dtypes
-    return value.to(key.device, own if value.dtype == saved and key.is_floating_point() else value.dtype)
+    converts = value.dim() > 0 and value.dtype == saved and key.is_floating_point()
+    return value.to(key.device, own if converts else value.dtype)
 
 
 def _unseen(engine: Engine, index: Index, made: ReadPlan) -> None:
@@ -328,7 +331,9 @@ def _gradients(engine: Engine, index: Index, made: ReadPlan) -> None:
         each = [f"{rank_name(rank)}/{name}" for rank in range(index.replicas)]
         if _takes_its_own(engine, index):
             each = [each[engine.comm.rank]]
-        names = tuple(known for known in (name, *each) if known in index.tensors)
+        names = tuple(known for known in each if known in index.tensors)
+        if not names and name in index.tensors:
+            names = (name,)
         if names:
             if any(index.tensors[each].shape != held.shape for each in names):
                 raise CheckpointError(f"{index.file}: the gradient of {held.name} has another shape than it")

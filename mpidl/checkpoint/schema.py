@@ -86,6 +86,7 @@ def check_index(content: Any) -> None:
         {"extra_state": each, "published": mapping(document, one_of(FILES))},
     )
     optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
+    own = record({}, {"random": encoded, "hook": encoded, "states": mapping(each), "unreduced": boolean}, exact=True)
     compression = record({"method": text, "steps": integer(), "remainders": items(text), "states": mapping(each)})
     record(
         {
@@ -95,13 +96,12 @@ def check_index(content: Any) -> None:
             "engine": text,
             "model": model,
             "extra": encoded,
-            "own": items(record({}, {"random": encoded, "hook": encoded, "states": mapping(each)}, exact=True)),
+            "own": items(own),
             "files": _FILES,
             "tensors": _TENSORS,
         },
         {
             "number": integer(),
-            "unreduced": boolean,
             "mesh": mapping(integer(2), one_of(MODEL_AXES)),
             "parts": mapping(_one_sum, _part_name),
             "apart": text,

@@ -30,7 +30,7 @@ class SharedParameters:
         _compare()
 
     def end(self) -> None:
-        """The wrapper is gone."""
+        """Forgets the wrapper's parameters."""
         _living.discard(self)
         _compare()
 

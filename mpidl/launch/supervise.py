@@ -21,6 +21,7 @@ from typing import Any
 
 from ..checkpoint import newest
 from ..checkpoint.folder import clean
+from ..checkpoint.index import number_of
 from ..errors import CheckpointError, UsageError
 from ..job.signals import STOPPED
 from .command import ranks_of, with_ranks
@@ -55,13 +56,18 @@ class RestartPlan:
 
 @dataclass
 class RunResult:
-    """Result of a run: the checkpoint that it began at, the cause of its end, and the newest checkpoint then."""
+    """Result of a run: the checkpoint that it began at, the cause of its end, and the newest checkpoint then.
+
+    began_number, number: of these checkpoints, in the order of writing; another one may have the same path.
+    """
 
     ranks: int | None
     began_at: str | None
+    began_number: int = 0
     status: int = 0
     cause: str = ""
     came_to: str | None = None
+    number: int = 0
     seconds: float = 0.0
     left_behind: list[str] = field(default_factory=list)
 
@@ -112,10 +118,11 @@ class Supervisor:
         ranks = self._next_ranks() if self.runs else ranks_of(self._plan.command)
         given = ranks == ranks_of(self._plan.command) or ranks is None
         command = self._plan.command if given else with_ranks(self._plan.command, ranks or 1)
-        run = RunResult(ranks, self._newest())
+        run = RunResult(ranks, *self._newest())
         begin = time.monotonic()
         try:
-            progress = bool(self.runs) and run.began_at != self.runs[0].began_at
+            first = self.runs[0] if self.runs else run
+            progress = (run.began_at, run.began_number) != (first.began_at, first.began_number)
             self._job = job = Job(command, run.began_at if progress else None)
         except OSError as error:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror}") from None
@@ -132,7 +139,7 @@ class Supervisor:
             self._clean()
         run.status = status_of(128 + signal.SIGINT if returned is None else returned)
         run.seconds = time.monotonic() - begin
-        run.came_to = self._newest()
+        run.came_to, run.number = self._newest()
         if run.status:
             run.cause = job.cause(run.status)
         if run.left_behind:
@@ -165,7 +172,7 @@ class Supervisor:
         """Counts the last runs in a row without a newer checkpoint."""
         count = 0
         for run in reversed(self.runs):
-            if run.came_to != run.began_at:
+            if (run.came_to, run.number) != (run.began_at, run.began_number):
                 break
             count += 1
         return count
@@ -180,15 +187,15 @@ class Supervisor:
             return next((ranks for ranks in fewer if not (plan.divided or 0) % ranks), last)
         return last
 
-    def _newest(self) -> str | None:
-        """Finds the newest complete checkpoint. Raises UsageError."""
+    def _newest(self) -> tuple[str | None, int]:
+        """Finds the newest complete checkpoint, and its number. Raises UsageError."""
         if self._plan.checkpoint is None:
-            return None
+            return None, 0
         try:
             found, _ = newest(self._plan.checkpoint)
         except CheckpointError as error:
             raise UsageError(str(error)) from None
-        return None if found is None else str(found)
+        return (None, 0) if found is None else (str(found), number_of(found))
 
     # ---- signals ----------------------------------------------------------------------------------------------
 

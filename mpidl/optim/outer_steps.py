@@ -22,6 +22,7 @@ from collectives import Communicator
 from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere, is_anywhere
 from ..optimizer_trial import comparable
+from ..partial_steps import bring_back
 from ..replicas.start_check import check_settings_agree
 from .rank_mean import METHODS, RankMean, Reduction, across
 from .setting_checks import integer, require
@@ -197,9 +198,7 @@ class OuterSteps:
         self.optimizer.step()
         for p, view in zip(own, self._globals[reduction.number], strict=True):
             p.grad = None
-            if p.data_ptr() != view.data_ptr():  # a class that sets p.data
-                view.copy_(p.detach())
-                p.data = view.detach()
+            bring_back(p, view)
         with self._writing():
             self._show(reduction.number, self.mixing)
 

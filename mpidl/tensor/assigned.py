@@ -1,4 +1,4 @@
-"""Keeps the placements of parameters that model.load_state_dict(parts, assign=True) puts new ones in place of."""
+"""Keeps the placements of cut parameters that `load_state_dict(assign=True)` replaces."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _used_by_themselves(model: nn.Module) -> set[int]:
 
 def _computes(method: Method) -> bool:
     """Tells whether a method may be of a forward pass, and not of construction, by its name."""
-    return re.search("init|tie|reset|load|save|resize|get_|set_|embeddings$", method.name) is None
+    return re.match(r"_?(init|tie|reset|load|save|resize|set)_|_?get_(in|out)put_embeddings$", method.name) is None
 
 
 def _vocabulary(model: nn.Module) -> int | None:

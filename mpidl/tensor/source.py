@@ -181,12 +181,14 @@ class _Follower:
                 adds = isinstance(node, ast.AugAssign) and self._has(node.target)
                 self._give(targets, adds or (node.value is not None and self._has(node.value)))
             elif isinstance(node, ast.Return | ast.Expr):
-                self.leaks |= node.value is not None and self._has(node.value)
+                self.leaks |= node.value is not None and self._has(node.value) and not self._keeps(node.value)
             elif isinstance(node, ast.If) and (taken := self._setting(node.test)) is not None:
                 self.follow(node.body if taken else node.orelse)
             elif isinstance(node, ast.If | ast.For | ast.While):
                 if isinstance(node, ast.For):
                     self._give([node.target], self._has(node.iter))
+                else:
+                    self.leaks |= self._has(node.test)  # ranks would go other ways
                 before = self._variables
                 self.follow(node.body)
                 after, self._variables = self._variables, before
@@ -203,6 +205,12 @@ class _Follower:
                 self._variables = self._variables | {target.id} if has else self._variables - {target.id}
             else:
                 self.leaks |= has
+
+    def _keeps(self, call: ast.expr) -> bool:
+        """Tells whether a call changes a variable in place, as `h.relu_()`, or only checks it."""
+        name = call.func if isinstance(call, ast.Call) else None
+        in_place = isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.attr.endswith("_")
+        return in_place or (name is not None and ast.unparse(name) in ("torch._assert", "torch._check"))
 
     def _setting(self, test: ast.expr) -> bool | None:
         """Returns the value of a condition on attributes of the module alone; None for any other one."""

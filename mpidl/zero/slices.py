@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..gradients.buckets import Piece
+from ..partial_steps import bring_back
 from .parameter_shard import ParameterShard
 
 
@@ -60,9 +61,7 @@ class Slice:
         shard = self.shard.values
         place = shard.data_ptr() + self.piece.offset * shard.element_size()
         if self.values.data_ptr() != place and self.piece.stop > self.piece.start:
-            own = self.of(shard)
-            own.copy_(self.values.detach())
-            self.values.data = own
+            bring_back(self.values, self.of(shard))
 
     def publish_values(self) -> None:
         """Writes values that were set otherwise than by a step into the parameters' shard."""

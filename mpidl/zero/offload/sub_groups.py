@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...optim.elementwise_state import note_whole_size, whole_size
+from ...partial_steps import bring_back
 from .offloaded_slice import Gradient, OffloadedSlice
 from .swap_file import Extent, SwapFile, arrange, merged
 
@@ -169,7 +170,7 @@ class SubGroup:
         self._gradients = {}
         for chunk in self._live:
             chunk.parameter.grad = None
-            _bring_back(chunk.parameter, views[chunk].get(MASTER, chunk.values))
+            bring_back(chunk.parameter, views[chunk].get(MASTER, chunk.values))
             chunk.part.deliver(chunk.start, chunk.stop, chunk.parameter.detach())
             self.put_away(chunk, views[chunk])
 
@@ -191,10 +192,3 @@ class SubGroup:
             self.inner.state[chunk.parameter] = {k: v for k, v in entry.items() if k not in large}
         if chunk.part.in_file:
             chunk.parameter.data = torch.empty(0, dtype=chunk.parameter.dtype)
-
-
-def _bring_back(parameter: torch.nn.Parameter, place: torch.Tensor) -> None:
-    """Copies values that the optimizer has put elsewhere, as `p.data = ...` does, to their place."""
-    if parameter.data_ptr() != place.data_ptr() and place.numel():
-        place.copy_(parameter.detach())
-        parameter.data = place

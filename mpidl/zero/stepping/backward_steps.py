@@ -88,9 +88,9 @@ class BackwardSteps:
         self._parameters.publish()
 
     def close(self, foreign: str | None) -> None:
-        """`optimizer.step()` was called. foreign: the gradient of this rank's that no pass has given and none steps on.
+        """`optimizer.step()` was called. foreign: why a gradient of this rank is refused: the program has set it.
 
-        `step` communicates nothing, so that the next pass refuses it.
+        `step` communicates nothing, so that the next pass raises the error.
         """
         self._is_open, self._foreign = False, foreign
 

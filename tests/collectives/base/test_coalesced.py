@@ -135,7 +135,7 @@ Lists = Callable[[Communicator, np.ndarray, np.ndarray, np.ndarray], Any]
 SHARING: dict[str, Lists] = {
     "all_reduce, an array twice": lambda c, x, y, part: c.all_reduce([x, y, x]),
     "all_reduce, a part": lambda c, x, y, part: c.all_reduce([x, y, x[-1:]]),
-    "reduce": lambda c, x, y, part: c.reduce([x, x], c.rank),
+    "reduce": lambda c, x, y, part: c.reduce([x, x], 0),
     "all_gather, outs": lambda c, x, y, part: c.all_gather([x, x], [part, part]),
     "all_gather, out and another x": lambda c, x, y, part: c.all_gather([x, y], [part, x[: part.size]]),
     "reduce_scatter, outs": lambda c, x, y, part: c.reduce_scatter([part, part], [x, y]),

@@ -118,7 +118,7 @@ def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> 
 def test_words_have_counts_that_are_not_the_default(counts: list[int], words: str) -> None:
     x = inspect(np.ones(sum(counts)), "x", writable=False)
     found = of_arrays("ring", [x, counts]).decode().rstrip("\0")
-    assert re.fullmatch(rf"of {sum(counts)} float64{words}[0-9a-f]* by ring", found)
+    assert re.fullmatch(rf"of {sum(counts)} float64 by ring{words}[0-9a-f]*", found)
     assert found != of_arrays("ring", [x, counts[::-1]]).decode().rstrip("\0") or counts == counts[::-1]
 
 

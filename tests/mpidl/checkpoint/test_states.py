@@ -549,34 +549,3 @@ def test_an_error_of_the_program_s_own_while_writing_leaves_nothing_in_the_way(c
     assert not list(shared.glob("step*"))
     comm.barrier()
     save(shared, torch.nn.Linear(300, 300), step=1, process_group=comm)
-
-
-@pytest.mark.parametrize(("optimizer", "settings"), [(torch.optim.Adafactor, {"lr": 0.1}), (torch.optim.LBFGS, {})])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_states_of_other_shapes_are_converted_too(
-    comm, shared: Path, optimizer: Any, settings: dict[str, Any], dtype: torch.dtype
-) -> None:
-    def step(model: nn.Module, optimizer: Any) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).square().sum()
-            loss.backward()
-            return loss  # type: ignore[no-any-return]
-
-        optimizer.step(closure)
-
-    def dtypes(value: Any) -> set[torch.dtype]:
-        if isinstance(value, dict | list):
-            return set().union(*map(dtypes, value.values() if isinstance(value, dict) else value))
-        return {value.dtype} if torch.is_tensor(value) and value.dim() else set()
-
-    model = fresh(lambda: nn.Linear(6, 3))
-    trained = optimizer(model.parameters(), **settings)
-    step(model, trained)
-    save(shared, model, trained, process_group=comm)
-    other = fresh(lambda: nn.Linear(6, 3)).to(dtype)
-    here = optimizer(other.parameters(), **settings)
-    load(shared, other, here, process_group=comm)
-    assert dtypes(dict(here.state)) == {dtype}
-    step(other, here)
-    assert all(p.isfinite().all() for p in other.parameters())

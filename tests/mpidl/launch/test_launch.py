@@ -60,6 +60,7 @@ def newest_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         supervise, "newest", lambda folder: (max(folder.glob("step-*"), default=None) if folder.exists() else None, [])
     )
+    monkeypatch.setattr(supervise, "number_of", lambda path: path.stat().st_ino)  # other when it is made anew
 
 
 @pytest.fixture(autouse=True)

@@ -359,6 +359,27 @@ class SlowButExact(Mixing):
         return y
 
 
+class InPlace(Mixing):
+    """One that changes its features in place, and checks them: no reasons to leave it whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        h.relu_()
+        torch._assert(h.dim() > 1, "one sequence")
+        return self.down(h)
+
+
+class Branches(Mixing):
+    """One that goes another way where a feature is large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.up(x))
+        y = self.down(h)
+        if h.amax() > 3:
+            y = 2 * y
+        return y
+
+
 class Scaled(Mixing):
     """One whose output is scaled by a parameter of its own, which is no reason to leave it whole."""
 
@@ -390,7 +411,9 @@ class Square(OtherNames):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, self.d_model))
 
 
-@pytest.mark.parametrize("model", [Scaled(), Square(), SlowButExact()], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize(
+    "model", [Scaled(), Square(), SlowButExact(), InPlace()], ids=lambda model: type(model).__name__
+)
 def test_what_is_nearly_another_is_cut(model: nn.Module) -> None:
     made = automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
     assert "0" in made.plan
@@ -414,6 +437,7 @@ def parametrized() -> nn.Module:
         KeepsALoss(),
         ReturnsALoss(),
         Gates(),
+        Branches(),
         Largest(),
         SlowButExact(pieces=2),
         ShapeFirst(),
@@ -433,14 +457,17 @@ def test_a_model_with_nothing_that_can_be_cut_is_refused(model: nn.Module) -> No
 
 
 class ByWeight(nn.Module):
-    """A language model that computes its logits with the weight of its embedding."""
+    """A language model that computes its logits with the weight of its embedding, in a method of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.block = nn.Embedding(11, 6), Scaled()
 
+    def get_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.embedding.weight)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.block(self.embedding(tokens)), self.embedding.weight)
+        return self.get_logits(self.block(self.embedding(tokens)))
 
 
 def test_an_embedding_whose_weight_is_used_by_itself_stays_whole() -> None:
