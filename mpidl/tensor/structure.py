@@ -157,7 +157,8 @@ class _Attention:
         text, first = "\n".join(lines), self.method.arguments[0]
         if re.search(rf"\b{first}\.(?:shape\[|size\()(?:-1|2)[\])]", text):
             return "its source goes by the width of its input"
-        for name in re.findall(rf"\w+, \w+, (\w+) = {first}\.(?:shape|size\(\))", text):
+        # Python 3.10 writes "(b, t, c) = x.shape", later ones without the parentheses.
+        for name in re.findall(rf"\w+, \w+, (\w+)\)? = {first}\.(?:shape|size\(\))", text):
             if name != "_" and len(re.findall(rf"\b{name}\b", text)) > 1:
                 return f"its source goes by {name}, the width of its input"
         return None
