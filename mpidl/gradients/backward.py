@@ -17,10 +17,14 @@ pass is over. Passes nested in it, as re-entrant activation checkpoints start th
 ZeRO agrees as a pass begins only with `step_in_backward`. On CPUs all phases run in the thread that calls `backward()`,
 on a GPU in autograd's own thread for it, one at a time. Collectives are in `begun`, in launches, which are in the order
 of the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order.
+
+Where a backward pass goes through several engines, each rank may begin their passes in another order. The phases after
+the last gradient run engine by engine, in the order in which the engines were made, which is the same on every rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -177,19 +181,34 @@ class PassPhases:
             call()
 
 
-_begun: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()  # all that have ever begun a pass
+_watches: weakref.WeakValueDictionary[int, BackwardWatch] = weakref.WeakValueDictionary()  # in the order of making
+_numbers = itertools.count()
 
 
 class _LastCallback:
-    """The callback that autograd runs at a pass's end. It lives as long as the pass, even if that fails."""
+    """The callback that autograd runs at a pass's end. It lives as long as the pass, even if that fails.
+
+    The first one of a backward pass ends the passes of all engines in it.
+    """
 
     def __init__(self, watch: BackwardWatch) -> None:
-        self._watch = watch
+        self._watch, self._graph_task = watch, torch._C._current_graph_task_id()
 
     def __call__(self) -> None:
+        passes = [last for watch in list(_watches.values()) if (last := watch._pass()) is not None]
+        together = [last for last in passes if last._graph_task == self._graph_task]
+        try:
+            for last in together:
+                last._end()
+        except BaseException:
+            for last in together:  # not left to the exception's traceback, which keeps them
+                last._watch._pass = lambda: None
+            raise
+
+    def _end(self) -> None:
         watch = self._watch
-        if watch._pass() is not self:
-            return  # it was abandoned in a pass nested in another, which goes on
+        if watch._pass() is not self or not watch.active:
+            return  # it was abandoned in a pass nested in another, which goes on, or has ended
         watch.active = False
         with watch._abandoned_if_cut_short():
             watch.phases.end()
@@ -242,6 +261,7 @@ class BackwardWatch:
         self._handles: list[Any] = []
         self.forwards = 0
         self._waiting: weakref.WeakSet[_OutputHook] = weakref.WeakSet()  # as long as autograd's graph keeps them
+        _watches[next(_numbers)] = self
 
     def attach(self, model: torch.nn.Module) -> None:
         """Watches the forward passes of `model` by hooks of its own."""
@@ -277,7 +297,6 @@ class BackwardWatch:
         if not self.active:
             self.active = True
             self.number += 1
-            _begun.add(self)
             last = _LastCallback(self)
             self._pass = weakref.ref(last)
             torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]
@@ -291,8 +310,12 @@ class BackwardWatch:
 
     @property
     def has_company(self) -> bool:
-        """Tells if a pass of another engine is under way, as in a backward pass through several models."""
-        return any(other.is_running for other in list(_begun) if other is not self)
+        """Tells if another engine is in this backward pass, or may come into it.
+
+        One may that has an output which lives and had no backward pass yet.
+        """
+        others = (watch for watch in list(_watches.values()) if watch is not self)
+        return any(other.is_running or other._waiting for other in others)
 
     @property
     def _interrupted(self) -> bool:

@@ -8,8 +8,9 @@ With k segments of n blocks, k inputs and the insides of one segment are in memo
 least. Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 
 Running a module a second time would also update its running statistics a second time. While a segment is recomputed
-its modules therefore hold copies of their buffers: what they write there is thrown away. That holds for every module,
-however it updates them, and autograd sees tensors of the same shapes in both runs, as checkpoints require.
+its modules therefore hold copies of their buffers: what they write there is thrown away. Scripted modules keep their
+buffers, which get their values back. That holds for every module, however it updates them, and autograd sees tensors of
+the same shapes in both runs, as checkpoints require.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ class _Segment:
 def buffers_left_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, the modules and those in them use copies of their buffers; afterwards the buffers, unchanged.
 
-    Not scripted ones, whose buffers cannot be replaced.
+    Scripted ones, whose buffers cannot be replaced, use them inside too; afterwards these have their values back.
     """
-    owners = {owner for module in modules for owner in module.modules() if isinstance(owner._buffers, dict)}
-    own = [(owner, dict(owner._buffers)) for owner in owners if owner._buffers]
+    owners = {owner for module in modules for owner in module.modules()}
+    scripted = [owner for owner in owners if not isinstance(owner._buffers, dict)]
+    values = [(b, b.detach().clone()) for owner in scripted for _, b in owner.named_buffers(recurse=False)]
+    own = [(owner, dict(owner._buffers)) for owner in owners if isinstance(owner._buffers, dict) and owner._buffers]
     for owner, buffers in own:
         owner._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
     try:
@@ -75,3 +78,6 @@ def buffers_left_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for owner, buffers in own:
             owner._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)

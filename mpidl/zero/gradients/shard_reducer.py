@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import Work, WorkTimeout
+from collectives import WorkTimeout
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import Hook, begin, plain_wait
+from ...comm_hooks import Hook, begin
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
@@ -65,7 +65,7 @@ class ShardReducer:
     keep_whole: stage 1, where the buckets stay allocated; else they take turns in a few buffers.
     names: of the parameters.
     reduce_dtype: of the buckets; by default that of their parameters.
-    wait: waits for a reduction.
+    wait(work, timeout): waits for a reduction; timeout: optional, seconds, WorkTimeout when they pass first.
     num_shared_buffers: of each dtype; one fills while the others are reduced. On a GPU up to 8, see docs/gpu.md.
     num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
     place: where the parameters lie.
@@ -86,7 +86,8 @@ class ShardReducer:
         keep_whole: bool,
         names: Mapping[torch.nn.Parameter, str],
         reduce_dtype: torch.dtype | None = None,
-        wait: Callable[[Work], None] = plain_wait,
+        *,
+        wait: Callable[..., None],
         num_shared_buffers: int = 3,
         num_dedicated_buffers: int = 0,
         place: Place = HOST,
@@ -378,7 +379,7 @@ class ShardReducer:
         if work is None or not self._watch.has_company:
             return False
         try:
-            work.wait(_PATIENCE_S)
+            self._wait(work, _PATIENCE_S)  # others may still gather units
         except WorkTimeout:
             return True
         return False

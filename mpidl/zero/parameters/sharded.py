@@ -448,17 +448,22 @@ class ShardedParameters(ParameterStrategy):
                     "an exception has cut this rank's pass and was caught, or it made fewer passes than others"
                 )
 
-    def wait_for_reduction(self, work: Work) -> None:
+    def wait_for_reduction(self, work: Work, timeout: float | None = None) -> None:
         """Waits for a reduction, to which another rank may come only once this one has taken part in its gathering.
 
         The round for others is not waited for, as they may come to none before they need this rank elsewhere.
+
+        timeout: seconds; WorkTimeout when they pass first. Half of them are left for rounds.
         """
-        poll = FIRST_POLL_S
+        poll = FIRST_POLL_S if timeout is None else min(FIRST_POLL_S, timeout / 2)
+        end = None if timeout is None else monotonic() + timeout
         while True:
             try:
                 work.wait(poll)
                 return
             except WorkTimeout:
+                if end is not None and monotonic() >= end:
+                    raise
                 poll = _POLL_S
                 if self._rounds.are_over:  # else others can take part in one of this rank's
                     self._start(None, Purpose.REDUCES)

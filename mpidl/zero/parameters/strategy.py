@@ -111,9 +111,12 @@ class ParameterStrategy(Protocol):
 
     # ---- while other ranks may need this one ------------------------------------------------------------------------
 
-    def wait_for_reduction(self, work: Work) -> None:
-        """Returns when an operation on gradients is complete, taking part in gathers that other ranks need first."""
-        work.wait()
+    def wait_for_reduction(self, work: Work, timeout: float | None = None) -> None:
+        """Returns when an operation on gradients is complete, taking part in gathers that other ranks need first.
+
+        timeout: seconds; WorkTimeout when they pass first.
+        """
+        work.wait(timeout)
 
     def drain(self) -> None:
         """Returns when no rank waits for this one to gather a unit. Collective.

@@ -215,3 +215,20 @@ def test_running_statistics_in_a_partial_of_a_module_are_updated_once(store, of:
     block = nn.BatchNorm1d(9)
     checkpoint(of(block), torch.randn(20, 9, requires_grad=True), store=store).sin().sum().backward()
     assert int(block.num_batches_tracked) == 1
+
+
+def test_running_statistics_of_scripted_modules_are_updated_once(store) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(9), nn.Linear(9, 9)) for _ in range(2)))
+
+    plain, model = fresh(make), fresh(make)
+    for block in model:
+        block[0] = torch.jit.script(block[0])
+    checkpoint_modules(model, store=store)
+    for count in (1, 2):
+        for m in (plain, model):
+            x = torch.linspace(-1, count, 180).reshape(20, 9)
+            m(x).sin().sum().backward()
+        assert int(model[1][0].num_batches_tracked) == count
+        assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,3 +112,36 @@ def test_a_pass_that_fails_as_it_begins_is_abandoned_while_its_error_is_handled(
     except KeyError:
         engine.fails_in = ()
         assert engine.backward() == IN_ORDER
+
+
+def both(first: Engine, second: Engine) -> None:
+    """Runs a backward pass through both; that of `second` begins first."""
+    first.seen, second.seen = [], []
+    x = torch.ones(1, 2)
+    (first.model(x).sum() + second.model(x).sum()).backward()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_passes_of_several_engines_end_in_the_order_in_which_these_were_made(turned: bool) -> None:
+    engines = [Engine(), Engine()]
+    ended: list[int] = []
+    for number, engine in enumerate(engines):
+        phases = engine.watch.phases
+        engine.watch.phases = replace(phases, finished=(*phases.finished, lambda n=number: ended.append(n)))
+    both(*(reversed(engines) if turned else engines))
+    assert ended == [0, 1]
+    assert [engine.seen for engine in engines] == [IN_ORDER, IN_ORDER]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_pass_that_fails_at_its_end_leaves_those_of_other_engines_to_be_abandoned(failing: int) -> None:
+    engines = [Engine(), Engine()]
+    engines[failing].fails_in = ("launch",) if failing else ("filled",)
+    with pytest.raises(KeyError) as kept:
+        both(*engines)
+    engines[failing].fails_in = ()
+    assert not any(engine.watch.is_running for engine in engines)
+    both(*engines)
+    assert engines[0].seen == IN_ORDER
+    assert engines[1].seen == (IN_ORDER if failing else ["abandoned", *IN_ORDER])
+    del kept

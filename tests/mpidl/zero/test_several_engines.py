@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import SGD, WAYS, Several, check, made
+from tests.mpidl.zero.reference import SGD, WAYS, Plain, Several, check, data, made
 
 pytestmark = pytest.mark.mpi
 
@@ -41,3 +41,28 @@ def test_ranks_may_fill_the_buckets_of_each_in_another_order(comm, way: str, rep
             optimizer.zero_grad()
         for model, optimizer, expected in zip(models, optimizers, plain, strict=True):
             check(model, optimizer, expected)
+
+
+# Stages 2 and 3 have fewer buffers than these models have buckets.
+@pytest.mark.parametrize("way", ["stage 1", "stage 2", pytest.param("stage 3", marks=pytest.mark.one_node)])
+def test_ranks_may_call_independent_models_in_another_order(comm, way: str) -> None:
+    """Backward goes through all of one model before the other begins, which is another one on every second rank."""
+    order, settings = [0, 1] if comm.rank % 2 == 0 else [1, 0], {"process_group": comm, **WAYS[way], **SGD}
+
+    def make() -> nn.Module:
+        return Several(6)
+
+    def own_loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        return model(data(rank, step), tuple(range(6))).square().sum()
+
+    models = [made(make, comm.rank) for _ in range(2)]
+    optimizers = [mpidl.ZeroOptimizer(m, torch.optim.SGD, **settings) for m in models]
+    plain = [Plain(make, comm.size) for _ in range(2)]
+    for step in range(2):
+        losses = {number: own_loss(models[number], comm.rank, step + number) for number in order}
+        (losses[0] + losses[1]).backward()
+        for number, (model, optimizer, judge) in enumerate(zip(models, optimizers, plain, strict=True)):
+            judge.step(lambda m, rank, at=step + number: own_loss(m, rank, at).backward())  # type: ignore[misc]
+            optimizer.step()
+            optimizer.zero_grad()
+            check(model, optimizer, judge.model)

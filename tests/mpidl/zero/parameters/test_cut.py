@@ -11,6 +11,7 @@ import torch
 
 import mpidl
 from collectives import Work, WorkTimeout
+from mpidl.zero.parameters.gather_rounds import Purpose
 from tests.harness import launch
 from tests.mpidl.zero.reference import Several, after_failure, engine, plainly
 
@@ -28,6 +29,13 @@ class Late(Work):
         self.waits += 1
         if self.waits == 1:
             raise WorkTimeout(f"not after {timeout} s")
+
+
+class Never(Work):
+    """A reduction to which another rank does not come."""
+
+    def __init__(self) -> None:
+        super().__init__("never")
 
 
 def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
@@ -107,6 +115,21 @@ def test_a_communicator_can_be_closed_after_it(comm) -> None:
     left = left_open(optimizer)
     own.close()
     assert left.is_over()
+
+
+@pytest.mark.mpi
+def test_a_wait_with_a_limit_takes_part_in_gathers(comm) -> None:
+    if comm.size == 1:
+        return
+    model, optimizer = engine(comm, Several, "stage 3 gathered")
+    parameters: Any = optimizer._parts.parameters
+    if comm.rank == 0:
+        with pytest.raises(WorkTimeout, match="never"):
+            parameters.wait_for_reduction(Never(), 0.1)
+        left_open(optimizer).wait()  # the others come to a round that this rank has started
+    else:
+        parameters._start(None, Purpose.REDUCES).wait()
+    after_failure(comm, model, optimizer, Several)
 
 
 _PROGRAM = """
