@@ -1,4 +1,4 @@
-"""The pinned versions install on every Python that the project promises, and on one with which nothing was run yet."""
+"""The pinned versions install on every Python that the project promises, and on the next one."""
 
 import configparser
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _OF_GPU_BUILDS = ("nvidia-", "cuda-", "triton")  # torch asks for them where it is built for GPUs
 _ONLY_AS_SOURCE = "deepspeed"  # has no builds to install
-_NOT_PROMISED = "3.14"  # all pinned versions have builds for it, but no test was run with it
+_NOT_PROMISED = "3.14"  # the tests ran on it once, in parts (CONTRIBUTING.md)
 
 
 def _setup() -> configparser.ConfigParser:
