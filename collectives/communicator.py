@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from .backends.backend import PartitionedCall
-from .backends.checks import CheckedDispatch
 from .backends.cuda.arrays import gpu_index
 from .backends.tables import Tables
 from .base import arguments, buffers, reduction
@@ -70,6 +69,7 @@ class Communicator(GroupCalls):
     rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
     nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
     layout: nodes and their ranks, by which tables of algorithms are kept: "2x4", or "3+1" where nodes differ.
+    is_debugging: whether the ranks compare each operation before it begins, as MPIDL_DEBUG=1 on any rank asks for.
     mpi: the communicator that was given. world_ranks: the number in MPI.COMM_WORLD of each rank of the group, in its
     order; -1 for a rank that is not in there.
 
@@ -92,11 +92,6 @@ class Communicator(GroupCalls):
         if operation not in ALGORITHMS:
             raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
         return self._selection.names(operation)
-
-    @property
-    def is_debugging(self) -> bool:
-        """True if the ranks compare each operation before it begins, as MPIDL_DEBUG=1 on any rank asks for."""
-        return isinstance(self._dispatch, CheckedDispatch)
 
     @property
     def tables(self) -> Tables:

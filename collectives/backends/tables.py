@@ -129,7 +129,7 @@ def user_folder(variable: str, name: str) -> Path:
         return Path.home() / name
     except RuntimeError:
         own = Path(tempfile.gettempdir()) / f"mpidl-{os.getuid()}"
-    if own.exists() and own.stat().st_uid != os.getuid():  # somebody else's tables would be taken for the user's
+    if own.exists() and own.stat().st_uid != os.getuid():  # another user's tables are not to be read
         own = Path(tempfile.mkdtemp(prefix="mpidl-"))
     return own / name
 

@@ -112,7 +112,8 @@ class OrderedGroup:
         self._crowded = topology.crowded
         self._progress.may_sleep = topology.nodes > 1 or topology.full
         self._progress.follows = topology.full and not topology.crowded and topology.nodes == 1
-        self._dispatch = (CheckedDispatch if any(debugs) else Dispatch)(
+        self.is_debugging: bool = any(debugs)
+        self._dispatch = (CheckedDispatch if self.is_debugging else Dispatch)(
             self._collective, topology, self._made, stages=self._scratch
         )
         self._positions = self._dispatch.positions
@@ -361,7 +362,7 @@ class OrderedGroup:
         if isinstance(error, MismatchError):
             if self.name:
                 told = MismatchError(f"communicator {self.name!r}: {error}")
-            if self.nodes == 1 or isinstance(self._dispatch, CheckedDispatch):  # all ranks raise it, and sent nothing
+            if self.nodes == 1 or self.is_debugging:  # all ranks raise it, and sent nothing
                 self._positions.leave()
                 raise told from None
             self._refusal = MismatchError  # this node's ranks raise it, and those of others may be in the operation

@@ -281,7 +281,7 @@ def _optimizer(
         for key, value in entry.items():
             if not isinstance(key, str) or "/" in key:
                 raise ConfigurationError(f"optimizer: its state of {held.name} has the key {key!r}; needs a word")
-            if key in cut and is_slice(value, cast(torch.Tensor, held.key)):
+            if _is_cut(held, key, value, cut):
                 add(f"optimizer/{key}/{held.name}", held, value.detach(), held.per_rank)
                 entries[key] = SLICES
                 continue
@@ -307,11 +307,12 @@ def _states_of_the_rank(engine: Engine, where: str, mine: dict[str, torch.Tensor
         return found
     kept, cut = _kept_states(engine)
     for held, entry in kept:
-        others = {
-            key: json_encoding.encode(value, f"{where}.{key}", mine)
-            for key, value in entry.items()
-            if held.per_rank and not (key in cut and is_slice(value, cast(torch.Tensor, held.key)))
-        }
-        if others:
-            found[held.name] = others
+        others = {key: value for key, value in entry.items() if not _is_cut(held, key, value, cut)}
+        if held.per_rank and others:
+            found[held.name] = {k: json_encoding.encode(v, f"{where}.{k}", mine) for k, v in others.items()}
     return found
+
+
+def _is_cut(held: HeldTensor, key: str, value: Any, cut: set[str]) -> bool:
+    """Tells whether a state is cut as its parameter is. cut: the keys of such states."""
+    return key in cut and is_slice(value, cast(torch.Tensor, held.key))

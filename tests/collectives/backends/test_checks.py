@@ -112,7 +112,7 @@ def fail() -> None:
 def test_one_rank_that_asks_for_checks_has_all_of_them_check(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a launcher hands the environment on to the ranks of its own host alone."""
+    """Some launchers hand the environment on to the ranks of their own host alone."""
     monkeypatch.setenv("MPIDL_DEBUG", str(int(comm.rank == 1)))
     with Communicator() as group:
         assert comm.mpi.allgather(group.is_debugging) == [True] * comm.size

@@ -1,4 +1,4 @@
-"""What no step has used yet, in a training that goes on with another loss scale, is brought to that one."""
+"""Gradients and remainders of a checkpoint take the loss scale of the training that loads them."""
 
 from __future__ import annotations
 

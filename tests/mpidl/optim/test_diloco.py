@@ -18,6 +18,7 @@ from mpidl.optim import DiLoCo
 from mpidl.optim.rank_mean import RankMean
 from tests.mpidl.optim.test_post_local import equal_on_all
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.offload.test_offload import Replaces
 
 pytestmark = pytest.mark.mpi
 SHAPES = ((5, 3), (7,), (4, 2), (1,))
@@ -105,19 +106,7 @@ def test_with_a_step_of_plain_sgd_it_is_ddp(comm) -> None:
         assert equal_on_all(comm, q)
 
 
-class SetsData(torch.optim.Optimizer):
-    """A class of the user's own that replaces the values of its parameters."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = p.data - group["lr"] * p.grad
-
-
-@pytest.mark.parametrize("outer", [torch.optim.AdamW, torch.optim.Adafactor, SetsData])
+@pytest.mark.parametrize("outer", [torch.optim.AdamW, torch.optim.Adafactor, Replaces])
 def test_any_class_steps_on_the_mean(comm, outer: Any) -> None:
     own = parameters(torch.float32)
     optimizer = DiLoCo(torch.optim.SGD(own, lr=0.1), 4, comm, outer_class=outer, outer_settings={"lr": 0.05})
