@@ -1,4 +1,4 @@
-"""The pinned versions install on every Python that the project promises, and on the next one."""
+"""The pinned versions install on every Python that the project promises."""
 
 import configparser
 import re
@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _OF_GPU_BUILDS = ("nvidia-", "cuda-", "triton")  # torch asks for them where it is built for GPUs
 _ONLY_AS_SOURCE = "deepspeed"  # has no builds to install
-_NOT_PROMISED = "3.14"  # the tests ran on it once, in parts (CONTRIBUTING.md)
 
 
 def _setup() -> configparser.ConfigParser:
@@ -42,9 +41,7 @@ def _pinned(python: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "python", [pytest.param(version, id=f"python{version}") for version in [*_pythons(), _NOT_PROMISED]]
-)
+@pytest.mark.parametrize("python", [pytest.param(version, id=f"python{version}") for version in _pythons()])
 def test_pinned_versions_have_builds_and_need_nothing_else(python: str) -> None:
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-config", "--no-header"]
     command += ["--no-annotate", "--constraint", "constraints.txt", "--python-version", python]
@@ -66,6 +63,4 @@ def test_the_readme_promises_the_pythons_of_the_classifiers() -> None:
     pythons = _pythons()
     readme = (ROOT / "README.md").read_text()
     assert f"Python {pythons[0]} to {pythons[-1]}" in readme
-    assert _NOT_PROMISED not in pythons
-    assert f"builds for {_NOT_PROMISED} too" in readme
     assert _setup()["options"]["python_requires"] == f">={pythons[0]}"
