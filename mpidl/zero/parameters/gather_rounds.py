@@ -11,12 +11,14 @@ computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
 until one in which all ranks say that they are done, and when the optimizer is freed, until one in which all ranks say
-so.
+so. Nor does a rank wait for its own round if an earlier one has gathered its unit (`keeps`): the others, whose rounds
+are fewer, may be in a collective of the program in which they wait for it, as SyncBatchNorm's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -66,14 +68,16 @@ class Gatherable(Protocol):
 class GatherRound:
     """A round in flight.
 
-    Set when it is over: everyone_done, whether all ranks were done; served, whether the unit that this rank wanted is
-    whole; reducing, the ranks that waited for a reduction.
+    keeps: numbers of the units that this rank has said it wants or holds. Set when it is over: everyone_done, whether
+    all ranks were done; reducing, the ranks that waited for a reduction; whole, of the units that are whole, whether in
+    full precision.
     """
 
+    keeps: frozenset[int] = frozenset()
     work: Work | None = None
     everyone_done: bool = False
-    served: bool = False
     reducing: tuple[int, ...] = ()
+    whole: Mapping[int, bool] | None = None
 
     def is_over(self) -> bool:
         """Tells if all ranks have taken part."""
@@ -103,30 +107,67 @@ class GatherRounds:
         self._comm, self._units = comm, list(units)
         self._whole: set[int] = set()  # on all ranks the same
         self._message, self._table = _messages(comm, len(self._units))
+        self._in_flight: deque[GatherRound] = deque()  # oldest first, and some that are over
         self._last: GatherRound | None = None
+        # Of the rounds that are no more in flight, as this rank's own thread has seen them end:
+        self._ended: GatherRound | None = None
+        self._ready: Mapping[int, bool] = {}  # `GatherRound.whole` of the last one
 
     @property
     def are_over(self) -> bool:
         """Tells if all ranks have joined every round that this one has started."""
         return self._last is None or self._last.is_over()
 
+    @property
+    def oldest(self) -> GatherRound | None:
+        """The first round that is not over; None if there is none."""
+        self._note_ended()
+        return self._in_flight[0] if self._in_flight else None
+
+    def _note_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].is_over():
+            self._ended = self._in_flight.popleft()
+            self._ended.wait()  # raises what it raised
+            self._ready = self._ready if self._ended.whole is None else self._ended.whole
+
+    def keeps(self, number: int, exact: bool | None) -> bool:
+        """Tells if a unit is whole, and stays so as long as this rank says in the rounds to come that it holds it.
+
+        exact: whether in full precision; None: either way.
+        """
+        self._note_ended()
+        found = self._ready.get(number)
+        fits = found is not None and exact in (None, found)
+        return fits and all(number in started.keeps for started in self._in_flight)
+
+    def wait_for_ended(self) -> None:
+        """Lets torch's current stream, on a GPU, go on after what the rounds that are over have gathered."""
+        if self._ended is not None:
+            self._ended.wait()
+
     def start(
         self, wanted: int | None, held: Collection[int], purpose: Purpose, pinned: Collection[int] = ()
     ) -> GatherRound:
         """Starts a round, in which this rank wants a unit gathered or takes part in the others' gathers.
 
-        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank. pinned: of
-        those that it needs in full precision.
+        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank; where it waits
+        for a reduction also what is whole already, as others may have gathered what it needs next. pinned: of those
+        that it needs in full precision.
         """
+        held = frozenset(held)
+        if purpose is Purpose.REDUCES:
+            self._note_ended()
+            held |= self._ready.keys()
         words = [0] * (self._message.size - 2)
         for first, numbers in ((0, held), (len(words) // 2, pinned)):
             for number in numbers:
                 words[first + number // _BITS] |= 1 << (number % _BITS)
         message = [-1 if wanted is None else wanted, purpose, *words]
-        self._last = started = GatherRound()
+        started = GatherRound(held if wanted is None else held | {wanted})
         started.work = self._comm.compound(
             "gather units", lambda: self._run(message, started), async_op=True, device=self._device
         )
+        self._follow(started)
         return started
 
     def refresh(self, numbers: Collection[int]) -> GatherRound:
@@ -136,8 +177,13 @@ class GatherRounds:
             for number in sorted(self._whole.intersection(numbers)):
                 self._gather(number, self._units[number].exact)
 
-        self._last = GatherRound(self._comm.compound("gather units", task, async_op=True, device=self._device))
-        return self._last
+        started = GatherRound(work=self._comm.compound("gather units", task, async_op=True, device=self._device))
+        self._follow(started)
+        return started
+
+    def _follow(self, started: GatherRound) -> None:
+        self._last = started
+        self._in_flight.append(started)
 
     def _run(self, message: list[int], started: GatherRound) -> None:
         self._message[:] = message
@@ -159,7 +205,7 @@ class GatherRounds:
         for number in sorted((wanted - kept) | other):
             self._whole.add(number)
             self._gather(number, _has(pinned, number))
-        started.served = message[0] in self._whole
+        started.whole = {number: self._units[number].exact for number in self._whole}
 
     def _gather(self, number: int, exact: bool) -> None:
         self.traffic.gathered_bytes += self._units[number].gather(self._comm, exact)

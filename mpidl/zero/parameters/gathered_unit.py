@@ -191,9 +191,14 @@ class GatheredUnit:
         return len(self.arrived) == self.trained and not (self.frozen and self.open_calls)
 
     @property
+    def wants_exact(self) -> bool | None:
+        """Tells if its values are to be in full precision, as a `gathered` block needs them; None: they always are."""
+        return None if self._compressed is None else self.pin_count > 0
+
+    @property
     def is_as_wanted(self) -> bool:
-        """Tells if its values, where it is whole, are right: in full precision where a `gathered` block pins it."""
-        return self._compressed is None or self.exact == (self.pin_count > 0)
+        """Tells if its values, where it is whole, are right."""
+        return self.wants_exact in (None, self.exact)
 
     def gather(self, comm: Communicator, exact: bool) -> int:
         """Makes it whole at its node's place, from all ranks' shards. Collective. Returns the gathered bytes."""

@@ -111,8 +111,7 @@ class ShardedParameters(ParameterStrategy):
         self._rounds = GatherRounds(comm, self._units, place.device, compressor is not None)
         self._forecast, self._count_ahead = Forecast(self._root.number), prefetch
         self._window: set[int] = set()  # numbers of the units that are to be whole for the uses that come next
-        self._prefetches: dict[GatheredUnit, GatherRound] = {}  # of them, those that are not held, and their rounds
-        self._gathered_in: dict[GatheredUnit, GatherRound] = {}  # the rounds by which units became whole here last
+        self._prefetches: set[GatheredUnit] = set()  # of them, those that are asked for and not held
         self._for_next_pass: list[GatherRound] = []  # started by `publish`, as many on every rank
         self._forwards = ForwardPasses()  # of the model, or parts that hold units
         self._trained_since_step = False  # whether there was a forward pass with gradients since the last step
@@ -333,7 +332,7 @@ class ShardedParameters(ParameterStrategy):
         ahead = self._forecast.ahead(self._count_ahead)
         self._window = set(ahead)
         for other in [other for other in self._prefetches if other.number not in self._window]:
-            del self._prefetches[other]  # it was not used, and is not asked for any longer
+            self._prefetches.discard(other)  # it was not used, and is not asked for any longer
         for number in ahead:
             self._prefetch(number)
 
@@ -344,7 +343,7 @@ class ShardedParameters(ParameterStrategy):
             if not unit.is_held and unit not in self._prefetches:
                 held = self._held_numbers() | {number}
                 started = self._rounds.start(number, held, Purpose.AHEAD, self._pinned_numbers())
-                self._prefetches[unit] = started
+                self._prefetches.add(unit)
                 return started
         return None
 
@@ -353,15 +352,18 @@ class ShardedParameters(ParameterStrategy):
             return
         with label("mpidl::gather", unit.name):
             does = f"needs {unit.name or 'the weights of the model itself'}, which all ranks gather together"
-            prefetched = self._prefetches.pop(unit, None)
-            self.traffic.ahead += prefetched is not None
-            started = prefetched or self._start(unit.number, Purpose.NEEDED)
-            self._wait_for_others(started, does, _ALONE)
-            # Some rank's engine is gone, and gathers nothing; or a `gathered` block begins or has ended meanwhile.
-            while not (started.served and unit.is_as_wanted):
-                started = self._start(unit.number, Purpose.NEEDED)
-                self._wait_for_others(started, does, _ALONE)
-            self._gathered_in[unit] = started
+            asked = unit in self._prefetches
+            self.traffic.ahead += asked
+            self._prefetches.discard(unit)
+            # Asked again where some rank's engine is gone, and gathers nothing, or a `gathered` block begins or has
+            # ended meanwhile.
+            while not self._rounds.keeps(unit.number, unit.wants_exact):
+                oldest = self._rounds.oldest
+                if not asked or oldest is None:
+                    started, asked = self._start(unit.number, Purpose.NEEDED), True
+                    oldest = oldest or started
+                self._wait_for_others(oldest, does, _ALONE)
+            self._rounds.wait_for_ended()
             try:
                 unit.hold(watched)
             except BaseException:
@@ -397,7 +399,7 @@ class ShardedParameters(ParameterStrategy):
             unit.release(self._before_read)
             # Every message since that round has said that it is held. After a `gathered` block others gather it anew.
             if unit.number in self._window and unit.is_as_wanted:
-                self._prefetches[unit] = self._gathered_in[unit]
+                self._prefetches.add(unit)
 
     def end_backward(self) -> None:
         """Releases all units on this rank, also those that were held to the end of the pass."""

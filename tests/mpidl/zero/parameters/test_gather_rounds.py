@@ -14,7 +14,7 @@ from torch import nn
 
 import mpidl
 from mpidl.memory import measure
-from mpidl.zero.parameters.gather_rounds import Forecast
+from mpidl.zero.parameters.gather_rounds import Forecast, Purpose
 
 pytestmark = pytest.mark.mpi
 
@@ -120,6 +120,47 @@ def test_units_may_stay_whole_from_forward_to_backward(comm, ranks_in_step) -> N
     if comm.size > 1:
         assert all(step["gathers"] == BLOCKS + 1 for step in seen)
         assert optimizer.traffic().peak_bytes > BLOCKS * BLOCK_BYTES
+
+
+class Normed(nn.Module):
+    """Blocks with batch norms, in which the ranks wait for each other in the middle of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(BLOCKS)]
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_rank_with_more_rounds_than_others_uses_what_these_have_gathered(comm, ranks_in_step, prefetch: int) -> None:
+    """As one that has waited for a reduction: its own round comes after the others' next one, for which they wait."""
+
+    def losses(helps: bool) -> list[float]:
+        model = mpidl.SyncBatchNorm.convert_sync_batchnorm(Normed(), comm)
+        settings: dict[str, Any] = {"share_in_node": False, "prefetch": prefetch, "lr": 0.1, "process_group": comm}
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=3, **settings)
+        found = []
+        for step in range(STEPS):
+            torch.manual_seed(comm.rank + step)
+            loss = model(torch.randn(3, WIDTH))
+            if helps and comm.rank == 0:
+                optimizer._parts.parameters._start(None, Purpose.REDUCES)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(helps=True) == losses(helps=False)
 
 
 def test_ways_to_gather_change_no_bit(comm) -> None:
