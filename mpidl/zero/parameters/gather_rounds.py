@@ -18,8 +18,8 @@ are fewer, may be in a collective of the program in which they wait for it, as S
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -77,7 +77,7 @@ class GatherRound:
     work: Work | None = None
     everyone_done: bool = False
     reducing: tuple[int, ...] = ()
-    whole: Mapping[int, bool] | None = None
+    whole: Mapping[int, bool] = field(default_factory=dict)
 
     def is_over(self) -> bool:
         """Tells if all ranks have taken part."""
@@ -108,15 +108,17 @@ class GatherRounds:
         self._whole: set[int] = set()  # on all ranks the same
         self._message, self._table = _messages(comm, len(self._units))
         self._in_flight: deque[GatherRound] = deque()  # oldest first, and some that are over
-        self._last: GatherRound | None = None
-        # Of the rounds that are no more in flight, as this rank's own thread has seen them end:
-        self._ended: GatherRound | None = None
-        self._ready: Mapping[int, bool] = {}  # `GatherRound.whole` of the last one
+        self._ended: GatherRound | None = None  # the one before these
+
+    @property
+    def last(self) -> GatherRound | None:
+        """The round that was started last."""
+        return self._in_flight[-1] if self._in_flight else self._ended
 
     @property
     def are_over(self) -> bool:
         """Tells if all ranks have joined every round that this one has started."""
-        return self._last is None or self._last.is_over()
+        return self.last is None or self.last.is_over()
 
     @property
     def oldest(self) -> GatherRound | None:
@@ -128,7 +130,11 @@ class GatherRounds:
         while self._in_flight and self._in_flight[0].is_over():
             self._ended = self._in_flight.popleft()
             self._ended.wait()  # raises what it raised
-            self._ready = self._ready if self._ended.whole is None else self._ended.whole
+
+    @property
+    def _ready(self) -> Mapping[int, bool]:
+        """`GatherRound.whole` of the last round that this rank's own thread has seen end."""
+        return {} if self._ended is None else self._ended.whole
 
     def keeps(self, number: int, exact: bool | None) -> bool:
         """Tells if a unit is whole, and stays so as long as this rank says in the rounds to come that it holds it.
@@ -164,11 +170,7 @@ class GatherRounds:
                 words[first + number // _BITS] |= 1 << (number % _BITS)
         message = [-1 if wanted is None else wanted, purpose, *words]
         started = GatherRound(held if wanted is None else held | {wanted})
-        started.work = self._comm.compound(
-            "gather units", lambda: self._run(message, started), async_op=True, device=self._device
-        )
-        self._follow(started)
-        return started
+        return self._begin(started, lambda: self._run(message, started))
 
     def refresh(self, numbers: Collection[int]) -> GatherRound:
         """Starts to gather those of these units that are whole once more, as their shards have changed. Collective."""
@@ -177,13 +179,16 @@ class GatherRounds:
             for number in sorted(self._whole.intersection(numbers)):
                 self._gather(number, self._units[number].exact)
 
-        started = GatherRound(work=self._comm.compound("gather units", task, async_op=True, device=self._device))
-        self._follow(started)
-        return started
+        return self._begin(GatherRound(), task)
 
-    def _follow(self, started: GatherRound) -> None:
-        self._last = started
+    def _begin(self, started: GatherRound, task: Callable[[], None]) -> GatherRound:
+        def run() -> None:
+            task()
+            started.whole = {number: self._units[number].exact for number in self._whole}
+
+        started.work = self._comm.compound("gather units", run, async_op=True, device=self._device)
         self._in_flight.append(started)
+        return started
 
     def _run(self, message: list[int], started: GatherRound) -> None:
         self._message[:] = message
@@ -205,7 +210,6 @@ class GatherRounds:
         for number in sorted((wanted - kept) | other):
             self._whole.add(number)
             self._gather(number, _has(pinned, number))
-        started.whole = {number: self._units[number].exact for number in self._whole}
 
     def _gather(self, number: int, exact: bool) -> None:
         self.traffic.gathered_bytes += self._units[number].gather(self._comm, exact)

@@ -341,8 +341,7 @@ class ShardedParameters(ParameterStrategy):
         if number is not None:
             unit = self._units[number]
             if not unit.is_held and unit not in self._prefetches:
-                held = self._held_numbers() | {number}
-                started = self._rounds.start(number, held, Purpose.AHEAD, self._pinned_numbers())
+                started = self._start(number, Purpose.AHEAD)
                 self._prefetches.add(unit)
                 return started
         return None
@@ -356,13 +355,15 @@ class ShardedParameters(ParameterStrategy):
             self.traffic.ahead += asked
             self._prefetches.discard(unit)
             # Asked again where some rank's engine is gone, and gathers nothing, or a `gathered` block begins or has
-            # ended meanwhile.
+            # ended meanwhile. A round may end between the two looks: `keeps` is the later one, so that none is started
+            # for a unit that is there.
+            oldest = self._rounds.oldest
             while not self._rounds.keeps(unit.number, unit.wants_exact):
-                oldest = self._rounds.oldest
                 if not asked or oldest is None:
                     started, asked = self._start(unit.number, Purpose.NEEDED), True
                     oldest = oldest or started
                 self._wait_for_others(oldest, does, _ALONE)
+                oldest = self._rounds.oldest
             self._rounds.wait_for_ended()
             try:
                 unit.hold(watched)
@@ -397,7 +398,8 @@ class ShardedParameters(ParameterStrategy):
     def _reshard_if_unused(self, unit: GatheredUnit) -> None:
         if unit.state is UnitState.HELD and not unit.pin_count:
             unit.release(self._before_read)
-            # Every message since that round has said that it is held. After a `gathered` block others gather it anew.
+            # Every message since it was gathered has said that it is held. After a `gathered` block others gather it
+            # anew.
             if unit.number in self._window and unit.is_as_wanted:
                 self._prefetches.add(unit)
 

@@ -59,7 +59,7 @@ def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
 
 
 def left_open(optimizer: Any) -> Any:
-    return optimizer._parts.parameters._rounds._last
+    return optimizer._parts.parameters._rounds.last
 
 
 @pytest.mark.mpi

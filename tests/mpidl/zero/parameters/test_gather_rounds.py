@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,16 +47,25 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
-def trained(comm, adapted: bool = False, steps: int = STEPS, **settings: Any):
+def trained(
+    comm,
+    adapted: bool = False,
+    steps: int = STEPS,
+    model: Stack | None = None,
+    before_backward: Callable[[mpidl.ZeroOptimizer], None] = lambda _: None,
+    **settings: Any,
+):
     """After some steps: the model, the optimizer, and of each step what it added to the traffic."""
-    model = Stack(adapted)
+    model = Stack(adapted) if model is None else model
     settings = {"share_in_node": False, "lr": 0.1, "process_group": comm, **settings}
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=3, **settings)
     seen: list[dict[str, int]] = []
     for step in range(steps):
         before = vars(optimizer.traffic())
         torch.manual_seed(comm.rank + step)
-        model(torch.randn(3, WIDTH).requires_grad_()).backward()
+        loss = model(torch.randn(3, WIDTH).requires_grad_())
+        before_backward(optimizer)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         rounds = getattr(optimizer._parts.parameters, "_rounds", None)  # with prefetch=2 a step leaves some under way
@@ -122,45 +131,29 @@ def test_units_may_stay_whole_from_forward_to_backward(comm, ranks_in_step) -> N
         assert optimizer.traffic().peak_bytes > BLOCKS * BLOCK_BYTES
 
 
-class Normed(nn.Module):
+class Normed(Stack):
     """Blocks with batch norms, in which the ranks wait for each other in the middle of a unit."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(BLOCKS)]
-        )
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
+        self.blocks = nn.ModuleList([nn.Sequential(block, nn.BatchNorm1d(WIDTH)) for block in self.blocks])
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_rank_with_more_rounds_than_others_uses_what_these_have_gathered(comm, ranks_in_step, prefetch: int) -> None:
-    """As one that has waited for a reduction: its own round comes after the others' next one, for which they wait."""
+    """Rank 0 starts a round as a wait for a reduction does; its next one then follows the next one of the others."""
 
-    def losses(helps: bool) -> list[float]:
+    def help_others(optimizer: mpidl.ZeroOptimizer) -> None:
+        if comm.rank == 0:
+            optimizer._parts.parameters._start(None, Purpose.REDUCES)
+
+    weights = []
+    for before_backward in (help_others, lambda _: None):
         model = mpidl.SyncBatchNorm.convert_sync_batchnorm(Normed(), comm)
-        settings: dict[str, Any] = {"share_in_node": False, "prefetch": prefetch, "lr": 0.1, "process_group": comm}
-        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=3, **settings)
-        found = []
-        for step in range(STEPS):
-            torch.manual_seed(comm.rank + step)
-            loss = model(torch.randn(3, WIDTH))
-            if helps and comm.rank == 0:
-                optimizer._parts.parameters._start(None, Purpose.REDUCES)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    assert losses(helps=True) == losses(helps=False)
+        _, optimizer, _ = trained(comm, model=model, before_backward=before_backward, prefetch=prefetch)
+        weights.append(optimizer.model_state_dict())
+    assert comm.rank or all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_ways_to_gather_change_no_bit(comm) -> None:
