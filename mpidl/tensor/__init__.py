@@ -20,7 +20,8 @@ Plans, which give modules of a model a style:
 Cut layers:
 
     linear            column- and row-parallel layers; lora: adapters around them
-    vocabulary        embeddings, output layers and cross-entropy over parts of the vocabulary
+    vocabulary        embeddings and output layers over parts of the vocabulary; vocab_logits: what these give;
+                      cross_entropy: the loss of it
     tensor_parallel   what the cut layers of a model share: ranks, pieces of sequences, random numbers
     functions         autograd functions that communicate in forward or backward
     communication     the collectives of these functions, through symmetric memory
@@ -43,6 +44,7 @@ docs/parallelism.md says what to take when.
 
 from .communication import Traffic
 from .counting import traffic
+from .cross_entropy import cross_entropy
 from .deferred import materialize
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loading import load_safetensors
@@ -51,7 +53,8 @@ from .plans import Plan
 from .ready_plans import PLANS, plan_for
 from .regions import AttentionParallel, FeedForwardParallel
 from .styles import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
-from .vocabulary import VocabLogits, VocabParallelEmbedding, cross_entropy
+from .vocab_logits import VocabLogits
+from .vocabulary import VocabParallelEmbedding
 
 __all__ = [
     "PLANS",

@@ -15,9 +15,9 @@ from collectives import Communicator
 from mpidl import Mesh, TrainingError
 from mpidl.mesh import placement
 from mpidl.tensor import VocabLogits, VocabParallelEmbedding, cross_entropy
-from mpidl.tensor import vocabulary as module
 from mpidl.tensor.communication import TensorGroup
 from mpidl.tensor.sizes import run_of
+from mpidl.tensor.vocab_logits import HANDLERS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
@@ -339,7 +339,7 @@ def _compare(found: Any, expected: Any) -> None:
 
 
 def test_every_operation_on_parts_gives_the_part_of_the_whole_one(comm: Communicator) -> None:
-    assert ON_PARTS.keys() | _OTHERS == module._HANDLERS.keys()
+    assert ON_PARTS.keys() | _OTHERS == HANDLERS.keys()
     whole = random_logits(2, 4, 13)
     _, logits = logits_of(comm, whole)
     for calls in ON_PARTS.values():

@@ -1,0 +1,257 @@
+"""Logits of which each rank of tp has those of some tokens, and which behave as the whole ones.
+
+    shape, view, transpose, indices of leading dimensions, factors ...    work on the parts
+    torch.nn.functional.cross_entropy                                     by `cross_entropy`, from the parts
+    softmax, argmax, topk, a sum ...                                      gather them first, on every rank
+
+So a model that computes its own loss needs no change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..compiling import uncompiled
+from ..errors import TrainingError
+from .communication import TensorGroup
+from .functions import rows_of
+from .sizes import run_of
+
+
+class VocabLogits(torch.Tensor):
+    """Logits [..., vocabulary], of which this rank has those of some tokens. `local` are these, as a plain tensor.
+
+    An operation that is not known to work on parts gathers them first, so every rank of tp must come to it. Printing
+    and copying take the part alone.
+    """
+
+    _group: TensorGroup
+    _tokens: int
+
+    @classmethod
+    def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int) -> VocabLogits:
+        """local: [..., this rank's run of `tokens`]."""
+        made = local.as_subclass(cls)
+        made._group, made._tokens = group, tokens
+        return made
+
+    @property
+    def local(self) -> torch.Tensor:
+        """[..., this rank's tokens]"""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def whole(self) -> torch.Tensor:
+        """[..., vocabulary], gathered. Collective."""
+        return _GatherLast.apply(self.local, self._group, self._tokens)  # type: ignore[no-any-return, no-untyped-call]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        start, stop = run_of(self._tokens, self._group.ranks, self._group.rank)
+        return f"VocabLogits(shape={tuple(self.shape)}, tokens {start}..{stop} here:\n{self.local!r})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabLogits:
+        return VocabLogits.of(copy.deepcopy(self.local, memo), self._group, self._tokens)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TrainingError(
+            "VocabLogits: got a part of the logits to pickle; needs .whole() before, on every rank of tp"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        others = dict(kwargs)
+        first = args[0] if args else others.pop("input", None)
+        handler = HANDLERS.get(function)
+        is_only = not any(isinstance(a, VocabLogits) for a in (*args[1:], *others.values()))
+        if isinstance(first, VocabLogits) and is_only and handler is not None:
+            result = handler(first, function, args[1:], others)
+            if result is not NotImplemented:
+                return result
+        if function is torch.autograd.grad:
+            return _gradients(function, args, kwargs)
+        if _changes_in_place(function) and isinstance(first, VocabLogits):
+            raise TrainingError(
+                f"VocabLogits: got {function.__name__} of the logits in place, of which each rank of tp has a part; "
+                "needs one that is not in place, or .whole() before"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits.whole, (args, kwargs))
+            return function(*args, **kwargs)
+
+
+# ---- operations on parts -------------------------------------------------------------------------------------------
+
+
+def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad, whose inputs are the parts themselves, and its results as well."""
+    given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+    outputs, inputs = given.pop("outputs"), given.pop("inputs")
+    several = [inputs] if torch.is_tensor(inputs) else list(inputs)
+    outputs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits.whole, outputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = function(outputs, several, *args[2:], **given)
+    return tuple(
+        VocabLogits.of(g, x._group, x._tokens) if isinstance(x, VocabLogits) and g is not None else g
+        for g, x in zip(found, several, strict=True)
+    )
+
+
+def _changes_in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Makes a handler that runs a function on the parts. keep: the arguments for that, or None to gather."""
+
+    def handler(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = keep(logits, args, kwargs)
+        if changed is None:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(logits.local, *changed, **kwargs)
+        return VocabLogits.of(result, logits._group, logits._tokens) if torch.is_tensor(result) else result
+
+    return handler
+
+
+def _as_given(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return args
+
+
+def _numbers_only(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Numbers, and tensors of one; not those that train, whose gradient is of all tokens."""
+    numbers = all(
+        isinstance(a, int | float | str | None) or (torch.is_tensor(a) and a.dim() == 0 and not a.requires_grad)
+        for a in (*args, *kwargs.values())
+    )
+    return args if numbers else None
+
+
+def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The shape of view and reshape, whose last size is that of the vocabulary."""
+    shape = args if len(args) != 1 or not isinstance(args[0], list | tuple) else tuple(args[0])
+    if kwargs or not shape or not all(isinstance(n, int) for n in shape):
+        return None
+    leading = logits.shape[:-1].numel()
+    if shape[-1] == -1 and torch.Size(shape[:-1]).numel() == leading:
+        shape = (*shape[:-1], logits._tokens)
+    if shape[-1] != logits._tokens:
+        return None
+    known = -torch.Size(shape[:-1]).numel()  # without the -1, if there is one
+    if known > 0 and leading % known == 0:  # the part may be empty, of which torch finds no size
+        shape = tuple(leading // known if n == -1 else n for n in shape)
+    return ((*shape[:-1], logits.local.shape[-1]),)
+
+
+def _in_flatten(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    end = args[1] if len(args) > 1 else kwargs.get("end_dim", -1)
+    return args if end not in (-1, logits.dim() - 1) else None
+
+
+def _in_index(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The index of leading dimensions; a last one of `:` takes the whole vocabulary."""
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if any(part is None or (torch.is_tensor(part) and part.dtype == torch.bool and part.dim() > 1) for part in index):
+        return None
+    if Ellipsis in [part for part in index if not torch.is_tensor(part)]:
+        return args if isinstance(index[-1], slice) and index[-1] == slice(None) else None
+    whole = len(index) < logits.dim() or (isinstance(index[-1], slice) and index[-1] == slice(None))
+    return args if whole else None
+
+
+def _shape(logits: VocabLogits, *_: Any) -> torch.Size:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Size((*logits.local.shape[:-1], logits._tokens))
+
+
+def _size(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dim = args[0] if args else kwargs.get("dim")
+    return _shape(logits) if dim is None else _shape(logits)[dim]
+
+
+def _plain(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asks the part, whose answer is that of the whole: dtype, device, ..."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(logits, *args, **kwargs)
+
+
+def _grad(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _plain(logits, function, args, kwargs)
+    return None if found is None else VocabLogits.of(found, logits._group, logits._tokens)
+
+
+_T = torch.Tensor
+
+# What works on parts; `cross_entropy` adds itself.
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    _T.shape.__get__: _shape,  # type: ignore[attr-defined]
+    _T.size: _size,
+    _T.__len__: lambda logits, *_: _shape(logits)[0],
+    _T.numel: lambda logits, *_: _shape(logits).numel(),
+    _T.__repr__: lambda logits, *_: VocabLogits.__repr__(logits),
+    _T.grad.__get__: _grad,  # type: ignore[union-attr]
+    _T.view: _local(_in_shape),
+    _T.reshape: _local(_in_shape),
+    _T.flatten: _local(_in_flatten),
+    torch.flatten: _local(_in_flatten),
+    _T.__getitem__: _local(_in_index),
+    **dict.fromkeys(
+        (
+            _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.cpu,
+            _T.tanh, torch.tanh, _T.neg, _T.__neg__,
+        ),
+        _local(_as_given),
+    ),
+    **dict.fromkeys(
+        (
+            _T.mul, _T.__mul__, _T.__rmul__, torch.mul, _T.div, _T.__truediv__, torch.div, _T.add, _T.__add__,
+            _T.__radd__, _T.sub, _T.__sub__,
+        ),
+        _local(_numbers_only),
+    ),
+    **dict.fromkeys(
+        (
+            _T.requires_grad_, _T.dim, _T.is_floating_point, _T.element_size, _T.register_hook, _T.retain_grad,
+            _T.is_contiguous,
+            *(
+                getattr(_T, name).__get__
+                for name in ("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "is_cuda",
+                             "is_nested", "is_sparse", "is_quantized", "is_meta")
+            ),
+        ),
+        _plain,
+    ),
+}  # fmt: skip
+
+
+class _GatherLast(torch.autograd.Function):
+    """[..., this rank's tokens] -> [..., vocabulary]; every rank has the whole gradient."""
+
+    @staticmethod
+    @uncompiled
+    def forward(ctx: Any, local: torch.Tensor, group: TensorGroup, tokens: int) -> torch.Tensor:
+        ranks = group.ranks
+        ctx.run = run_of(tokens, ranks, group.rank)
+        rows = rows_of(local)
+        whole = local.new_empty(tokens, rows.shape[0])
+        counts = [(stop - start) * rows.shape[0] for start, stop in (run_of(tokens, ranks, r) for r in range(ranks))]
+        group.traffic.count_all_gather(whole)
+        group.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)
+        return whole.t().contiguous().view(*local.shape[:-1], tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient[..., ctx.run[0] : ctx.run[1]], None, None
