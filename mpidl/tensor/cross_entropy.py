@@ -33,9 +33,10 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy of VocabLogits, as torch.nn.functional.cross_entropy of the whole logits.
 
-    logits: [tokens, vocabulary] or [vocabulary]. target: int64 [tokens] or [], of the whole vocabulary. weight:
-    [vocabulary]. Raises TrainingError for a target out of range that is not ignored. Two all-reduces forward, of 3
-    numbers a token together (4 with label smoothing), none backward; in fp32 for 16-bit logits.
+    logits: [tokens, vocabulary], [vocabulary] or, as after a transpose, [batch, vocabulary, ...]. target: int64
+    [tokens], [] or [batch, ...], of the whole vocabulary. weight: [vocabulary]. Raises TrainingError for a target out
+    of range that is not ignored. Two all-reduces forward, of 3 numbers a token together (4 with label smoothing), none
+    backward; in fp32 for 16-bit logits.
     """
     if isinstance(logits, VocabLogits):
         logits._group.check_inputs(target, "the targets")
@@ -44,7 +45,7 @@ def cross_entropy(
         return F.cross_entropy(
             whole, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
-    local = rows_of(logits.local)
+    local = rows_of(logits.local.movedim(logits._dim, -1))
     flat = target.reshape(-1)
     counted = flat != ignore_index
     wrong = counted & ((flat < 0) | (flat >= logits._tokens))
@@ -74,10 +75,11 @@ def _has_losses(
     logits: VocabLogits, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, label_smoothing: float
 ) -> bool:
     """Returns whether the arguments are as for parts; torch computes with others, or refuses them, on whole logits."""
+    dim = min(1, logits.dim() - 1)  # where torch looks for the vocabulary
     return (
-        logits.dim() <= 2
+        logits._dim == dim
         and target.dtype == torch.int64
-        and target.shape == logits.shape[:-1]
+        and target.shape == logits.shape[:dim] + logits.shape[dim + 1 :]
         and (weight is None or weight.shape == (logits._tokens,))
         and reduction in ("none", "mean", "sum")
         and 0.0 <= label_smoothing <= 1.0

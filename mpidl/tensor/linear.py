@@ -200,14 +200,19 @@ def _make_adapted_row(layer: Any, tp: TensorParallel, runs: tuple[Run, ...]) -> 
         make_row(a, tp, runs, ends_region=False)
         tp.sum_gradients(b, if_in_pieces=True)
     _set_if_there(layer, "in_features", sum(stop - start for start, stop in runs), tp)
-    dropouts = Dropouts(layer)
-
-    def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if layer.training and dropouts and tp.region_length is None:
-            tp.begin_stream(args[0].device, of_region=True)
-
-    tp.keep(layer.register_forward_pre_hook(begin))
+    tp.keep(layer.register_forward_pre_hook(_BeginsStream(tp, Dropouts(layer))))
     tp.keep(layer.register_forward_hook(lambda *_: tp.end_region(), always_call=True))
+
+
+class _BeginsStream:
+    """A forward pre-hook of a row-parallel layer with adapters, which drop elements. A copy's is of its own dropout."""
+
+    def __init__(self, tp: TensorParallel, dropouts: Dropouts) -> None:
+        self._tp, self._dropouts = tp, dropouts
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if layer.training and self._dropouts and self._tp.region_length is None:
+            self._tp.begin_stream(args[0].device, of_region=True)
 
 
 def _set_if_there(layer: Any, name: str, value: int, tp: TensorParallel) -> None:

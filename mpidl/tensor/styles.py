@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from .forward_wrapper import run_around
 from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
@@ -91,20 +93,41 @@ class SequenceBegins:
 
     def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Registers a hook before the forward pass of the block."""
-        dropouts = Dropouts(tp.model() or module)  # also of blocks after this one, which may have none
-        argument = Argument(module, self.input)
+        begins = _BeginsPieces(tp, Argument(module, self.input), tp.model() or module)
+        tp.keep(module.register_forward_pre_hook(begins, with_kwargs=True))
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = argument.of(args, kwargs)
-            if not module.training:
-                tp.whole_pass()
-                return None
-            tp.begin_pieces(x.shape[1])
-            if dropouts:
-                tp.begin_stream(x.device)
-            return argument.replaced(args, kwargs, cut_sequence(x, tp.group))
 
-        tp.keep(module.register_forward_pre_hook(before, with_kwargs=True))
+class _BeginsPieces:
+    """The hook before the first block. model: its dropout is looked at, that of later blocks too.
+
+    The hook of a copied model looks at the copy, and that of a block which is copied by itself at the block.
+    """
+
+    def __init__(self, tp: TensorParallel, argument: Argument, model: nn.Module | None) -> None:
+        self._tp, self._argument = tp, argument
+        self._model = None if model is None else weakref.ref(model)
+        self._dropouts: Dropouts | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BeginsPieces:
+        model = None if self._model is None else memo.get(id(self._model()))
+        return _BeginsPieces(self._tp, self._argument, model)
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        x = self._argument.of(args, kwargs)
+        if not block.training:
+            self._tp.whole_pass()
+            return None
+        self._tp.begin_pieces(x.shape[1])
+        if self._draws(block):
+            self._tp.begin_stream(x.device)
+        return self._argument.replaced(args, kwargs, cut_sequence(x, self._tp.group))
+
+    @uncompiled
+    def _draws(self, block: nn.Module) -> bool:
+        if self._dropouts is None:  # a copy has no blocks yet as its hooks are made
+            model = None if self._model is None else self._model()
+            self._dropouts = Dropouts(model or block)
+        return bool(self._dropouts)
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,20 @@ from .sizes import run_of
 class VocabLogits(torch.Tensor):
     """Logits [..., vocabulary], of which this rank has those of some tokens. `local` are these, as a plain tensor.
 
-    An operation that is not known to work on parts gathers them first, so every rank of tp must come to it. Printing
-    and copying take the part alone.
+    The vocabulary may lie in dimension 1 as well, where torch's cross-entropy looks for it. An operation that is not
+    known to work on parts gathers them first, so every rank of tp must come to it. Printing and copying take the part
+    alone.
     """
 
     _group: TensorGroup
     _tokens: int
+    _dim: int
 
     @classmethod
-    def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int) -> VocabLogits:
-        """local: [..., this rank's run of `tokens`]."""
+    def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int, dim: int = -1) -> VocabLogits:
+        """local: [..., this rank's run of `tokens`], or with these in another dimension."""
         made = local.as_subclass(cls)
-        made._group, made._tokens = group, tokens
+        made._group, made._tokens, made._dim = group, tokens, dim % made.dim()
         return made
 
     @property
@@ -48,7 +50,13 @@ class VocabLogits(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """[..., vocabulary], gathered. Collective."""
-        return _GatherLast.apply(self.local, self._group, self._tokens)  # type: ignore[no-any-return, no-untyped-call]
+        last = self.local if _is_last(self) else self.local.movedim(self._dim, -1)
+        gathered: torch.Tensor = _GatherLast.apply(last, self._group, self._tokens)  # type: ignore[no-untyped-call]
+        return gathered if _is_last(self) else gathered.movedim(-1, self._dim)
+
+    def part_like(self, local: torch.Tensor) -> VocabLogits:
+        """Makes logits of other values of the same tokens, in the same dimension."""
+        return VocabLogits.of(local, self._group, self._tokens, self._dim)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         start, stop = run_of(self._tokens, self._group.ranks, self._group.rank)
@@ -58,7 +66,7 @@ class VocabLogits(torch.Tensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabLogits:
-        return VocabLogits.of(copy.deepcopy(self.local, memo), self._group, self._tokens)
+        return self.part_like(copy.deepcopy(self.local, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(
@@ -102,7 +110,7 @@ def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with torch._C.DisableTorchFunctionSubclass():
         found = function(outputs, several, *args[2:], **given)
     return tuple(
-        VocabLogits.of(g, x._group, x._tokens) if isinstance(x, VocabLogits) and g is not None else g
+        x.part_like(g) if isinstance(x, VocabLogits) and g is not None else g
         for g, x in zip(found, several, strict=True)
     )
 
@@ -121,9 +129,27 @@ def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) 
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             result = function(logits.local, *changed, **kwargs)
-        return VocabLogits.of(result, logits._group, logits._tokens) if torch.is_tensor(result) else result
+        if not torch.is_tensor(result):
+            return result
+        dim = logits._dim if result.dim() == logits.dim() else -1
+        return VocabLogits.of(result, logits._group, logits._tokens, dim)
 
     return handler
+
+
+def _reordered(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a function that changes the order of dimensions. Those whose vocabulary comes elsewhere are gathered."""
+    with torch._C.DisableTorchFunctionSubclass():
+        sizes = torch.empty(*range(1, logits.dim() + 1), device="meta")  # each size tells which dimension it is of
+        dim = function(sizes, *args, **kwargs).shape.index(1 + logits._dim)
+        if dim not in (1, logits.dim() - 1):
+            return NotImplemented
+        return VocabLogits.of(function(logits.local, *args, **kwargs), logits._group, logits._tokens, dim)
+
+
+def _is_last(logits: VocabLogits) -> bool:
+    """Returns whether the vocabulary lies in the last dimension."""
+    return logits._dim == logits.dim() - 1
 
 
 def _as_given(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -142,7 +168,7 @@ def _numbers_only(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, 
 def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The shape of view and reshape, whose last size is that of the vocabulary."""
     shape = args if len(args) != 1 or not isinstance(args[0], list | tuple) else tuple(args[0])
-    if kwargs or not shape or not all(isinstance(n, int) for n in shape):
+    if kwargs or not shape or not all(isinstance(n, int) for n in shape) or not _is_last(logits):
         return None
     leading = logits.shape[:-1].numel()
     if shape[-1] == -1 and torch.Size(shape[:-1]).numel() == leading:
@@ -157,13 +183,14 @@ def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _in_flatten(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     end = args[1] if len(args) > 1 else kwargs.get("end_dim", -1)
-    return args if end not in (-1, logits.dim() - 1) else None
+    return args if _is_last(logits) and end not in (-1, logits.dim() - 1) else None
 
 
 def _in_index(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The index of leading dimensions; a last one of `:` takes the whole vocabulary."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    if any(part is None or (torch.is_tensor(part) and part.dtype == torch.bool and part.dim() > 1) for part in index):
+    is_mask = (torch.is_tensor(part) and part.dtype == torch.bool and part.dim() > 1 for part in index)
+    if not _is_last(logits) or None in [part for part in index if not torch.is_tensor(part)] or any(is_mask):
         return None
     if Ellipsis in [part for part in index if not torch.is_tensor(part)]:
         return args if isinstance(index[-1], slice) and index[-1] == slice(None) else None
@@ -173,7 +200,9 @@ def _in_index(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _shape(logits: VocabLogits, *_: Any) -> torch.Size:
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.Size((*logits.local.shape[:-1], logits._tokens))
+        sizes = list(logits.local.shape)
+    sizes[logits._dim] = logits._tokens
+    return torch.Size(sizes)
 
 
 def _size(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +218,7 @@ def _plain(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: di
 
 def _grad(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _plain(logits, function, args, kwargs)
-    return None if found is None else VocabLogits.of(found, logits._group, logits._tokens)
+    return None if found is None else logits.part_like(found)
 
 
 _T = torch.Tensor
@@ -207,6 +236,13 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.flatten: _local(_in_flatten),
     torch.flatten: _local(_in_flatten),
     _T.__getitem__: _local(_in_index),
+    **dict.fromkeys(
+        (
+            _T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes, _T.swapdims, torch.swapdims, _T.permute,
+            torch.permute, _T.movedim, torch.movedim, _T.moveaxis, torch.moveaxis, _T.mT.__get__,
+        ),
+        _reordered,
+    ),
     **dict.fromkeys(
         (
             _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.cpu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,23 @@ def test_masks_of_pieces_differ_where_the_first_block_has_no_dropout(comm: Commu
             first = [mask[:, : min(m.shape[1] for m in of_residuals)] for mask in of_residuals]
             assert not any(torch.equal(a, b) for n, a in enumerate(first) for b in first[:n])
         assert _states_agree(comm)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_copy_looks_at_its_own_dropout(comm: Communicator) -> None:
+    model = build("hf gpt2, eager")
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, sequence_parallel=True)
+        copied = copy.deepcopy(model)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for name in [name for name in vars(model.config) if "drop" in name]:
+            setattr(model.config, name, 0.0)
+        everyone = all_gather_object(comm, seeded(lambda: masks_of(copied)))
+    for of_residuals in list(zip(*everyone, strict=True))[2::3]:
+        first = [mask[:, : min(m.shape[1] for m in of_residuals)] for mask in of_residuals]
+        assert not any(torch.equal(a, b) for n, a in enumerate(first) for b in first[:n])
 
 
 @pytest.mark.ranks(4, exactly=True)

@@ -80,6 +80,23 @@ def test_cross_entropy_and_its_gradient_are_torchs(comm: Communicator, name: str
     torch.testing.assert_close(part.grad, part_of_gradient(comm, whole), rtol=1e-12, atol=1e-14, equal_nan=True)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+def test_the_vocabulary_may_lie_in_dimension_1(comm: Communicator, shape: tuple[int, ...], reduction: str) -> None:
+    """As torch wants it of several dimensions of tokens. Nothing is gathered."""
+    whole = random_logits(*shape, 13)
+    part, logits = logits_of(comm, whole)
+    given = {"target": TARGETS.view(shape), "reduction": reduction, "label_smoothing": 0.1}
+    expected = F.cross_entropy(whole.movedim(-1, 1), **given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VocabLogits, "whole", lambda self: pytest.fail("gathered"))
+        found = F.cross_entropy(logits.movedim(-1, 1), **given)
+    torch.testing.assert_close(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(part.grad, part_of_gradient(comm, whole))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 13])
 def test_vocabularies_that_the_ranks_do_not_divide(comm: Communicator, tokens: int) -> None:
     """Also ranks without any token."""
@@ -292,6 +309,19 @@ ON_PARTS: dict[Any, list[Callable[[torch.Tensor], Any]]] = {
     torch.tanh: [torch.tanh],
     T.neg: [lambda x: x.neg()],
     T.__neg__: [lambda x: -x],
+    T.transpose: [lambda x: x.transpose(1, 2), lambda x: x.transpose(0, 1), lambda x: x.transpose(-1, 1).float()],
+    torch.transpose: [lambda x: torch.transpose(x, dim0=1, dim1=-1)],
+    T.swapaxes: [lambda x: x.swapaxes(1, 2)],
+    torch.swapaxes: [lambda x: torch.swapaxes(x, 1, 2)],
+    T.swapdims: [lambda x: x.swapdims(1, 2)],
+    torch.swapdims: [lambda x: torch.swapdims(x, 1, 2)],
+    T.permute: [lambda x: x.permute(0, 2, 1), lambda x: x.permute((1, 0, 2)), lambda x: x.permute(0, 2, 1) * 2.0],
+    torch.permute: [lambda x: torch.permute(x, (0, 2, 1)), lambda x: torch.permute(x, (0, 2, 1)).permute(2, 0, 1)],
+    T.movedim: [lambda x: x.movedim(-1, 1), lambda x: x.movedim((0, 1), (1, 0))],
+    torch.movedim: [lambda x: torch.movedim(x, 2, 1)],
+    T.moveaxis: [lambda x: x.moveaxis(-1, 1)],
+    torch.moveaxis: [lambda x: torch.moveaxis(x, -1, 1)],
+    T.mT.__get__: [lambda x: x.mT, lambda x: x.mT.contiguous().mT],  # type: ignore[attr-defined]
     **{f: [call, lambda x, f=f: f(x, torch.tensor(0.5))] for f, call in _BY_NUMBERS.items()},
     **{f: [f] for f in _NOTES},
     **{getattr(T, name).__get__: [lambda x, name=name: getattr(x, name)] for name in _PROPERTIES},
@@ -319,7 +349,11 @@ GATHERING: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x.view(torch.int64) if x.dtype == torch.float64 else x,
     lambda x: x.flatten(),
     lambda x: x.flatten(1),
-    lambda x: x.transpose(1, 2),
+    lambda x: x.transpose(0, 2),
+    lambda x: x.transpose(1, 2).flatten(0, 1),
+    lambda x: x.transpose(1, 2)[0],
+    lambda x: x.transpose(1, 2).reshape(-1, 4),
+    lambda x: x.transpose(1, 2).softmax(1),
     lambda x: 2.0 - x,
     lambda x: x > 0.5,
     lambda x: torch.where(x > 0, x, 0.0),
@@ -350,7 +384,7 @@ def test_every_operation_on_parts_gives_the_part_of_the_whole_one(comm: Communic
             _compare(found, call(whole * 1))
             if torch.is_tensor(found) and found.requires_grad:
                 assert isinstance(found, VocabLogits)
-                assert found.shape[-1] == 13
+                assert found.shape == call(whole).shape
 
 
 @pytest.mark.parametrize("tokens", [2, 13])
