@@ -38,13 +38,13 @@ class Measured(Group, Protocol):
 
     @property
     def tables(self) -> Tables:
-        """See `Communicator`."""
+        """Tables of "auto" by operation."""
 
     def algorithms(self, operation: str) -> list[str]:
-        """See `Communicator`."""
+        """Lists the values of `algorithm=` for an operation."""
 
     def close(self) -> None:
-        """See `Communicator`."""
+        """Frees the duplicated communicators. Collective."""
 
 
 known_tables: dict[tuple[str, str], Tables] = {}  # by machine and layout, of this process

@@ -95,7 +95,7 @@ class Communicator(GroupCalls):
 
     @property
     def tables(self) -> Tables:
-        """What "auto" takes, by operation: rows of (bytes up to which, algorithm), ascending.
+        """Tables of "auto" by operation: rows of (largest size in bytes, algorithm), ascending.
 
         The bytes are those of the operation's larger buffer. The first row that covers them and whose algorithm serves
         dtype and operator counts.

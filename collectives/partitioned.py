@@ -43,7 +43,7 @@ class PartitionedAllReduce:
         return self._reduction is not None
 
     def hand_in(self, part: Any) -> None:
-        """This rank's next array is as it is to be reduced; not to be touched before `wait` returns.
+        """Hands in this rank's next array, with its final values; not to be touched before `wait` returns.
 
         Raises ArgumentError for another one than the next, or while another such all_reduce of the Communicator waits.
         """

@@ -124,7 +124,7 @@ class _ModelledRun:
         return last
 
     def advance(self, rank: int, now: float) -> None:
-        """The rank leaves its round and enters the next."""
+        """Moves the rank to its next round."""
         self.position[rank] += 1
         if self.position[rank] == len(self.programs[rank]):
             return
@@ -141,7 +141,7 @@ class _ModelledRun:
             self.match(coming.channel, now)
 
     def match(self, number: int, now: float) -> None:
-        """A message sets out as soon as both of its sides are there."""
+        """Starts a channel's next message if both of its sides are there."""
         if self.sent[number] and self.awaited[number]:
             leaving, coming = self.sent[number].popleft(), self.awaited[number].popleft()
             channel = self.layout.channels[number]
@@ -152,7 +152,7 @@ class _ModelledRun:
                 self.deliver(message, now)
 
     def pass_port(self, message: _Message, stage: int, now: float) -> None:
-        """The message's head goes through once the port is free, and the port is then busy with its body."""
+        """Sends the message's head through a port once that is free, and keeps the port busy with the body."""
         port = message.path[stage - 1]
         start = max(now, self.port_free[port])
         self.port_free[port] = start + message.send.chunks * self.transfer[message.channel.between_nodes]

@@ -19,7 +19,7 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, x: Any, op: str) -> Any:
-        """See `Communicator`."""
+        """Replaces x by the reduction of all ranks' x. Collective."""
 
 
 def repetitions(nbytes: int) -> int:

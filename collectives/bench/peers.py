@@ -31,7 +31,7 @@ def start_gloo(comm: Communicator, backend: str = "gloo") -> None:
     """
     if dist.is_initialized():
         return
-    # Of functions in whose place older versions of torch, which are served too, have nothing else.
+    # Torch warns of functions in whose place its older versions, which are served too, have nothing else.
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")
     one_node = comm.nodes == 1
     if one_node:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .measurement import Row
 from .operations import OPERATIONS
 
-# What may tell one line from another; the legend names what differs.
+# Fields of a row that may tell one line from another; the legend names those that differ.
 _KEY = ("algorithm", "buffer", "cache", "dtype", "redop", "root")
 Key = tuple[str | int, ...]
 

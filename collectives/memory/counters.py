@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STRIDE = 64  # bytes from one rank's number to the next one's
 _WORD = 8  # bytes
-# Whether other cores see a core's writes in their order, so that who sees a number sees what was written before it.
+# True if other cores see a core's writes in their order: a rank that sees a number sees what was written before it.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _LOOKS, _YIELDS = 50, 2000  # before a rank sleeps: about 2 ms
@@ -78,7 +78,7 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def let_mpi_look() -> None:
-    """The library goes on with what it has begun to send and to receive."""
+    """Lets the MPI library progress what it has begun to send and to receive."""
     MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 

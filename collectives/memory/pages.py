@@ -96,7 +96,7 @@ class Pages:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE, first - base, last - first)
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Gives the pages back. Shared ones are gone for every process: all must be through with them."""
+        """Gives the pages back. Shared ones go for every process: none may use their values any more."""
         if self.shared and is_forked():
             return  # they are the ranks' to give back
         whole = -(-nbytes // self.SIZE) * self.SIZE

@@ -124,7 +124,7 @@ class Layout:
             symmetry = False
         self._places = {rank: (node, place) for node, ranks in enumerate(nodes) for place, rank in enumerate(ranks)}
         self._shares_ports = [cluster.ports < len(ranks) for ranks in nodes]
-        # What is moved along: whole nodes, or single ranks where they are all equally far from each other.
+        # Ranks that move together: those of a node, or a single one where all are equally far from each other.
         self._unit = 1 if self._node in (1, schedule.ranks) else self._node
         symmetric = self._symmetry() if symmetry else None
         self.followed = self._unit if symmetric else schedule.ranks
@@ -189,7 +189,7 @@ class Layout:
         coming = [(peer, kind is Kind.REDUCE) for kind, peer, _ in steps if peer >= 0 and kind is not Kind.SEND]
         sends = []
         for number, (peer, chunks) in enumerate(leaving):
-            # The same order on all nodes, so that their times stay equal where messages come to a port at once.
+            # All nodes take one order, so that their times stay equal where messages come to a port at once.
             order = (number * self._unit + rank % self._unit) * self.schedule.ranks + rank // self._unit
             ports = self._used("out", rank, peer, len(leaving))
             sends.append(Send(self._channel(rank, peer), chunks, ports, order))

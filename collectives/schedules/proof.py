@@ -101,7 +101,7 @@ class _Simulation:
         self.awaited: dict[tuple[int, int], deque[Step]] = defaultdict(deque)
         self.open_steps = [0] * self.ranks
         self.arrived: list[list[tuple[Step, Cells]]] = [[] for _ in range(self.ranks)]
-        # Of each rank's round: reductions that have not met their message, and who sent to those that have.
+        # For each rank's round: the number of reductions without their message yet, and the senders of the others.
         self.unmet = [0] * self.ranks
         self.held: list[list[int]] = [[] for _ in range(self.ranks)]
 

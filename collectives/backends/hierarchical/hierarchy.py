@@ -35,8 +35,8 @@ from .reduce import PipelinedReduce
 from .reduce_scatter import PipelinedReduceScatter
 
 _OVER_ANY_NODES = frozenset({"reduce", "gather", "scatter", "all_to_all"})
-# Of a reduce that "auto" takes. Its root receives one array from each other node; from three nodes on a long one costs
-# less by a tree (`price`).
+# Limit for a reduce that "auto" takes. Its root receives one array from each other node; from three nodes on a long one
+# costs less by a tree (`price`).
 _MOST_NODES = 2
 
 

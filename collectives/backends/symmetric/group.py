@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 _UNEVEN = ("all_to_all", "gather", "scatter")  # of which each rank may have another size
-_SMALL = 64 << 10  # bytes of an operation; its scratch is made apart, as many groups have no larger ones
+_SMALL = 64 << 10  # bytes of an operation; larger ones have a scratch of their own, which many groups never need
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Group:
         symmetric = meeting.pull or meeting.push
         if not symmetric and self._peers is None:
             return True
-        # What is written to memory that is one for all must be there for all when any rank goes on.
+        # Writes to memory that is one for all must be complete for every rank when any rank goes on.
         may = not meeting.shared and self.may_stage(entry.operation, nbytes, symmetric=symmetric)
         return may and self.staging_of(entry).is_possible()
 
