@@ -39,7 +39,7 @@ OPERATIONS = (
 _LAUNCHERS = ("mpiexec.hydra", "mpirun")  # Intel MPI's mpirun is a script, which passes on no signals
 _OF_IMB = "impi"  # whose library IMB-MPI1 is linked to
 _SAID = 3  # lines of a failed job's standard error that are shown
-# Of Open MPI: more ranks than cores, and root, only where they are meant.
+# Open MPI takes more ranks than cores, and root, only where the environment says that they are meant.
 _MEANT = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -73,7 +73,7 @@ class Part(NamedTuple):
     operation: str
 
     def __str__(self) -> str:
-        return f"{self.library}, {self.ranks} ranks, {self.operation}{', beside IMB' if self.kind == 'imb' else ''}"
+        return f"{self.library}, {self.ranks} ranks, {self.operation}{', against IMB' if self.kind == 'imb' else ''}"
 
 
 def library(text: str) -> Library:
@@ -121,7 +121,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     add("-c", "--check", type=int, default=0, metavar="N", help="checked calls; by default none, as it takes longer")
     add("--cache", metavar="SIZE", help="what the caches hold; by default what the system says")
     add("--imb", type=Path, metavar="FILE", help="IMB-MPI1, to compare with; needs --mpi impi=FOLDER")
-    add("--imb-maxbytes", default="4M", metavar="SIZE", help="largest size beside it; by default 4M")
+    add("--imb-maxbytes", default="4M", metavar="SIZE", help="largest size compared with it; by default 4M")
     add("--starts", type=int, default=3, metavar="N", help="starts of either benchmark in turn; by default 3")
     add("--plot", type=Path, metavar="FILE", help="draw the ratios there (needs matplotlib)")
     options = parser.parse_args(argv)
@@ -181,9 +181,9 @@ class Kept:
 
     def seconds(self, part: Part) -> float:
         """Estimates how long a part takes, by those that are most like it."""
-        for alike in (("kind", "ranks", "operation"), ("kind", "ranks"), ("kind",), ()):
-            wanted = [getattr(part, name) for name in alike]
-            taken = [kept["seconds"] for kept in self.parts if [kept[name] for name in alike] == wanted]
+        for same in (("kind", "ranks", "operation"), ("kind", "ranks"), ("kind",), ()):
+            wanted = [getattr(part, name) for name in same]
+            taken = [kept["seconds"] for kept in self.parts if [kept[name] for name in same] == wanted]
             if taken:
                 return float(sum(taken) / len(taken))
         return 0.0

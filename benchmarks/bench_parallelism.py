@@ -5,7 +5,7 @@
 
 --show says what, by commas:
     shapes      a step of training by each engine, for each of --shapes
-    table       the same for the shapes with targets, and a table of tp beside them
+    table       the same for the shapes with targets, and a table that compares tp with these
     generate    tokens a second of a GPT-2 at batch 1, greedily, with a cache of keys and values: threads and tp
     all-reduce  the sum of [batch, time, width] as a row-parallel layer makes it, and bare, in symmetric memory
     batches     throughput and peak memory of training for each of --batches, also as a figure (--plot)

@@ -56,7 +56,7 @@ def network() -> nn.Module:
 
 
 def factor(step: int, steps: int, scale: float) -> float:
-    """What the learning rate is multiplied by: up to `scale`, then down in two stages."""
+    """The factor of the learning rate: rises to `scale`, then falls in two stages."""
     warm = max(1, steps // 20)
     if step < warm:
         return 1 + (scale - 1) * (step + 1) / warm

@@ -84,7 +84,7 @@ def interface_bytes() -> int:
 
 
 def settled_bytes(comm: Communicator) -> int:
-    """The same, once what a step has left in flight has arrived. Collective."""
+    """Bytes that this host has sent, counted when no message of a step is in flight any more. Collective."""
     comm.barrier()
     before = -1
     while (now := interface_bytes()) != before:
@@ -150,7 +150,7 @@ def measure(
 
 
 def rows_of(found: dict[str, list[Round]], shape: Shape, rate: float | None) -> list[Row]:
-    """What the rounds say of each method. rate: bits a second."""
+    """Makes a row for each method, of the medians and means over its rounds. rate: bits a second."""
 
     def mean(name: str, of: str) -> float:
         return statistics.fmean(getattr(each, of) for each in found[name])

@@ -1,4 +1,4 @@
-"""What compressors of gradients send, and what their arithmetic costs, without a network.
+"""Bytes that compressors of gradients send, and the time of their arithmetic, without a network.
 
     python benchmarks/compression_table.py                              # the ratios of PowerSGD
     python benchmarks/compression_table.py --time powersgd:4 gradzip:4  # arithmetic of a step, one thread

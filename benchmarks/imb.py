@@ -1,4 +1,4 @@
-"""Intel's MPI benchmarks (IMB-MPI1) beside collectives.bench: the same calls, and how long either says they take.
+"""Compares Intel's MPI benchmarks (IMB-MPI1) with collectives.bench: the same calls, and the times of both.
 
 IMB-MPI1 times each call by itself, with a barrier between two, and tells the mean of all ranks and calls. Of Bcast and
 Allreduce its size is that of the array, of the others that of a rank's part: a reduce-scatter of n bytes in all is one

@@ -13,13 +13,13 @@ from typing import Any
 _OWN = "mpi"  # the side of the library's own calls
 _KINDS = {"user": "any", "symmetric": "symmetric"}
 _COLUMNS = 5  # of panels
-# What "auto" may take of the fastest side, and microseconds on top: with a core for each rank, and with fewer.
+# Limits of "auto": a factor of the fastest side's time, and microseconds; with a core for each rank, and with fewer.
 _LIMIT, _CROWDED_LIMIT = (1.05, 1.0), (1.1, 3.0)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A case of "auto" beside the library's own. Times in microseconds.
+    """A case of "auto" against the library's own. Times in microseconds.
 
     library, version: its name, and what it calls itself. cores: for the ranks. kind: of arrays, "any" or "symmetric".
     ratio: to the library's own, the median of those within each repetition. best: the fastest of all sides.

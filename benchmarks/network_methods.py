@@ -53,7 +53,7 @@ class Shape:
         return self.all_reduced(self.zero3_gathers(whole) + self.total) / 2
 
     def zero3_int8(self, whole: int) -> float:
-        """The same, with parameters and gradients as int8 in blocks of 256, each with a scale of 4 bytes."""
+        """Bytes that a node sends in ZeRO-3 by int8: parameters and gradients in blocks of 256 with a 4-byte scale."""
         return self.zero3(whole) * (1 + 4 / 256) / 4
 
     def power_sgd(self, rank: int, min_rate: float = 2) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from parallel_training import Shape
 
-# What tp of 2 ranks is to take of the time of two threads, and of torch's tensor parallelism.
+# Targets of tp with 2 ranks: its share of the time of two threads, and of torch's tensor parallelism.
 TARGETS = {
     Shape(1, 32, 512, 8): (0.80, 0.60),
     Shape(4, 128, 512, 8): (0.98, 0.80),
@@ -42,7 +42,7 @@ def shape_rows(shape: Shape, found: Found, launches: int) -> list[dict[str, Any]
 
 
 def table(found: dict[Shape, Found]) -> list[str]:
-    """The table of all shapes: ms a step, and what tp takes of the others' time beside the targets."""
+    """The table of all shapes: ms a step, and tp's share of the others' time, with the targets."""
     has_megatron = any("megatron" in engines for engines in found.values())
     peers = ("threads", "torch-tp", "megatron") if has_megatron else ("threads", "torch-tp")
     heads = ["batch x time x width x layers", *(f"{name}, ms" for name in (*peers, "tp"))]
