@@ -38,7 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists the options)")
 
     def print_help(self, file: Any = None) -> None:
-        """Rank 0 prints."""
+        """Prints the help, on rank 0 alone."""
         if self._comm.rank == 0:
             super().print_help(file)
             sys.stdout.flush()

@@ -9,6 +9,6 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Makes `tensor` what `other` is, in place: for all that refer to it. Its attributes stay."""
     other.__class__ = tensor.__class__
     other.__dict__.update(tensor.__dict__)
-    # What torch.utils.swap_tensors is made of. That refuses a tensor with weak references, as a recurrent layer has to
-    # its weights; here they are to follow.
+    # The core of torch.utils.swap_tensors. That refuses a tensor with weak references, as a recurrent layer has to its
+    # weights; here they are to follow.
     torch._C._swap_tensor_impl(tensor, other)

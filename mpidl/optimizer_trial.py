@@ -150,7 +150,7 @@ def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """But for rounding, also of what is computed in single precision in between."""
+    """Compares two results up to rounding, also of what is computed in single precision in between."""
     return bool((first - second).abs().max() <= 1e-6 * first.abs().max())
 
 

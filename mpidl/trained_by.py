@@ -25,7 +25,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """None once it is gone; the parameters' hooks and layout are still there."""
+        """The optimizer; None once it is gone, when the parameters' hooks and layout are still there."""
         return self._where()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ class CheckpointedModules:
         self._modules = list(modules.values())
 
     def remove(self) -> None:
-        """The modules keep their activations again. Graphs that are there stay as they are."""
+        """Has the modules keep their activations again. Graphs that are there stay as they are."""
         for module in self._modules:
             found = module.__dict__.get("forward")
             if isinstance(found, _Checkpointed):

@@ -117,7 +117,7 @@ class CheckpointStore:
 
     @contextmanager
     def keeping(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, what autograd saves of these tensors lies in this store. Collective over the group."""
+        """Keeps what autograd saves of these tensors inside the block in this store. Collective over the group."""
         chosen = [t for t in tensors if self._takes(t)]
         if self._group is not None:
             self._agree(chosen)

@@ -65,7 +65,7 @@ def common(about: Mapping[str, Any]) -> Any:
 
 @dataclass(eq=False)
 class KeptCompression:
-    """What is read of a checkpoint's compression.
+    """State of a checkpoint's compression, as far as it is read here.
 
     targets: memory for whole mean remainders, by name of the parameter; held: the parameters. states: encoded. said:
     what begins anew, or is dropped.

@@ -215,10 +215,10 @@ class Engine:
 
         Of replicas, which are compared with each other, the first does.
         """
-        alike = self.join.alike(held.name)
-        if len(alike) < 2 or held.key is None or not (self.owned is not None or per_rank or self.comm.rank == 0):
+        same = self.join.parts_with_same(held.name)
+        if len(same) < 2 or held.key is None or not (self.owned is not None or per_rank or self.comm.rank == 0):
             return None
-        of = "" if len(alike) == len(self.join.contents) else f" of parts {', '.join(map(str, alike))}"
+        of = "" if len(same) == len(self.join.contents) else f" of parts {', '.join(map(str, same))}"
         complete = held.stop - held.start == cuts.count(held.cut)
         return of if complete else f"{of} from {held.start} to {held.stop}"
 

@@ -45,7 +45,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class PartContent:
-    """Names in a part of a model, which its ranks have alike. groups: the optimizer's, of parameters' names."""
+    """Names in a part of a model, the same on its ranks. groups: the optimizer's, of parameters' names."""
 
     coordinates: Mapping[str, int]
     parameters: Mapping[str, Declared]
@@ -122,7 +122,7 @@ class Join:
                 found.append(Share(cut, start, stop))
         return found
 
-    def alike(self, name: str) -> tuple[int, ...]:
+    def parts_with_same(self, name: str) -> tuple[int, ...]:
         """Lists the parts that hold the same elements of a tensor as this one."""
         mine = self.owned[name].get(self.number)
         return () if mine is None else mine.parts
@@ -185,19 +185,19 @@ def _owners(held: tuple[tuple[int, Cut], ...]) -> tuple[dict[int, Owned], str | 
     shape = held[0][1].shape
     if math.prod(shape) == 0:
         return {held[0][0]: Owned((cuts.whole(shape),), held[0][:1])}, None
-    alike: dict[Cut, list[int]] = {}
+    by_cut: dict[Cut, list[int]] = {}
     for part, cut in held:
         if cuts.count(cut):
-            alike.setdefault(cut, []).append(part)
+            by_cut.setdefault(cut, []).append(part)
     owned: dict[int, Owned] = {}
     before: list[Cut] = []
-    for cut, parts in alike.items():
+    for cut, parts in by_cut.items():
         left = [cut]
-        for other in before if sum(map(cuts.count, alike)) > math.prod(shape) else ():
+        for other in before if sum(map(cuts.count, by_cut)) > math.prod(shape) else ():
             left = [rest for piece in left for rest in cuts.without(piece, other)]
         before.append(cut)
         owned |= dict.fromkeys(parts, Owned(tuple(left), tuple(parts)))
-    return owned, cuts.misfit(shape, [cut for parts in alike.values() for cut in owned[parts[0]].cuts])
+    return owned, cuts.misfit(shape, [cut for parts in by_cut.values() for cut in owned[parts[0]].cuts])
 
 
 def _divided(elements: int, number: int, of: int, turn: int) -> tuple[int, int]:

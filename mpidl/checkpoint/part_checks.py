@@ -22,7 +22,7 @@ from . import json_encoding
 from .json_checks import Check, integer, one_of, record
 from .json_encoding import Malformed, check_at, shown
 
-# What a step of a scheduler changes, and the next step reads.
+# Attributes that a step of a scheduler changes, and the next step reads.
 _PROGRESS = ("last_epoch", "_step_count", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "_schedulers")
 _NONE_OR_NUMBER = ("default_min_lr",)  # None where ReduceLROnPlateau was given a list
 _OF_CALLABLES = ("lr_lambdas", "_scale_fn_custom")  # attributes of the program's own objects; None of functions

@@ -61,12 +61,12 @@ class ModelPart:
 
     @property
     def name(self) -> str:
-        """Folder of the part in a checkpoint's directory; empty for one that is not apart."""
+        """Folder of the part in a checkpoint's directory; empty for a whole model, and for parts that are joined."""
         return "" if self.joined else _name(self.sizes, self.coordinates)
 
     @property
     def names(self) -> list[str]:
-        """Folders of all parts that are apart."""
+        """Folders of all parts; none for a whole model, and for parts that are joined."""
         if self.joined or not self.sizes:
             return []
         return [_name(self.sizes, point) for point in product(*map(range, self.sizes.values()))]

@@ -145,7 +145,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The ranks' position, to be loaded on any number of ranks: DistributedSampler.state_dict.
 
-        Alike on every rank if all have been handed equally many batches. Raises ConfigurationError if another sampler
+        Equal on every rank if all have been handed equally many batches. Raises ConfigurationError if another sampler
         chooses the samples.
         """
         return self._needs_counted("state_dict").state_dict()
@@ -214,7 +214,7 @@ class _Pass(Iterator[Any]):
     def _take(self, load: Callable[[], Any]) -> Any:
         if self._thread is None:
             return load()
-        # The first batch is loaded while the caller waits: the sampler draws its order before anybody else draws.
+        # The first batch is loaded while the caller waits: the sampler draws its order before the program draws.
         if not self._loading:
             self._loading.append(self._thread.submit(load))
         batch = self._loading.popleft().result()

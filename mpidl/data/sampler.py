@@ -133,7 +133,7 @@ class DistributedSampler(Sampler[int]):
             self.begin = self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Alike on every rank: epoch, seed, shuffle, samples (of the dataset), consumed (of them, by all ranks)."""
+        """Epoch, seed, shuffle, samples (of the dataset), consumed (of them, by all ranks); the same on all ranks."""
         return {
             "epoch": self.epoch,
             "seed": self.seed,

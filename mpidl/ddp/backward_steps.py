@@ -106,7 +106,7 @@ class BackwardSteps:
         ]
 
     def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-        """`optimizer.step()` begins: it finds none of the gradients that a pass has used."""
+        """Prepares `optimizer.step()`, which finds none of the gradients that a pass has used."""
         if inside_backward():
             raise TrainingError(STEP_INSIDE)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -117,7 +117,7 @@ class BackwardSteps:
         self._inside.add(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()` ends."""
+        """Notes the end of `optimizer.step()`."""
         self._open.discard(optimizer)
         self._inside.discard(optimizer)
 
@@ -132,7 +132,7 @@ class BackwardSteps:
         return self._buffers
 
     def remove(self) -> None:
-        """Passes step no more."""
+        """Takes the hooks off the optimizers; passes step no more."""
         for optimizer, (before, after) in zip(self._optimizers, self._handles, strict=True):
             # `handle.remove()` does nothing where the garbage collector frees the handle.
             optimizer._optimizer_step_pre_hooks.pop(before.id, None)
@@ -143,7 +143,7 @@ class BackwardSteps:
     # ---- within a pass ----------------------------------------------------------------------------------------------
 
     def begin(self, synchronise: bool) -> None:
-        """A pass begins. Raises TrainingError for one that does not communicate after one that has stepped."""
+        """Begins a pass. Raises TrainingError for one that does not communicate after one that has stepped."""
         self.abandon()  # of a pass before, where an interrupt has cut `abandon` short
         if not synchronise:
             if self.is_open:
@@ -261,7 +261,7 @@ class BackwardSteps:
                 p.grad = UsedGradient(p, self._names[p])
 
     def abandon(self) -> None:
-        """An exception cut the pass short: what was launched on all ranks is waited for, and not stepped.
+        """Ends a pass that an exception cut short: waits for what was launched on all ranks, and does not step on it.
 
         Raises the first error of an operation that was not raised before, when all have ended. Where an interrupt comes
         before, the next pass begins with the rest.

@@ -332,7 +332,7 @@ class Reducer:
                     tensor.register_hook(mark)
 
     def _mark_unreached(self) -> None:
-        """Buckets need not wait for parameters that the pass will not reach."""
+        """Marks the parameters that the pass will not reach, so that buckets do not wait for them."""
         unreached, self._unreached = self._unreached, []
         for p in unreached:
             self.queue.mark_missing(p)
@@ -438,7 +438,7 @@ class Reducer:
         return self._as_views and not (self._shared.parameters and parameter in self._shared.parameters)
 
     def _miss(self, bucket: GradientBucket, index: int) -> None:
-        """A parameter that this rank's pass did not reach contributes what it has accumulated, or zero."""
+        """Fills an unreached parameter's place in its bucket with what it has accumulated, or zeros."""
         parameter = bucket.parameters[index]
         if parameter in self._sparse or self.steps is not None:
             return
@@ -546,7 +546,7 @@ class Reducer:
         self._learn()
 
     def _abandon(self) -> None:
-        """An exception cut the pass short: what was launched on all ranks is waited for."""
+        """Ends a pass that an exception cut short: waits for what was launched on all ranks."""
         self._unreached = []
         while self._results:
             with suppress(Exception):  # the pass has ended with one that tells more

@@ -77,7 +77,7 @@ class BucketQueue:
         self.reset()
 
     def listen(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Gradients of these begin a pass too, before they are in buckets."""
+        """Lets gradients of these parameters begin a pass too, before they are in buckets."""
         for p in parameters:
             if p not in self._handles:
                 self._handles[p] = p.register_post_accumulate_grad_hook(self._hook(p))
@@ -97,7 +97,7 @@ class BucketQueue:
         return gradient_is_complete
 
     def arrive(self, parameter: torch.nn.Parameter) -> None:
-        """The gradient of a parameter is complete, in a pass that has begun."""
+        """Takes in a parameter's complete gradient, in a pass that has begun."""
         if parameter not in self._bucket_of:
             return  # it has come to train, and this pass communicates nothing
         bucket, index = self._bucket_of[parameter]
@@ -119,7 +119,7 @@ class BucketQueue:
                 self._start(self.buckets[self._next])
 
     def mark_missing(self, parameter: torch.nn.Parameter) -> None:
-        """The pass under way will not reach the parameter."""
+        """Marks a parameter that the pass under way will not reach."""
         self.mark_ready(*self._bucket_of[parameter])
 
     def _start(self, bucket: GradientBucket) -> None:
@@ -150,7 +150,7 @@ class BucketQueue:
         self.reset()
 
     def reset(self) -> None:
-        """Ready for the next pass."""
+        """Prepares the next pass."""
         self._next = 0
         self.arrivals = {}
         for bucket in self.buckets:

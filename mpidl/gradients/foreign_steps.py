@@ -71,7 +71,7 @@ class ForeignSteps:
         follow_steps()
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """A pass begins that gives gradients to these."""
+        """Begins a pass that gives gradients to these parameters."""
         self.end()
         self._parameters = parameters
         self._sampled = {p for p in parameters if _has_foreign_hook(p)} if self._stay_in_place else set()
@@ -79,12 +79,12 @@ class ForeignSteps:
         _passes.add(self)
 
     def heard(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps during this thread's backward pass."""
+        """Notes an optimizer's step during this thread's backward pass."""
         given = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         self._stepped.update(p for p in given if p in self._names)
 
     def end(self) -> None:
-        """The pass is over, or will come to no end."""
+        """Ends a pass, finished or not."""
         self._parameters, self._sampled, self._before, self._stepped = (), set(), {}, set()
         _passes.discard(self)
 

@@ -70,7 +70,7 @@ class _Steps:
 
 @cache
 def follow_steps() -> None:
-    """From here on the watchdog's reports say in which phase of which step this process is."""
+    """Adds the phase and the step of this process to the watchdog's reports from now on."""
     describe_program(phase=_Steps().phase)
 
 

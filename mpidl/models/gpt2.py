@@ -56,7 +56,7 @@ SIZES = {
 }
 
 
-# Of one layer: nothing yet, or keys and values, each [batch, heads, time, width of a head].
+# Cache of one layer: empty, or keys and values, each [batch, heads, time, width of a head].
 Past = list[torch.Tensor]
 
 

@@ -17,7 +17,7 @@ import torch
 from ..errors import UsageError, listed
 from .gpt2 import GPT2, GPT2Config
 
-# What the architecture here takes for granted; a directory that says otherwise would give other logits.
+# Settings that the architecture here takes for granted; a directory with others would give other logits.
 _TAKEN_FOR_GRANTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from .bert import BERT, BERTConfig
 from .pretrained import copy_weights, read_settings, read_tensors
 
-# What the architecture here takes for granted; a directory that says otherwise would give other logits.
+# Settings that the architecture here takes for granted; a directory with others would give other logits.
 _TAKEN_FOR_GRANTED = {
     "model_type": ("bert",),
     "hidden_act": ("gelu",),
@@ -24,7 +24,7 @@ _TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-# Of the other pre-training task, and counters that old files hold.
+# Weights of the other pre-training task, and counters that old files hold.
 _NOT_NEEDED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 
 

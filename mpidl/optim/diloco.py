@@ -9,7 +9,7 @@ Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragme
 
     optimizer = mpidl.optim.DiLoCo(torch.optim.AdamW(model.parameters(), lr=3e-4), period=50)
 
-Fragments are stepped one after the other, H / F steps apart. With `overlap` tau a fragment's reduction begins tau steps
+Fragments are stepped in turn, one every H / F steps. With `overlap` tau a fragment's reduction begins tau steps
 before its outer step, and runs while the ranks go on (`outer_steps`).
 """
 

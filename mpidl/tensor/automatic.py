@@ -53,7 +53,7 @@ def automatic_plan(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> 
 
 
 class _Modules:
-    """What becomes of each module: plan has those with styles, whole the others with parameters, and the reason."""
+    """The decision for each module: `plan` has the styles of those to cut, `what` what is done, and how or why."""
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
         self.plan: dict[str, list[Style]] = {}

@@ -28,7 +28,7 @@ from .input_check import refuse_different
 from .sum_memory import SumMemory
 
 _KEPT = 64  # prepared reductions, one for each number of elements
-_CHUNKS = 4  # of an all-gather beside a product: three quarters of it may be hidden, and its products stay large
+_CHUNKS = 4  # of an all-gather during a product: three quarters of it may be hidden, and its products stay large
 
 
 @dataclass

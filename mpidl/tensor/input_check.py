@@ -40,7 +40,7 @@ def refuse_different_models(comm: Communicator, model: nn.Module, styles: Any) -
         if name is not None:
             raise ModelMismatch(
                 f"parallelize: {name} of rank {rank} of tp {_in_words(theirs.get(name))}, that of rank 0 "
-                f"{_in_words(first.get(name))}; needs the same model on all: seed all ranks of tp alike"
+                f"{_in_words(first.get(name))}; needs the same model on all: use one seed on all ranks of tp"
             )
         if everyone[rank][1] != everyone[0][1]:
             raise ModelMismatch(f"parallelize: plan: that of rank {rank} of tp differs from that of rank 0")

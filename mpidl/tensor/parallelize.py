@@ -51,9 +51,9 @@ def parallelize(
     sequences, which takes the memory of activations down by the number of ranks. dropout: "streams" for random numbers
     of each rank's own where ranks compute different things; "by_index" to drop the same elements for every tp, also 1,
     which takes more time and memory. overlap: of sequence_parallel: the input of a column-parallel layer is gathered in
-    chunks, the product of each beside the next, and in backward beside the product of the input's gradient; "auto" does
-    so where tp goes over several nodes, or the ranks of each node leave a core for it. Sums of products then round
-    otherwise. Collective over tp.
+    chunks, each during the product of the one before, and in backward during the product of the input's gradient;
+    "auto" does so where tp goes over several nodes, or the ranks of each node leave a core for it. Sums of products
+    then round otherwise. Collective over tp.
 
     Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 
@@ -128,7 +128,7 @@ def chosen_plan(
 
 
 def apply_styles(model: nn.Module, found: Found, tp: TensorParallel) -> None:
-    """Cuts the modules that a plan names. Raises ConfigurationError for what would compute wrongly beside them."""
+    """Cuts the modules that a plan names. Raises ConfigurationError for what would compute wrongly with them."""
     for name, module, styles in found:
         for style in styles:
             if tp.sequence_parallel or not style.sequential:

@@ -28,7 +28,7 @@ _FIRST, _EVERY = 10, 10
 
 
 class SameGradients:
-    """What is compared for one optimizer. Holds no parameters: they are the optimizer's.
+    """Comparison of one optimizer's gradients over tp. Holds no parameters: they are the optimizer's.
 
     mesh: over whose tp the ranks hold the same ones of its parameters. model: all parameters of the cut model; none
     where only its layers are known, and an optimizer without any part is left alone then.
@@ -69,7 +69,7 @@ def _is_same(p: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _sum_of_squares(optimizer: torch.optim.Optimizer) -> float:
-    """Of this rank's gradients of replicated parameters."""
+    """Sums the squares of this rank's gradients of replicated parameters."""
     gradients = [p.grad for p in _parameters(optimizer) if _is_same(p) and type(p.grad) is torch.Tensor]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for g in gradients:

@@ -34,7 +34,7 @@ _MIXES = re.compile(
     "^(?:std|var|median|quantile|kthvalue|logsumexp|gather|cumsum|cumprod)",
     re.I,
 )
-_CUTS = r"\.(?:chunk|split|unbind|cat|concat|unflatten)\([^\n]*(?:-1|\b2)\)"  # features, with no gate beside values
+_CUTS = r"\.(?:chunk|split|unbind|cat|concat|unflatten)\([^\n]*(?:-1|\b2)\)"  # of features, not gate and values
 _SHAPES = "(?:view|reshape|unflatten|expand|repeat|split|rearrange)"
 
 Recognised = AttentionParallel | FeedForwardParallel | str | None
@@ -49,14 +49,14 @@ def linear_children(module: nn.Module) -> dict[str, Any]:
 
 
 def attention(module: nn.Module, ranks: int) -> Recognised:
-    """Recognises an attention: in a module, or in one inside it beside its output layer, `output.dense`.
+    """Recognises an attention: in a module, or in one inside it whose output layer is `output.dense`.
 
     ranks: over which it is to be cut.
     """
-    beside = getattr(getattr(module, "output", None), "dense", None)
-    if kind_of(beside) is not None:
+    output_layer = getattr(getattr(module, "output", None), "dense", None)
+    if kind_of(output_layer) is not None:
         for name, child in module.named_children():
-            found = _Attention.of(child, name, "output.dense", beside)
+            found = _Attention.of(child, name, "output.dense", output_layer)
             if found is not None:
                 return found.style(ranks)
     found = _Attention.of(module, "", "", None)
@@ -261,9 +261,9 @@ def _is_number(value: Any) -> bool:
 
 def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
     """Recognises a feed-forward network. taken: layers right inside the module that are of something else."""
-    inside, beside = (getattr(getattr(module, name, None), "dense", None) for name in ("intermediate", "output"))
-    there = kind_of(inside) is not None and kind_of(beside) is not None
-    if there and sizes_of("", inside) == sizes_of("", beside)[::-1]:
+    inside, output_layer = (getattr(getattr(module, name, None), "dense", None) for name in ("intermediate", "output"))
+    there = kind_of(inside) is not None and kind_of(output_layer) is not None
+    if there and sizes_of("", inside) == sizes_of("", output_layer)[::-1]:
         return FeedForwardParallel(("intermediate.dense",), "output.dense", inner="intermediate.dense")
     layers = {name: layer for name, layer in linear_children(module).items() if name not in taken}
     for output in reversed(layers):

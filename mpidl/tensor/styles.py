@@ -31,7 +31,7 @@ from .vocabulary import make_vocabulary
 
 
 class Style(Protocol):
-    """What a plan does with a module. sequential: whether it is for sequence parallelism alone."""
+    """Change of a module by a plan. sequential: whether it is for sequence parallelism alone."""
 
     sequential: bool
 

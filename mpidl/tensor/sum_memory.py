@@ -43,7 +43,7 @@ class _Place:
 
     @property
     def is_free(self) -> bool:
-        """Whether no storage of a tensor refers to it."""
+        """True if no tensor's storage refers to it."""
         return self._references() == self._without_tensor
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

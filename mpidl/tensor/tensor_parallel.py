@@ -250,7 +250,7 @@ class TensorParallel:
 
     @uncompiled
     def begin_stream(self, device: torch.device, *, of_region: bool = False) -> None:
-        """From now on random numbers of the device are of a stream of this rank, until the region or all pieces end."""
+        """Begins a stream of this rank's own random numbers on the device, until the region or all pieces end."""
         if self.by_index or (self._stream is not None and self._stream.goes_on()):
             return
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
@@ -261,7 +261,7 @@ class TensorParallel:
 
     @uncompiled
     def end_stream(self, *, of_region: bool = False) -> None:
-        """From now on they are the same on all ranks of tp, and go on where the stream began."""
+        """Ends the stream: random numbers are the same on all ranks of tp again, and go on where it began."""
         stream = self._stream
         if stream is not None and stream.of_region >= of_region:
             self._stream = None

@@ -103,7 +103,7 @@ class Trial(Protocol):
 
     @property
     def compressor(self) -> Compressor:
-        """What compresses."""
+        """The compressor that it uses."""
 
     @property
     def peers(self) -> int:

@@ -75,7 +75,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Section:
-    """What is reduced: the same elements of a bucket on all ranks of an exchange.
+    """Part of a bucket: the elements that all ranks of an exchange reduce together.
 
     key: tells the section from those of other buckets; the same object in every step.
     values: fp32, 1-D, n elements; the compressor may overwrite them.
@@ -116,13 +116,14 @@ class Compressor(ABC):
     phases: how many it has.
     needs_whole: its sections consist of whole parameters; else they may be cut anywhere.
     feeds_back: its remainders are fed back by default.
-    elementwise: each value is rounded by itself, so that equal gradients have equal means, whatever lies beside them.
+    elementwise: each value is rounded by itself, so that equal gradients have equal means, whatever else is there.
     start_step: steps that reduce in full precision first, by default.
     bucket_cap_mb: size of DistributedDataParallel's buckets by default, in MiB. Where backward is over, the last bucket
-        goes through all phases with nothing beside it, so small ones take less time.
-    arrays: names of what it keeps of a section beside the remainder: fp32, an element for each of the section's, in the
-        gradients' unit, so that it adds up over the ranks as remainders do. It begins at zero, and moves, is saved and
-        undone with the remainder. It needs error feedback, and compression in every step, on one rank too.
+        goes through all phases alone, so small ones take less time.
+    arrays: names of what it keeps of a section in addition to the remainder: fp32, an element for each of the
+        section's, in the gradients' unit, so that it adds up over the ranks as remainders do. It begins at zero, and
+        moves, is saved and undone with the remainder. It needs error feedback, and compression in every step, on one
+        rank too.
     momentum: of gradients, which it applies in place of the optimizer.
     """
 
@@ -258,7 +259,7 @@ class OwnedCompressor(Compressor):
 
 
 def started(work: Work | None) -> list[Work]:
-    """What `reduce` yields for one operation, which was called with async_op."""
+    """Returns an operation, called with async_op, as `reduce` yields it."""
     assert work is not None
     return [work]
 

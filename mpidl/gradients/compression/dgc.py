@@ -89,7 +89,7 @@ class DeepGradient(TopK):
         return summed if factor == 1.0 else summed * factor
 
     def _clipped_to(self, summed: torch.Tensor, contributions: int, ranks: int) -> float:
-        """What to multiply a rank's gradients by; 1 for those that are not finite, so that all ranks see them.
+        """Clipping factor of a rank's gradients; 1 for those that are not finite, so that all ranks see them.
 
         The norm of what a rank gives to a section's mean is clipped to clip / sqrt(N).
         """

@@ -85,7 +85,7 @@ class View:
     ) -> None:
         """Makes the needed rows of the result those of left right_t, and subtracts factor times all rows from values.
 
-        Rows beside the needed ones may be written too.
+        Rows next to the needed ones may be written too.
         """
         first, last = self._rows_with(needed)
         (rows, tail), (means, mean_of_tail) = self._parts(values), self._parts(result)

@@ -65,7 +65,7 @@ class Ranks:
 
 @dataclass
 class Method:
-    """What reduces: a compressor, over which ranks, and whether what it does not send is fed back."""
+    """A compressor, the ranks that it reduces over, and whether what it does not send is fed back."""
 
     compressor: Compressor
     ranks: Ranks

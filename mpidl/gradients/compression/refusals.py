@@ -15,7 +15,7 @@ from .settings import Compression
 def refuse_mesh(settings: Compression, mesh: Mesh) -> None:
     """Raises ConfigurationError for a method that would round values that all ranks of tp hold differently on each.
 
-    Norms are whole on every rank of tp, beside other parts of the cut weights in the same bucket.
+    Norms are whole on every rank of tp, and share buckets with other parts of the cut weights on each.
     """
     for compressor in [each.compressor() for each in settings.candidates()]:
         if mesh.size("tp") > 1 and not compressor.elementwise:
@@ -26,7 +26,7 @@ def refuse_mesh(settings: Compression, mesh: Mesh) -> None:
 
 
 def refuse_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigurationError for an optimizer with momentum beside that of the compressor."""
+    """Raises ConfigurationError for an optimizer with momentum in addition to the compressor's."""
     for group in optimizer.param_groups if compressor.momentum else ():
         name, momentum = "momentum", group.get("momentum") or 0
         if not momentum and group.get("betas"):

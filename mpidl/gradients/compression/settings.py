@@ -23,7 +23,7 @@ from .compressor import Compressor, OwnedCompressor
 WHERE = ("between_nodes", "everywhere")
 OF_PARAMETERS = ("bf16", "fp16", "int8")  # of COMPRESSORS, those by which weights are gathered: `compress_parameters=`
 
-# What makes the compressor of a name from its settings, which follow a colon: "powersgd:4". None: there are none.
+# The maker of each name's compressor. It takes the settings after the colon ("powersgd:4"); None: there are none.
 COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
     "bf16": lambda given: _without("bf16", given, _imported("casts", "Cast")(torch.bfloat16)),
     "fp16": lambda given: _without("fp16", given, _imported("casts", "Cast")(torch.float16)),

@@ -3,9 +3,9 @@
     window    pass (or several, whose gradients add up)  ->  the optimizer steps     its end: the former values go
                                                          ->  the step is skipped     its end: they come back
 
-In a window's first pass a section's new remainder is written beside the former one, and the two buffers change roles:
-no copy, but twice the memory of the remainders. So it is done only while a step may be skipped: from the start until
-the first step, and after that only if a GradScaler or a NonfiniteGuard has announced that it may skip steps.
+In a window's first pass a section's new remainder is written to a second buffer, and the two change roles: no copy,
+but twice the memory of the remainders. So it is done only while a step may be skipped: from the start until the first
+step, and after that only if a GradScaler or a NonfiniteGuard has announced that it may skip steps.
 
 A window ends when the next pass begins, if the optimizer has stepped or has skipped its step since. A hook of torch
 reports every optimizer's step; this package's GradScaler and NonfiniteGuard report the steps that all ranks skip.
@@ -121,7 +121,7 @@ class Window:
         return True
 
     def announce(self) -> None:
-        """Steps may be skipped from now on."""
+        """Notes that steps may be skipped from now on."""
         self._announced = True
         self.keeps = self._setting is not False
 

@@ -63,7 +63,7 @@ class FreezingOptimizer(OneBitOptimizer):
         return self.frozen_at is None
 
     def _corrections(self, step: int) -> tuple[float, float]:
-        """What m and v are divided by, as they began as zeros."""
+        """Bias corrections: the divisors of m and v, which began as zeros."""
         beta1, beta2 = self.defaults["betas"]
         return 1 - beta1**step, 1 - beta2 ** (step if self.frozen_at is None else self.frozen_at)
 

@@ -40,7 +40,7 @@ OfRange = Callable[[int, int], None]  # is called with the first element, and th
 
 
 class Errors:
-    """What this rank's messages of an array lack, and which elements are none.
+    """Errors of this rank's messages of an array, and the elements that are zero in every mean.
 
     layout: which elements this rank exchanges: its section. values: fp32, those elements; None without error feedback.
     masked: int64, the numbers of the array's elements that are zero in every mean; None before they are known.

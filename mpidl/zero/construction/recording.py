@@ -32,7 +32,7 @@ _OVERWRITING = (
 )
 _REFUSED = ("resize_", "resize_as_", "set_", "as_strided_")
 _TO_HOST = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
-# What a recorded tensor says of itself inside `build`, as it would in an ordinary construction.
+# Attributes of a recorded tensor inside `build`, with the values of an ordinary construction.
 _ASKED: Any = torch.Tensor
 _SAYS: dict[Any, Any] = {
     _ASKED.is_meta.__get__: False,
@@ -158,7 +158,7 @@ class Recording(TorchDispatchMode):
         if outputs or written:
             new = {place.storage for place in outputs}
             read = [t for t in _tensors((args, kwargs)) if not any(t is w for w in written)]
-            # Of a storage that is overwritten, another argument may be a view.
+            # Another argument may be a view of a storage that is overwritten.
             whole = self._storages_of([t for t in written if _overwrites(function, t)]) - self._storages_of(read)
             seen = tree_map(lambda leaf: self.view(leaf) if torch.is_tensor(leaf) else leaf, (args, called))
             operation = Operation(

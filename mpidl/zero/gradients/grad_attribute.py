@@ -69,7 +69,7 @@ class GradAttributes:
     # ---- in step with the passes ------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A pass begins: what the program has set `.grad` to is taken in first."""
+        """Begins a pass, after it has taken in what the program has set `.grad` to."""
         self.update()
         self._pass_is_open = True
 
@@ -115,7 +115,7 @@ class GradAttributes:
                 self._gradients.forget(own.place.number, own.place.index)
 
     def clear(self) -> None:
-        """All gradients were forgotten."""
+        """Forgets all gradients."""
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._shown:
                 p.grad = None

@@ -167,7 +167,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def data(self) -> ShardedGradient:  # type: ignore[override]
-        """The same as `detach()`. It may be set to a result that was computed of the same parameter's `.grad`."""
+        """Returns `detach()`. It may be set to a result that was computed of the same parameter's `.grad`."""
         return self._with(self.result)
 
     @data.setter
@@ -241,7 +241,7 @@ class ShardedGradient(torch.Tensor):
         return ShardedGradient(self.place, self.shape, dtype, self.device, result)
 
     def _arrive(self, args: tuple[Any, ...]) -> ShardedGradient:
-        """Autograd adds to it, in the next backward pass before the optimizer forgets it."""
+        """Takes in what autograd adds, in another backward pass before the optimizer forgets the gradient."""
         place, gradient = self.place, args[1]
         if place.arrived is not None or isinstance(gradient, ShardedGradient) or args[0] is not self:
             raise TrainingError(f"{place.name}: {CHANGED_INSIDE}")
@@ -262,7 +262,7 @@ class ShardedGradient(torch.Tensor):
         return tree_map_only(ShardedGradient, lambda t: t.part(), given)
 
     def _computed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
-        """An operator on each element gives a result that is cut likewise."""
+        """Computes an operator on each element; the result is cut likewise."""
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         args, kwargs = self._parts(function, (args, kwargs))
         return self._with(function(*args, **kwargs))
@@ -274,7 +274,7 @@ class ShardedGradient(torch.Tensor):
         return self
 
     def _into(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
-        """An operator on each element writes into out=, a tensor that is cut likewise."""
+        """Computes an operator on each element into out=, a tensor that is cut likewise."""
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         out, given = kwargs.pop("out", None), tree_flatten((args, kwargs))[0]
         fits = isinstance(out, ShardedGradient) and out.place is self.place

@@ -9,16 +9,16 @@ import torch
 
 
 class Stepper(Protocol):
-    """Steps on each bucket's shard as soon as it is reduced, so that no gradient is kept. Alike on all ranks."""
+    """Steps on each bucket's shard as soon as it is reduced, so that no gradient is kept. The same on all ranks."""
 
     def begin(self) -> None:
-        """A pass that communicates begins."""
+        """Begins a pass that communicates."""
 
     def launched(self, number: int) -> None:
-        """All gradients of a bucket are there on this rank."""
+        """Notes that all gradients of a bucket are there on this rank."""
 
     def step(self, number: int, gradient: torch.Tensor, reached: Sequence[bool]) -> None:
-        """A bucket has been reduced, to this rank's shard of the gradient; its parameters that any rank has reached."""
+        """Steps on a reduced bucket. gradient: this rank's shard. reached: for each parameter, by any rank."""
 
     def end(self) -> None:
-        """All buckets have been."""
+        """Ends a pass of which all buckets have been reduced."""

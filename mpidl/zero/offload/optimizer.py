@@ -192,7 +192,7 @@ class OffloadedOptimizer(InnerOptimizer):
 
     @property
     def pending(self) -> bool:
-        """There is an update whose values have not been seen, or one that has failed: `finish` has something to do."""
+        """True if `finish` has something to do: an update whose values have not been seen, or one that has failed."""
         return self._under_way is not None or self._unseen or bool(self._failed)
 
     def finish(self) -> None:
@@ -258,7 +258,7 @@ class OffloadedOptimizer(InnerOptimizer):
     def _publish(self) -> None:
         for part in self._held_back:
             part.publish()
-        self._up.finish()  # of steps that were not delayed too, before anybody changes what is copied
+        self._up.finish()  # of steps that were not delayed too, before what is copied is changed
         self._held_back, self._unseen = {}, False
 
     def _agree(self, error: Exception | None) -> None:

@@ -233,7 +233,7 @@ def leave(comm: Communicator, units: int) -> None:
 
     purposes = {Purpose.AHEAD}
     while purposes != {Purpose.GONE} and Purpose.NEEDED not in purposes:
-        # Beside the program, as `start` does, so that MPI's collectives are of one kind on all ranks.
+        # In the background, as `start` does, so that MPI's collectives are of one kind on all ranks.
         work = comm.compound("gather units", task, async_op=True)
         assert work is not None
         work.wait()

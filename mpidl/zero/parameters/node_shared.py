@@ -153,7 +153,7 @@ class _SharedFlat:
         self._private.open(self._whole, self._point_to, self.share)
 
     def follow(self) -> None:
-        """A copy takes what the shards have been given meanwhile."""
+        """Updates the copy, if there is one, with what the shards have been given meanwhile."""
         self._private.follow(self._whole)
 
     def keep_changes(self) -> None:

@@ -106,7 +106,7 @@ class ParameterStrategy(Protocol):
         return ()
 
     def end_backward(self) -> None:
-        """This rank's pass reads no weight any more, or an exception has cut it short. Local."""
+        """Notes that this rank's pass reads no weight any more, or that an exception has cut it short. Local."""
         return
 
     # ---- while other ranks may need this one ------------------------------------------------------------------------

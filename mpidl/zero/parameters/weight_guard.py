@@ -187,13 +187,13 @@ class WeightGuard:
         return any(parameter in allowed for allowed in self._writable)
 
     def put_back(self) -> None:
-        """Parameters that were moved are where they were, before all weights are loaded."""
+        """Puts parameters that were moved back to their memory, before all weights are loaded."""
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._misplaced():
                 p.data = self._memory_of[p].values
 
     def stepped(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """A step has changed these: backward through what was computed with them before is an error of torch's."""
+        """Notes a step's writes to these: backward through what was computed with them before is torch's error."""
         with torch._C.DisableTorchFunctionSubclass():
             for p in parameters:
                 before = p._version
@@ -201,7 +201,7 @@ class WeightGuard:
                 self._memory_of[p].version += p._version - before  # other writes still count
 
     def accept(self) -> None:
-        """All weights have been loaded: whatever was done to them before does not count."""
+        """Accepts the weights as they are, after all were loaded: what was done to them before does not count."""
         with torch._C.DisableTorchFunctionSubclass():
             for p, memory in self._memory_of.items():
                 memory.version = p._version

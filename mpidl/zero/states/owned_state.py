@@ -83,7 +83,7 @@ class OwnedState:
 
     @contextmanager
     def written(self, unseen: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
-        """Slices may be overwritten inside, on every rank; then every rank sees the new parameters. Collective.
+        """Lets slices be overwritten inside, on every rank; then shows the new parameters to all. Collective.
 
         unseen: parameters that get new values with the next step, until when they have those written to `seen`.
         """
@@ -138,7 +138,7 @@ class OwnedState:
         return self._offloaded.state.room(key, name, dtype)
 
     def forget(self) -> None:
-        """Slices on the disk that were read or written leave this process's memory."""
+        """Removes slices on the disk that were read or written from this process's memory."""
         if self._offloaded is not None:
             self._offloaded.forget()
 

@@ -69,12 +69,12 @@ class OwnedWeights:
         return {name: part.values.detach() for name, (_, part) in self._by_name.items()}
 
     def forget(self) -> None:
-        """Slices on the disk that were read leave this process's memory."""
+        """Removes slices on the disk that were read from this process's memory."""
         self._owned.forget()
 
     @contextmanager
     def replaced(self, averages: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the weights of every rank are these, of which each gives its slices. Collective.
+        """Replaces the weights of all ranks inside the block; each rank gives its slices. Collective.
 
         Raises TrainingError on every rank inside a writable `gathered`, and for weights that were changed otherwise
         than by a step, `gathered` or loading, before the block or in it; they are as they were then.

@@ -122,7 +122,7 @@ def _owned(parts: Parts) -> OwnedState:
 def _cut_state(parts: Parts) -> None:
     """Cuts the inner optimizer's state like the parameters. Collective.
 
-    Raises TrainingError for what no parameter's name could be given to. Alike on every rank.
+    Raises TrainingError on every rank for what no parameter's name could be given to.
     """
     parts.inner.cut_state()
     foreign = parts.inner.foreign_state()

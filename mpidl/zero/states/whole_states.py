@@ -321,12 +321,12 @@ def _to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 
 def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
     if not isinstance(told, ShardedStateSpec):
-        # As torch does: but for numbers, it goes where the parameter is.
+        # A tensor goes where the parameter is, a number stays where it is, as in torch.
         move = partial(_to_device, where=part.values.device)
         return mark_replicated(tree_map_only(torch.Tensor, move, told))
     counts = part.counts(p, over.size)
     where = part.values.device
     own = torch.empty(counts[over.rank], dtype=told.dtype, device=where)
     over.scatter(own, whole.detach().contiguous().to(where) if over.is_root else None, counts)
-    # As torch does: a state saved with 16-bit parameters goes on in the master's dtype.
+    # A state saved with 16-bit parameters goes on in the master's dtype, as in torch.
     return own.to(part.values.dtype) if own.is_floating_point() else own

@@ -53,14 +53,14 @@ class BackwardSteps:
         self._foreign: str | None = None
 
     def begin(self) -> None:
-        """A pass that steps begins."""
+        """Begins a pass that steps."""
         if self._is_open:
             raise TrainingError(STEP_NOT_CALLED)
         self._counted, self._stepped = set(), []
         self._agree()
 
     def launched(self, number: int) -> None:
-        """This rank's pass needs the bucket's parameters no more."""
+        """Notes that this rank's pass needs the bucket's parameters no more."""
         flags = zip(self._shards[number].parameters, self._reached(number), strict=True)
         mine = [p for p, reached in flags if reached]
         self._counted.update(mine)
@@ -82,13 +82,13 @@ class BackwardSteps:
 
     @torch.no_grad()
     def end(self) -> None:
-        """All have been stepped: every rank sees the new parameters. Collective."""
+        """Publishes the new parameters to every rank, once all have been stepped. Collective."""
         self._parameters.release()
         self._guard.stepped([p for p in self._stepped if p not in self._counted])
         self._parameters.publish()
 
     def close(self, foreign: str | None) -> None:
-        """`optimizer.step()` was called. foreign: why a gradient of this rank is refused: the program has set it.
+        """Notes a call of `optimizer.step()`. foreign: why a gradient of this rank is refused: the program has set it.
 
         `step` communicates nothing, so that the next pass raises the error.
         """
