@@ -79,8 +79,8 @@ test: $(VENV)/.test
 	@on() { echo "== tests on $$1 ranks ($(MPI))"; exec env $(IN_STEP) $(YIELDING) $(MPIRUN) -n $$1 $(PYTEST) --only-mpi; }; \
 	alone() { on 1; }; \
 	shared() { echo "== tests without MPI, and that start jobs"; exec env $(IN_STEP) $(PYTEST) "--share=$$share"; }; \
-	beside() { trap 'kill $$child; wait $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
-	begin() { n=$$1; shift; beside "$$@" >"$$said/$$n" 2>&1 3>"$$said/ended-$$n" & others="$$others $$!"; }; \
+	in_turn() { trap 'kill $$child; wait $$child; exit 1' TERM; for each; do $$each & child=$$!; wait $$child; echo $$? >&3; done; }; \
+	begin() { n=$$1; shift; in_turn "$$@" >"$$said/$$n" 2>&1 3>"$$said/ended-$$n" & others="$$others $$!"; }; \
 	ran=; phase() { ( "$$@" ); case $$? in 0) ran=1;; 5) ;; *) exit 1;; esac; }; \
 	for n in $(filter-out 1,$(NPROCS)); do phase on $$n; done; \
 	share=$$(mktemp -d); said=$$(mktemp -d); others=; \
