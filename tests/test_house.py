@@ -1,4 +1,4 @@
-"""Rules of the source: which modules may import which, and that every module has a docstring."""
+"""Rules of the source: which modules may import which, how docstrings begin, and which words are not used."""
 
 import ast
 import re
@@ -293,6 +293,60 @@ def test_private_imports_are_found() -> None:
 def test_every_module_says_what_it_is() -> None:
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
     assert not [path for path, source in sources.items() if source.strip() and not ast.get_docstring(ast.parse(source))]
+
+
+# Words that are not used, as CONTRIBUTING.md lists them.
+FORBIDDEN = "somebody, nobody, whoever, let go, is through, apart, alike, beside, as ever, on the way"
+_FORBIDDEN = re.compile(rf"\b(?:{FORBIDDEN.replace(', ', '|')})\b".replace(" ", r"\s+(?:#\s+)?"), re.IGNORECASE)
+_BEGINNING = re.compile(r"(?:What|Whether|Of|As|See|The same)\b")
+
+# By the begin of a path, what may stand there all the same.
+KEPT = {
+    "mpidl/checkpoint/": r"""["']apart["']""",  # a key in the format of checkpoints
+    "docs/checkpoint.md": "`apart`",  # its row in the table of the format
+    "CONTRIBUTING.md": FORBIDDEN,  # the list itself
+}
+
+
+def wrong_beginnings(source: str) -> list[str]:
+    """The first lines of a source's docstrings that begin neither with a verb nor with a noun phrase."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text.partition("\n")[0] for text in found if _BEGINNING.match(text)]
+
+
+def forbidden(path: str, text: str) -> list[str]:
+    """The words of a file that are not used, but for those that KEPT allows in it."""
+    for begin, kept in KEPT.items():
+        if path.startswith(begin):
+            text = re.sub(kept, "", text)
+    return _FORBIDDEN.findall(text)
+
+
+def outside_tests(*more: Path) -> dict[str, str]:
+    """The texts of the packages' sources, of the examples and benchmarks, and of more files, by their paths."""
+    paths = [*(path for path in FILES if path.relative_to(ROOT).parts[0] != "tests"), *more]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
+    found = {path: wrong_beginnings(text) for path, text in outside_tests().items()}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_words_that_contributing_forbids_are_not_used() -> None:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    texts = outside_tests(*pages, *sorted((ROOT / "docs").glob("*.md")))
+    assert FORBIDDEN in texts["CONTRIBUTING.md"]
+    found = {path: forbidden(path, text) for path, text in texts.items()}
+    assert not {path: words for path, words in found.items() if words}
+
+
+def test_beginnings_and_words_that_are_forbidden_are_found() -> None:
+    source = '"""What it is."""\nclass A:\n    """The same.\n\n    x"""\n    def f(self):\n        """Asks."""\n'
+    assert wrong_beginnings(source) == ["What it is.", "The same."]
+    assert forbidden("mpidl/x.py", "Besides, one is\n# through. Nobody") == ["is\n# through", "Nobody"]
+    assert forbidden("mpidl/checkpoint/x.py", "told['apart'], apart") == ["apart"]
 
 
 def unnamed(folder: Path) -> list[str]:
