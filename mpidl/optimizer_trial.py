@@ -4,7 +4,7 @@
     a step on two parameters = a step of each without the other  it can be made; else it is refused
     a step on two parameters = one after the other               ... on some at a time; else on all of a rank together
 
-Optimizers of mpidl declare them (`step_needs`), engines know torch's by name, and any other class is tried.
+Optimizers of mpidl declare them (`step_needs`), torch's are known by name, and any other class is tried.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from .partial_steps import PartialSteps
 
+# Torch's classes whose steps are not ones on slices, by name, as not every version of torch has them all.
+ON_WHOLES = ("Muon", "Adafactor")  # the former makes matrices orthogonal, the latter keeps sums of rows and columns
+ON_WHOLE_MODELS = {"LBFGS": "it works on the whole model's gradient at once"}
+
+DEPENDENT = "depends on the other parameters, or on random numbers"
 NOT_SEQUENTIAL = "makes other steps on one parameter after another than on all at once, as what counts its steps does"
 _STEPS = 8  # some change their manner after a few
 
@@ -128,7 +134,12 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
     return Trial(wholes, together, sequential, frozenset(noted), failed)
 
 
-def like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def try_steps_of(optimizer: torch.optim.Optimizer) -> Trial:
+    """Steps with optimizers like this one, which itself stays as it is."""
+    return try_steps(partial(_like, optimizer), optimizer.param_groups)
+
+
+def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer of other groups that has made no step, with copies of all else that the given one holds."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}

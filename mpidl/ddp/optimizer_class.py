@@ -1,7 +1,7 @@
 """Decides whether an optimizer can step on one bucket after another, as steps within the backward pass do.
 
     AdamW, SGD, Muon, LAMB, ...     a step on a parameter depends on that parameter alone
-    LBFGS                           it works on all gradients at once: refused
+    LBFGS                           it works on the whole model's gradient at once: refused
 
 Optimizers of mpidl declare what their steps need (`optimizer_trial`). Of classes that are neither torch's nor declare
 anything nothing is known: they are tried out on a few elements. `zero.stepping.optimizer_class` decides for ZeRO,
@@ -11,18 +11,17 @@ anything nothing is known: they are tried out on a few elements. `zero.stepping.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..digest import digest
 from ..errors import ConfigurationError, ConfigurationTypeError
-from ..optimizer_trial import NOT_SEQUENTIAL, declared_needs, like, notes_in_groups, try_steps
+from ..optimizer_trial import DEPENDENT, NOT_SEQUENTIAL, ON_WHOLE_MODELS, declared_needs, notes_in_groups, try_steps_of
 from ..trained_by import trainer_of
 
 _REFUSED = {
-    "LBFGS": "it works on all gradients at once",
+    **ON_WHOLE_MODELS,
     "OneBitOptimizer": "it exchanges all gradients at once",
     "PostLocalSGDOptimizer": "it counts steps and averages weights in them; step_in_backward takes the optimizer in it",
 }
@@ -88,13 +87,11 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
     declared = declared_needs(type(optimizer))
     if f"{type(optimizer).__module__}.".startswith("torch.optim.") or (declared is not None and not declared.together):
         return
-    trial = try_steps(partial(like, optimizer), optimizer.param_groups)
+    trial = try_steps_of(optimizer)
     if trial.failed:
         raise ConfigurationError(f"step_in_backward: {name} fails on a few elements, on which its steps were tried")
     if trial.together:
-        raise ConfigurationError(
-            f"step_in_backward: a step of {name} on a parameter depends on the other parameters, or on random numbers"
-        )
+        raise ConfigurationError(f"step_in_backward: a step of {name} on a parameter {DEPENDENT}")
     if not trial.sequential:
         raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
     if trial.noted:

@@ -13,7 +13,7 @@ compared over tp (`same_gradients`).
 from __future__ import annotations
 
 import weakref
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,12 +23,10 @@ from ..errors import ConfigurationError
 from ..job.phase import follow_steps
 from ..mesh import placement
 from ..mesh.mesh import open_meshes
-from ..optimizer_trial import like, try_steps
+from ..optimizer_trial import ON_WHOLE_MODELS, ON_WHOLES, try_steps_of
 from ..partial_steps import is_partial
 from .same_gradients import SameGradients
 
-_ON_WHOLES = ("Muon", "Adafactor")
-_ON_ALL = ("LBFGS",)
 _SEEN = "_mpidl_refused_no_parts"  # attribute of an optimizer: of how many parameters
 _COMPARED = "_mpidl_compared_over_tp"  # attribute of an optimizer: of how many parameters, and SameGradients
 
@@ -86,9 +84,9 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         return
     name, kinds = type(optimizer).__name__, {base.__name__ for base in type(optimizer).__mro__}
     package = type(optimizer).__module__.partition(".")[0]
-    together, wholes = not kinds.isdisjoint(_ON_ALL), not kinds.isdisjoint(_ON_WHOLES)
+    together, wholes = not kinds.isdisjoint(ON_WHOLE_MODELS), not kinds.isdisjoint(ON_WHOLES)
     if package not in ("torch", __name__.partition(".")[0]):
-        trial = try_steps(partial(like, optimizer), optimizer.param_groups)
+        trial = try_steps_of(optimizer)
         together, wholes = together or trial.together, wholes or (trial.wholes and not trial.failed)
     shape = tuple(part.shape)
     if together:

@@ -19,7 +19,10 @@ import torch
 from ...errors import ConfigurationError
 from ...optim.trust_ratio import TrustRatioOptimizer
 from ...optimizer_trial import (
+    DEPENDENT,
     NOT_SEQUENTIAL,
+    ON_WHOLE_MODELS,
+    ON_WHOLES,
     StepNeeds,
     declared_needs,
     exchanges_gradients,
@@ -28,11 +31,7 @@ from ...optimizer_trial import (
     without_parameters,
 )
 
-_REFUSED = {
-    "LBFGS": "it works on the whole model's gradient at once",
-    "SparseAdam": "it takes sparse gradients, and buckets are dense",
-}
-_ON_WHOLES = ("Muon", "Adafactor")  # the former makes matrices orthogonal, the latter keeps sums of rows and columns
+_REFUSED = {**ON_WHOLE_MODELS, "SparseAdam": "it takes sparse gradients, and buckets are dense"}
 
 
 def refuse_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -91,17 +90,14 @@ def find_needs(
     declared, noted = declared_needs(optimizer_class), frozenset[str]()
     if declared is not None:
         found = declared
-    elif any(base.__name__ in _ON_WHOLES for base in optimizer_class.__mro__):
+    elif any(base.__name__ in ON_WHOLES for base in optimizer_class.__mro__):
         found = StepNeeds(wholes=True)
     elif optimizer_class.__module__.partition(".")[0] == "torch":
         found = StepNeeds(wholes=False)
     else:
         trial = try_steps(lambda given: optimizer_class(given, **settings), groups)
         if trial.together:
-            raise ConfigurationError(
-                f"optimizer_class: {name} cannot be sharded: a step on a parameter depends on the other parameters, or "
-                "on random numbers"
-            )
+            raise ConfigurationError(f"optimizer_class: {name} cannot be sharded: a step on a parameter {DEPENDENT}")
         if step_in_backward and not trial.sequential:
             raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
         found = StepNeeds(trial.wholes or trial.failed, together=True)  # it may note more than states
