@@ -20,7 +20,7 @@ import torch
 
 from collectives import Communicator
 
-from ..ddp import DistributedDataParallel
+from ..ddp.plain_model import plain_model
 from ..errors import CheckpointError, ConfigurationError
 from ..gradients.compression.hook import CompressedReduction
 from ..job.agreement import together
@@ -57,7 +57,7 @@ class Engine:
             raise ConfigurationError(f"model: got {type(model).__name__}; needs a torch.nn.Module")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
-        self.ddp, self.model = unwrap(model)
+        self.ddp, self.model = plain_model(model)
         self.zero = _zero_of(self.model, optimizer)
         self.optimizer = optimizer
         self.averager: Any = None
@@ -355,18 +355,6 @@ def engine_of(
     if mesh is None:
         return Engine(model, optimizer, process_group, needed=needed).join_parts()
     return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh)).join_parts()
-
-
-def unwrap(model: torch.nn.Module) -> tuple[DistributedDataParallel | None, torch.nn.Module]:
-    """Returns the DDP wrapper, or None, and the plain model inside it and inside torch.compile's wrapper."""
-    wrapper: DistributedDataParallel | None = None
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            wrapper, model = model, model.module
-        elif hasattr(model, "_orig_mod"):
-            model = cast("torch.nn.Module", model._orig_mod)
-        else:
-            return wrapper, model
 
 
 def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer | None:

@@ -15,6 +15,7 @@ import torch
 
 from collectives import Communicator
 
+from ..ddp.plain_model import plain_model
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import on_rank_0, together
 from ..job.ending import JOB_FILES
@@ -24,7 +25,7 @@ from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
 from . import directory_lock, folder
 from .collect import Collected, Piece, collect, common_states
-from .engine import Engine, engine_of, unwrap
+from .engine import Engine, engine_of
 from .parts import ModelPart
 from .writing import Saving, finisher, labelled, write_part
 
@@ -157,7 +158,7 @@ def wait(model: torch.nn.Module) -> Path | None:
 
     Returns its directory. Raises CheckpointError on every rank if it could not be written.
     """
-    kept = unwrap(model)[1].__dict__
+    kept = plain_model(model)[1].__dict__
     saving: Saving | None = kept.get(_UNDER_WAY)
     if saving is None:
         return None

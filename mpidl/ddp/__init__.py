@@ -1,6 +1,7 @@
 """Distributed data parallel: the whole model on every rank, gradients averaged while backward goes on.
 
 wrapper            DistributedDataParallel, what a user calls
+plain_model        the model inside the wrapper and inside torch.compile's
 reducer            gradients -> buckets -> their means; the buckets' order; what a pass did not reach
 arguments          checks of the constructor's arguments
 bucket_memory      the memory in which the buckets lie side by side

@@ -16,7 +16,7 @@ import torch
 
 from collectives import Communicator
 
-from ..ddp import DistributedDataParallel
+from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
@@ -48,7 +48,7 @@ def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator
         raise ConfigurationError(
             "find_nonfinite_gradients: a ZeroOptimizer trains this model; use its find_nonfinite()"
         )
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    _, plain = plain_model(model)
     given = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     spoilt = [name for name, fine in zip(given, are_finite(given.values()), strict=True) if not fine]
     return _of_all_ranks(default_communicator(process_group), spoilt[::-1])

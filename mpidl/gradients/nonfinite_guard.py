@@ -38,7 +38,7 @@ import torch
 
 from collectives import Communicator
 
-from ..ddp import DistributedDataParallel
+from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
@@ -93,8 +93,8 @@ class NonfiniteGuard:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigurationError(f"scaler: got {type(scaler).__name__}; needs a GradScaler, or None")
         self._scaler, self._on_nan = scaler, on_nan
+        self._ddp, plain = plain_model(model)
         self._refuse_to_skip()
-        plain = model.module if isinstance(model, DistributedDataParallel) else model
         if self._zero is None and trainer_of_model(plain) is not None:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
         trainer = self._zero if self._zero is not None else model
@@ -110,8 +110,8 @@ class NonfiniteGuard:
                 )
         elif self._zero is not None:
             self._comm = self._zero.process_group
-        elif isinstance(model, DistributedDataParallel):
-            self._comm = model.process_group
+        elif self._ddp is not None:
+            self._comm = self._ddp.process_group
         else:
             self._comm = default_communicator(process_group)
         refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")
@@ -172,7 +172,7 @@ class NonfiniteGuard:
     def _steps_in_backward(self) -> bool:
         if self._zero is not None:
             return self._zero.step_in_backward
-        return isinstance(self._model, DistributedDataParallel) and self._model.steps_in_backward
+        return self._ddp is not None and self._ddp.steps_in_backward
 
     def _refuse_to_skip(self) -> None:
         if self._on_nan == "skip" and self._steps_in_backward:

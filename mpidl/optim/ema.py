@@ -25,10 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from collectives import Communicator
-
 from ..absent_state import absent_state, refusal
-from ..ddp import DistributedDataParallel
+from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError, listed
 from ..replicas.start_check import check_settings_agree
 from ..trained_by import trainer_of, trainer_of_model
@@ -105,7 +103,8 @@ class EMA:
         self.averages: Tensors = {}
         self.buffers: Tensors = {}
         self._inside = False
-        self._model, comm = _plain(model)
+        wrapper, self._model = plain_model(model)
+        comm = None if wrapper is None else wrapper.process_group
         trainer = trainer_of_model(self._model)
         self._optimizer = None if trainer is None else trainer.optimizer
         if self._optimizer is not None:
@@ -331,16 +330,3 @@ def _average(averages: Tensors, values: Tensors, weight: float) -> None:
 def _wide(values: torch.Tensor) -> torch.Tensor:
     """Copies a tensor, to fp32 if it has 16 bits."""
     return values.to(torch.float32 if values.dtype in _HALVES else values.dtype, copy=True)
-
-
-def _plain(model: torch.nn.Module) -> tuple[torch.nn.Module, Communicator | None]:
-    """Returns the model inside DDP and torch.compile's wrapper, and DDP's Communicator or None."""
-    comm: Communicator | None = None
-    while True:
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            comm, model = model.process_group, model.module
-        elif isinstance(inside, torch.nn.Module):
-            model = inside
-        else:
-            return model, comm

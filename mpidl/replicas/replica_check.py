@@ -10,7 +10,7 @@ been the same, go on training without any error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from collectives import Communicator
 
 from ..ddp import DistributedDataParallel
+from ..ddp.plain_model import plain_model
 from ..digest import digest
 from ..errors import ConfigurationError, ModelMismatch
 from ..mesh.groups import data_group
@@ -50,8 +51,9 @@ def check_replicas(
         sums: dict[str, bytes] = {}
         for number, thing in enumerate(what):
             if isinstance(thing, torch.nn.Module):
-                plain = thing.module if isinstance(thing, DistributedDataParallel) else thing
-                sums |= _of_module(thing, plain, buffers, _zero_of(plain, what), gather, stack)
+                wrapper, plain = plain_model(thing)
+                ignored = frozenset() if wrapper is None else wrapper.parameters_to_ignore
+                sums |= _of_module(plain, ignored, buffers, _zero_of(plain, what), gather, stack)
             elif isinstance(thing, torch.optim.Optimizer):
                 names: dict[torch.Tensor, str] = {
                     p: n for m in what if isinstance(m, torch.nn.Module) for n, p in m.named_parameters()
@@ -91,21 +93,20 @@ def _zero_of(model: torch.nn.Module, what: tuple[What, ...]) -> ZeroOptimizer | 
 
 
 def _of_module(
-    thing: torch.nn.Module,
-    plain: torch.nn.Module,
+    model: torch.nn.Module,
+    ignored: Collection[str],
     buffers: bool,
     zero: ZeroOptimizer | None,
     gather: bool,
     stack: contextlib.ExitStack,
 ) -> dict[str, bytes]:
-    ignored = thing.parameters_to_ignore if isinstance(thing, DistributedDataParallel) else frozenset()
     sums: dict[str, bytes] = {}
     if zero is not None and zero.stage == 3 and gather:
         stack.enter_context(zero.gathered(writable=False))
     if zero is None or zero.stage < 3 or gather:
-        sums = {f"parameter {name}": checksum(p) for name, p in plain.named_parameters() if name not in ignored}
+        sums = {f"parameter {name}": checksum(p) for name, p in model.named_parameters() if name not in ignored}
     if buffers:
-        sums |= {f"buffer {name}": checksum(b) for name, b in plain.named_buffers() if name not in ignored}
+        sums |= {f"buffer {name}": checksum(b) for name, b in model.named_buffers() if name not in ignored}
     return sums
 
 
