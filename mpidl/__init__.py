@@ -20,6 +20,7 @@ What they share:
     engine_arguments   checks of arguments that DDP and ZeRO both take
     optimizer_trial    what an optimizer's step needs: slices, or whole parameters
     partial_steps      steps of an optimizer on some of its parameters
+    setting_checks     checks of an optimizer's or a sampler's settings
     trained_by         the ZeroOptimizer that trains a parameter
     absent_state       the mark in place of a whole state on ranks that do not hold it
     compiling          torch.compile: functions that it leaves out, the model inside what it returns

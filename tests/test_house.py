@@ -113,7 +113,7 @@ LAYERS = {
     },
     "mpidl": {
         "base": "version errors absent_state compiling digest engine_arguments lazy_names meta_tensors regular_files "
-        "scratch_file standalone trained_by partial_steps optimizer_trial weight_files",
+        "scratch_file setting_checks standalone trained_by partial_steps optimizer_trial weight_files",
         "the job": "job",
         "groups of ranks": "mesh job.uneven_inputs",
         "parts of training": "model_files data models nn tensor",

@@ -28,7 +28,8 @@ from collectives import Communicator
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
 from ..mesh.groups import data_group
-from .sampler import DistributedSampler, integer
+from ..setting_checks import integer
+from .sampler import DistributedSampler
 from .workers import WorkerStart, context, environment_without_rank, outlive_ranks
 
 _END: Any = object()

@@ -11,7 +11,6 @@ ranks, and an epoch that was interrupted on some ranks can be finished on any ot
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from collectives import Communicator
 from ..errors import ConfigurationError
 from ..mesh import Mesh
 from ..mesh.groups import data_group
+from ..setting_checks import integer
 
 
 class DistributedSampler(Sampler[int]):
@@ -160,14 +160,3 @@ class DistributedSampler(Sampler[int]):
         self.epoch, self.seed = integer("epoch", state_dict["epoch"]), integer("seed", state_dict["seed"])
         self.shuffle = bool(state_dict["shuffle"])
         self.begin = self.position = consumed
-
-
-def integer(name: str, value: Any, least: int = 0) -> int:
-    """Converts a value to an int. Raises ConfigurationError for one that is no integer or below `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ConfigurationError(f"{name}: got {value!r}; needs an integer of at least {least}")
-    return number

@@ -8,7 +8,6 @@ post_local          post-local SGD: weights are averaged now and then
 dion                orthonormal updates of matrices, of which factors are sent
 ema                 exponential moving average of the weights
 schedules           learning rates over the steps
-setting_checks      checks of their settings
 rank_mean           the mean over ranks of flat tensors, in full precision or compressed, for diloco
 elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
 """

@@ -19,9 +19,9 @@ import torch
 
 from ..errors import ConfigurationError
 from ..optimizer_trial import StepNeeds
+from ..setting_checks import require, require_betas, require_not_negative
 from .blockwise import BLOCK, blocks, decode, encode
 from .elementwise_state import EIGHT_BIT_LEAST, whole_size
-from .setting_checks import require, require_betas
 
 _CHUNK = 1 << 15  # elements of a parameter on a CPU at a time, so that they stay in its caches
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # by name: signed
@@ -65,10 +65,7 @@ class Adam8bit(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
         settings = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay", "eps"):
-            value = settings[name]
-            fits = isinstance(value, float | int | torch.Tensor) and bool(value >= 0)
-            require(name, value, fits, "a number of at least 0")
+        require_not_negative(settings, "lr", "weight_decay", "eps")
         require_betas(settings["betas"])
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:

@@ -29,8 +29,8 @@ from ..comm_hooks import GradBucket, Handle, allreduce, average_some, completed
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
+from ..setting_checks import require, require_betas, require_not_negative
 from .elementwise_state import restore_wide
-from .setting_checks import require, require_betas
 
 _SEED = 20250407
 _TINY = 1e-30
@@ -82,10 +82,7 @@ class Dion(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
         settings = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay", "eps"):
-            value = settings[name]
-            fits = isinstance(value, float | int | torch.Tensor) and bool(value >= 0)
-            require(name, value, fits, "a number of at least 0")
+        require_not_negative(settings, "lr", "weight_decay", "eps")
         mu, fraction, betas = settings["mu"], settings["rank_fraction"], settings["betas"]
         require("mu", mu, isinstance(mu, Real) and 0 <= float(mu) <= 1, "a number from 0 to 1")
         fits = isinstance(fraction, Real) and 0 < float(fraction) <= 1

@@ -29,8 +29,8 @@ from ..absent_state import absent_state, refusal
 from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError, listed
 from ..replicas.start_check import check_settings_agree
+from ..setting_checks import integer, require
 from ..trained_by import trainer_of, trainer_of_model
-from .setting_checks import integer, require
 
 Tensors = dict[str, torch.Tensor]
 _HALVES = (torch.float16, torch.bfloat16)

@@ -5,14 +5,14 @@ Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
-from .setting_checks import require, require_betas
+from ..setting_checks import require, require_betas
 from .trust_ratio import TrustRatioOptimizer
 
 
@@ -67,13 +67,7 @@ class LAMB(TrustRatioOptimizer):
         fits = bounds is None or (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1])
         require("bounds", bounds, fits, "None or (least, most), with 0 <= least <= most")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns what `closure` does, called with gradients on."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         work = []
         for group in self.param_groups:
             parameters, gradients = self._gradients(group)
@@ -85,7 +79,6 @@ class LAMB(TrustRatioOptimizer):
             for w, u in zip(parameters, updates, strict=True):
                 ratio = _ratio(group, *next(norms)) if group["trust"] else 1.0
                 w.sub_(u, alpha=group["lr"] * ratio)
-        return loss
 
     def _updates(
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]

@@ -5,14 +5,14 @@ Source: You et al. 2017, "Large Batch Training of Convolutional Networks", secti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
-from .setting_checks import require
+from ..setting_checks import require
 from .trust_ratio import TrustRatioOptimizer
 
 
@@ -61,13 +61,7 @@ class LARS(TrustRatioOptimizer):
         require("trust_coefficient", settings["trust_coefficient"], settings["trust_coefficient"] > 0, "above 0")
         require("eps", settings["eps"], settings["eps"] >= 0, "at least 0")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns what `closure` does, called with gradients on."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         work = [(group, *self._gradients(group)) for group in self.param_groups]
         weights = [w for group, parameters, _ in work if group["trust"] for w in parameters]
         gradients = [g for group, _, own in work if group["trust"] for g in own]
@@ -76,7 +70,6 @@ class LARS(TrustRatioOptimizer):
             for w, g in zip(parameters, own, strict=True):
                 ratio = _ratio(group, *next(norms)) if group["trust"] else 1.0
                 self._update(group, w, g, group["lr"] * ratio)
-        return loss
 
     def _update(self, group: dict[str, Any], w: torch.Tensor, g: torch.Tensor, rate: float) -> None:
         update = g.add(w, alpha=group["weight_decay"]) if group["weight_decay"] else g

@@ -24,8 +24,8 @@ from ..job.agreement import check_everywhere, is_anywhere
 from ..optimizer_trial import comparable
 from ..partial_steps import bring_back
 from ..replicas.start_check import check_settings_agree
+from ..setting_checks import integer, require
 from .rank_mean import METHODS, RankMean, Reduction, across
-from .setting_checks import integer, require
 
 
 class OuterSteps:

@@ -25,7 +25,7 @@ from collectives import Communicator
 from ..comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
 from ..mesh.groups import data_group
-from .setting_checks import integer, require
+from ..setting_checks import integer, require
 
 _AVERAGER = "averager"
 _GROUP = "process_group=, as mesh.along('dp', 'cp')"

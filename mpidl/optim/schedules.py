@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from .setting_checks import require
+from ..setting_checks import require
 
 
 def scale_learning_rate(base_lr: float, batch: int, base_batch: int = 256, rule: str = "linear") -> float:

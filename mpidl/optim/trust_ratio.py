@@ -20,7 +20,7 @@ from collectives import Communicator
 from ..errors import ConfigurationError
 from ..mesh import Mesh, Placement, placement
 from ..mesh.groups import checked
-from .setting_checks import require
+from ..setting_checks import require, require_not_negative
 
 
 def squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,7 +64,7 @@ def summed_over_tp(squares: torch.Tensor, placements: Sequence[Placement], mesh:
 
 
 class TrustRatioOptimizer(torch.optim.Optimizer):
-    """Base of LARS and LAMB: checks of their settings, and the norms.
+    """Base of LARS and LAMB: checks of their settings, a step's closure, and the norms.
 
     mesh: whose ranks of tp have parts of the parameters; None where all parameters are whole.
     squared_norms: replaces what sums up squares, where an engine has slices of the parameters. Takes tensors and the
@@ -82,10 +82,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
         settings = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay"):
-            value = settings[name]
-            fits = isinstance(value, float | int | torch.Tensor) and bool(value >= 0)
-            require(name, value, fits, "a number of at least 0")
+        require_not_negative(settings, "lr", "weight_decay")
         require("trust", settings["trust"], isinstance(settings["trust"], bool), "True or False")
         self._check(settings)
         super().add_param_group(param_group)
@@ -101,6 +98,20 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
 
     def _check(self, settings: dict[str, Any]) -> None:
         """Raises ConfigurationError for settings that the method cannot work with."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient; returns what `closure` does, called with gradients on."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        """Updates the parameters by their gradients."""
+        raise NotImplementedError
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the group's parameters with gradients, and these, negated under `maximize`."""

@@ -22,7 +22,7 @@ from collectives import Communicator
 from ...gradients.compression.pipeline import Reduction
 from ...gradients.compression.sign import CHUNK
 from ...optimizer_trial import StepNeeds
-from ..setting_checks import integer, require
+from ...setting_checks import integer, require
 from .base import OneBitOptimizer
 from .flat import FlatBucket
 from .steps import advance_moments, advance_range, decay, denominators, descend, descend_range

@@ -26,8 +26,8 @@ from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import Reduction
 from ...mesh.groups import data_group
 from ...replicas.start_check import check_settings_agree
+from ...setting_checks import require
 from ..elementwise_state import restore_wide
-from ..setting_checks import require
 from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
 

@@ -27,7 +27,7 @@ from ...errors import ConfigurationError
 from ...gradients.scalars import values_of
 from ...mesh import placement
 from ...optimizer_trial import StepNeeds
-from ..setting_checks import require
+from ...setting_checks import require
 from ..trust_ratio import squared_norms
 from .adam import FreezingOptimizer
 from .flat import FlatBucket

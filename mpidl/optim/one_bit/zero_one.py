@@ -27,7 +27,7 @@ from collectives import Communicator
 
 from ...errors import TrainingError
 from ...optimizer_trial import StepNeeds
-from ..setting_checks import integer
+from ...setting_checks import integer
 from .base import OneBitOptimizer
 from .exchange import OneBitExchange
 from .flat import FlatBucket

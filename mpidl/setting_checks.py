@@ -1,14 +1,15 @@
-"""Checks of an optimizer's settings: each raises a ConfigurationError with the name, the value and what is needed."""
+"""Checks of the settings of optimizers and samplers: each raises a ConfigurationError that names what is needed."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError
+from .errors import ConfigurationError
 
 
 def require(name: str, value: Any, fits: bool, what: str) -> None:
@@ -17,7 +18,7 @@ def require(name: str, value: Any, fits: bool, what: str) -> None:
         raise ConfigurationError(f"{name}: got {value!r}; needs {what}")
 
 
-def integer(name: str, value: Any, least: int) -> int:
+def integer(name: str, value: Any, least: int = 0) -> int:
     """Converts a value to an int. Raises ConfigurationError for one that is no integer or below `least`."""
     try:
         number = operator.index(value)
@@ -25,6 +26,14 @@ def integer(name: str, value: Any, least: int) -> int:
         number = least - 1
     require(name, value, number >= least, f"an integer of at least {least}")
     return number
+
+
+def require_not_negative(settings: Mapping[str, Any], *names: str) -> None:
+    """Raises ConfigurationError unless these settings are numbers, or tensors of one, of at least 0."""
+    for name in names:
+        value = settings[name]
+        fits = isinstance(value, float | int | torch.Tensor) and bool(value >= 0)
+        require(name, value, fits, "a number of at least 0")
 
 
 def require_betas(betas: Any) -> None:
