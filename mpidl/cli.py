@@ -1,4 +1,4 @@
-"""Options, errors and progress lines of example programs on many ranks: printed once, and an error ends every rank.
+"""Options, errors and progress lines of programs: on many ranks they are printed once, and an error ends every rank.
 
 `collectives.command_line` has what needs no model; this adds devices, compression and lines of progress.
 """
@@ -26,16 +26,20 @@ from .gradients.compression.settings import OF_PARAMETERS, compression
 from .job.agreement import agree_or_exit
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse, with help printed by rank 0 alone and errors as UsageError."""
-
-    def __init__(self, comm: Communicator, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **settings)
-        self._comm = comm
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as UsageError."""
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError instead of printing and exiting."""
         raise UsageError(f"{message} (--help lists the options)")
+
+
+class ArgumentParser(Parser):
+    """A parser of a program on many ranks, whose help rank 0 alone prints."""
+
+    def __init__(self, comm: Communicator, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **settings)
+        self._comm = comm
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help, on rank 0 alone."""

@@ -132,7 +132,7 @@ LAYERS = {
         "ZeRO": "zero",
         "over every engine": "gradients.amp gradients.nonfinite_guard replicas.replica_check activations memory "
         "checkpoint",
-        "programs": "cli doctor launch resuming",
+        "programs": "checkpoint.__main__ cli doctor launch memory.__main__ resuming",
         "API": "__init__",
     },
 }

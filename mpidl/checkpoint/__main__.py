@@ -15,10 +15,11 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from ..cli import Parser
 from ..errors import CheckpointError, ConfigurationError, UsageError
 from ..job.ending import INTERRUPTED
 from ..mesh import Cut
@@ -30,16 +31,10 @@ from .reading import verify
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises UsageError instead of printing and exiting."""
-        raise UsageError(f"{message} (--help lists the options)")
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the options. Raises UsageError."""
-    parser = _Parser(prog="python -m mpidl.checkpoint", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = Parser(prog="python -m mpidl.checkpoint", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, or which there are")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.add_argument("--json", action="store_true", help="as JSON")

@@ -16,17 +16,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from ..cli import at_least, check_writable
+from ..cli import Parser, at_least, check_writable
 from ..errors import UsageError
 from .supervise import RestartPlan, Supervisor
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises UsageError instead of printing and exiting."""
-        raise UsageError(f"{message} (--help lists the options)")
 
 
 def _numbers(text: str) -> list[int]:
@@ -35,7 +28,7 @@ def _numbers(text: str) -> list[int]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the options. Raises UsageError."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m mpidl.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--max-restarts", type=at_least(0), default=3, metavar="N", help="in all (3)")

@@ -16,10 +16,11 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from ..cli import Parser
 from ..errors import ConfigurationError, UsageError
 from ..gradients.compression import COMPRESSORS
 from ..gradients.compression.settings import OF_PARAMETERS
@@ -30,12 +31,6 @@ from .estimate import DTYPES, OFFLOAD, STAGES, Estimate, estimate
 _UNITS = {"GB": 9, "MB": 6, "KB": 3}  # powers of ten
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _OF_MANY = 10  # the largest figure of a table has at least two digits before the point
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises UsageError instead of printing and exiting."""
-        raise UsageError(f"{message} (--help lists the options)")
 
 
 def _models() -> dict[str, Callable[[], torch.nn.Module]]:
@@ -70,7 +65,7 @@ def _optimizer(text: str) -> str | float:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Raises UsageError."""
-    parser = _Parser(prog="python -m mpidl.memory", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m mpidl.memory", description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--params", type=_number, metavar="N", help="how many parameters: 7.5e9, 7.5B, 124M")
     what.add_argument("--model", help=f"or a model by name: {', '.join(_models())}")
