@@ -28,7 +28,7 @@ from typing import Any
 from collectives import Communicator
 
 from ..errors import CheckpointError, MpidlError
-from ..job.agreement import Failure, attempt, error_of, failure_of, gather_json, on_rank_0
+from ..job.agreement import Failure, attempt, error_of, failure_of, on_rank_0
 from ..job.ending import BACKGROUND_ERRORS, TEMP_PATHS
 from ..job.objects import all_gather_object
 from . import cuts, folder, index, parts
@@ -118,7 +118,7 @@ class Saving:
         part, failure, cause = attempt(self._write_once)
         error = error_of(all_gather_object(self._comm, failure))
         if error is None:
-            parts = gather_json(self._comm, part)
+            parts = self._comm.gather_object(part) or []  # for rank 0
             try:
                 on_rank_0(self._comm, lambda: self._finish(parts))
             except CheckpointError as raised_here:

@@ -13,10 +13,9 @@ fails in it would leave the others waiting there.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -162,15 +161,3 @@ def error_of(failures: Sequence[Failure | None]) -> MpidlError | None:
     name, text = first
     where = "" if len(wrong) == len(failures) else f" (on rank {', '.join(map(str, wrong))})"
     return _CLASSES[name](f"{text}{where}")
-
-
-def gather_json(comm: Communicator, value: Any) -> list[Any]:
-    """Returns every rank's `value`, of what JSON can hold, on rank 0; nothing on the others. Collective."""
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = gather_pickled(comm, mine.size)
-    everything = np.empty(sum(sizes), np.uint8) if comm.rank == 0 else None
-    comm.gather(everything, mine, counts=sizes)
-    if everything is None:
-        return []
-    ends = np.cumsum(sizes)
-    return [json.loads(everything[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import mpidl
+from collectives import Communicator
 from mpidl.checkpoint import directory_lock, folder, load, newest, save, tensorfile, verify, wait, writing
 from mpidl.checkpoint.collect import Piece
 from mpidl.job.ending import TEMP_PATHS
@@ -121,7 +122,7 @@ def test_a_rank_that_can_start_no_thread_writes_at_once(comm, shared: Path, monk
 
 
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("where", ["all_gather_object", "gather_json", "on_rank_0"])
+@pytest.mark.parametrize("where", ["all_gather_object", "gather_object", "on_rank_0"])
 def test_an_interrupt_while_ranks_agree_lets_the_same_step_be_saved(
     comm, shared: Path, monkeypatch, where: str
 ) -> None:
@@ -132,7 +133,7 @@ def test_an_interrupt_while_ranks_agree_lets_the_same_step_be_saved(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, where, interrupt)
+    monkeypatch.setattr(Communicator if where == "gather_object" else writing, where, interrupt)
     interrupted_and_saved(comm, shared, model, monkeypatch, 2)
     assert names(shared) == ["latest", "step-00000001", "step-00000002"]
 
