@@ -19,7 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import json_encoding
-from .json_checks import Check, integer, one_of, record
+from .json_checks import Check, boolean, integer, one_of, record
 from .json_encoding import Malformed, check_at, shown
 
 # Attributes that a step of a scheduler changes, and the next step reads.
@@ -84,17 +84,11 @@ _SCALER = record(
     {"skipped_steps": integer()},
 )
 
-
-def _boolean(value: Any) -> None:
-    if type(value) is not bool:
-        raise Malformed(f"is {shown(value)}; needs True or False")
-
-
 _POSITION = record(
     {
         "epoch": integer(),
         "seed": number(lambda v: type(v) is int and 0 <= v <= _SEED, "an integer of 0 to 2^64 - 1"),
-        "shuffle": _boolean,
+        "shuffle": boolean,
         "samples": integer(),
         "consumed": integer(),
     }

@@ -234,7 +234,7 @@ def test_each_scheduler_goes_on_as_if_it_had_not_stopped(comm, shared: Path, nam
         ("StepLR", "scaler/_growth_tracker", ..., "scaler: lacks _growth_tracker"),
         ("StepLR", "sampler/epoch", 10**30, "sampler.epoch: is 1000000000000000000000000000000; needs an integer"),
         ("StepLR", "sampler/seed", (1 << 64) - 1, "sampler.epoch: is 1; needs a sum with the seed"),
-        ("StepLR", "sampler/shuffle", "x", "sampler.shuffle: is 'x'; needs True or False"),
+        ("StepLR", "sampler/shuffle", "x", "sampler.shuffle: is 'x'; needs true or false"),
         ("StepLR", "sampler", None, "sampler: is None; needs an object"),
         ("StepLR", "optimizer/groups/1/settings/initial_lr", None, "groups.1.initial_lr: is None; needs a number"),
         *[
