@@ -239,7 +239,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (
             _T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes, _T.swapdims, torch.swapdims, _T.permute,
-            torch.permute, _T.movedim, torch.movedim, _T.moveaxis, torch.moveaxis, _T.mT.__get__,
+            torch.permute, _T.movedim, torch.movedim, _T.moveaxis, torch.moveaxis,
+            _T.mT.__get__,  # type: ignore[attr-defined]
         ),
         _reordered,
     ),
