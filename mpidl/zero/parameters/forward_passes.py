@@ -44,10 +44,14 @@ class _Pass:
 
 
 class ForwardPasses:
-    """The passes of some modules, the innermost one last. Hooks before and after each pass call `begin` and `end`."""
+    """The passes of some modules, the innermost one last. Hooks before and after each pass call `begin` and `end`.
+
+    trained_since_step: bool; whether one with gradients has begun since the last step, which sets it to False.
+    """
 
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
+        self.trained_since_step = False
 
     @uncompiled
     def any_runs(self) -> bool:
@@ -63,6 +67,7 @@ class ForwardPasses:
         while frame.f_globals is not _TORCH and frame.f_back is not None:
             frame = frame.f_back
         self._passes.append(_Pass(module, frame, get_ident()))
+        self.trained_since_step |= torch.is_grad_enabled()
 
     def end(self, module: torch.nn.Module) -> None:
         """Forgets a module's innermost pass and those inside; none if an exception has kept it from being noted."""

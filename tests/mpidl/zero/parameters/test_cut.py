@@ -128,7 +128,7 @@ def test_a_wait_with_a_limit_takes_part_in_gathers(comm) -> None:
             parameters.wait_for_reduction(Never(), 0.1)
         left_open(optimizer).wait()  # the others come to a round that this rank has started
     else:
-        parameters._start(None, Purpose.REDUCES).wait()
+        parameters._held.start(None, Purpose.REDUCES).wait()
     after_failure(comm, model, optimizer, Several)
 
 

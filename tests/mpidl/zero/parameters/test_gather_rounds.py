@@ -14,7 +14,8 @@ from torch import nn
 
 import mpidl
 from mpidl.memory import measure
-from mpidl.zero.parameters.gather_rounds import Forecast, Purpose
+from mpidl.zero.parameters.forecast import Forecast
+from mpidl.zero.parameters.gather_rounds import Purpose
 
 pytestmark = pytest.mark.mpi
 
@@ -146,7 +147,7 @@ def test_a_rank_with_more_rounds_than_others_uses_what_these_have_gathered(comm,
 
     def help_others(optimizer: mpidl.ZeroOptimizer) -> None:
         if comm.rank == 0:
-            optimizer._parts.parameters._start(None, Purpose.REDUCES)
+            optimizer._parts.parameters._held.start(None, Purpose.REDUCES)
 
     weights = []
     for before_backward in (help_others, lambda _: None):

@@ -11,8 +11,9 @@ from torch import nn
 
 import mpidl
 from mpidl.gradients.buckets import BucketLayout
-from mpidl.zero.parameters import sharded
+from mpidl.zero.parameters import round_waits
 from mpidl.zero.parameters.gathered_unit import FlatParameters
+from mpidl.zero.parameters.held_units import HeldUnits
 from mpidl.zero.parameters.sharded import ShardedParameters
 from tests.mpidl.zero.reference import Several, after_failure, check, engine, every_part, made
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.mpi
 
 GATHERED, SHARED = "stage 3 gathered", "stage 3"
 BEGINS = {
-    "gather": (GATHERED, ShardedParameters, "_unshard"),
+    "gather": (GATHERED, HeldUnits, "unshard"),
     "hold": (GATHERED, FlatParameters, "hold"),
     "copy": (GATHERED, torch.Tensor, "clone"),
     "copy of shared": (SHARED, torch.Tensor, "clone"),
@@ -130,7 +131,7 @@ def test_an_error_inside_a_block_in_which_others_wait_for_the_rank_is_not_hidden
     """Rank 0 raises the error while the other ranks wait for it in a barrier."""
     if comm.size == 1:
         return
-    monkeypatch.setattr(sharded, "_DEADLOCK_POLL_S", 0.05)
+    monkeypatch.setattr(round_waits, "_DEADLOCK_POLL_S", 0.05)
     model, optimizer = engine(comm, Several, GATHERED)
 
     def generate() -> None:
