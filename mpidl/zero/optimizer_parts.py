@@ -15,6 +15,7 @@ from ..gradients.backward import BackwardWatch
 from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
+from .gradients.reduced_gradients import ReducedGradients
 from .gradients.shard_reducer import ShardReducer
 from .offload import OffloadedOptimizer
 from .parameter_shard import ParameterShard
@@ -47,7 +48,8 @@ class Parts:
     parameters: where the parameters live.
     shards: list of ParameterShard; this rank's shards that train, by the numbers of the gradients' buckets.
     slices: dict of parameter to Slice; this rank's part of each that trains.
-    shard_reducer: reduces gradients to shards. grad_attributes: shows these as `.grad`.
+    shard_reducer: reduces gradients to shards in backward passes. reduced_gradients: the gradients between
+        passes. grad_attributes: shows them as `.grad`.
     inner: steps on the slices' values. offloaded: the same, where state is offloaded; else None.
     guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
     backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
@@ -69,6 +71,7 @@ class Parts:
     shards: list[ParameterShard]
     slices: dict[torch.nn.Parameter, Slice]
     shard_reducer: ShardReducer
+    reduced_gradients: ReducedGradients
     grad_attributes: GradAttributes
     inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None

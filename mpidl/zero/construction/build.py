@@ -123,7 +123,8 @@ def build(
     if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook = None, plan.compressed
     tp = options.mesh["tp"] if options.mesh is not None and options.mesh.size("tp") > 1 else None
-    grad_attributes = GradAttributes(shard_reducer, group.shards, watch, names, parameters.release, tp)
+    reduced = shard_reducer.reduced_gradients
+    grad_attributes = GradAttributes(reduced, group.shards, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, shard_reducer, grad_attributes)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
@@ -137,8 +138,8 @@ def build(
         from ..stepping.replicated_steps import ReplicatedSteps  # which few programs need
 
         wholes = parameters.held_tensors()["parameters"]
-        inner = ReplicatedSteps(optimizer_class, kwargs, plan.groups, group, shards, wholes, slices, shard_reducer)
-        shard_reducer.sums_whole, shard_reducer.hook = True, (inner.optimizer, inner.hook)
+        inner = ReplicatedSteps(optimizer_class, kwargs, plan.groups, group, shards, wholes, slices, reduced)
+        reduced.sums_whole, shard_reducer.hook = True, (inner.optimizer, inner.hook)
     else:
         inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
     hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
@@ -158,7 +159,7 @@ def build(
             slices,
             guard,
             agree=before_backward_steps,
-            reached=shard_reducer.reached,
+            reached=reduced.reached,
         )
         shard_reducer.stepper = backward_steps
     if options.stage == 3 and options.units is None and world.rank == 0 and group.shards.size > 1:
@@ -178,6 +179,7 @@ def build(
         shards=shards,
         slices=slices,
         shard_reducer=shard_reducer,
+        reduced_gradients=reduced,
         grad_attributes=grad_attributes,
         inner=inner,
         offloaded=plan.offloaded,

@@ -5,6 +5,7 @@ buffer_pool        the memory of buckets while they fill: a few buffers that buc
 bucket_gradient    state of one bucket's gradient, from the first gradient to this rank's shard of the mean
 hooked_reduction   a communication hook in place of the reduce-scatter
 stepper            interface of what steps within the backward pass (`stepping.backward_steps`)
+reduced_gradients  gradients between passes: this rank's shards, what was reached, and how they are forgotten
 grad_attribute     sets the parameters' `.grad`, and takes in what the program does to it
 sharded_gradient   the tensor class in `.grad`: reads this rank's shard
 clip_and_unscale   clips, unscales, searches for NaN and clears, between backward and step

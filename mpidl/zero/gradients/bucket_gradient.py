@@ -1,6 +1,6 @@
 """State of one bucket's gradient, from the first gradient that arrives to this rank's shard of the mean.
 
-`shard_reducer` has one for each bucket, and alone changes them.
+`shard_reducer` makes one for each bucket, and changes it in a pass; `reduced_gradients` changes it between passes.
 """
 
 from __future__ import annotations

@@ -4,50 +4,84 @@
     shared      [ a block ] [ a block ]   some for each dtype, as large as the largest of the other buckets, the second
                                           largest, ...; a bucket holds one from its first gradient until it is reduced
 
-All ranks allocate symmetric memory together, so at construction. How many buckets have a buffer at a time, and in which
+All ranks allocate symmetric memory together, so at construction and in `set_buckets`. How many buckets have a buffer at a time, and in which
 order they take them, may differ between the ranks; taking and releasing are local.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from collectives import Communicator
+from collectives.devices import Place
 
 from ...gradients.buckets import GradientBucket, aligned
+
+# On a GPU, which the host may be ahead of: so many shared buffers of each dtype, if all together have so many bytes.
+_GPU_BUFFERS, _GPU_BUFFER_BYTES = 8, 512 << 20
 
 
 class BufferPool:
     """Buffers for the gradients of buckets. Construction is collective.
 
-    shared: int; buffers of each dtype that buckets share.
+    buckets: those that take buffers; `set_buckets` sets others.
+    num_shared: int; buffers of each dtype that buckets share.
     dedicated: list of buckets that have buffers of their own.
+    place: where the parameters lie.
+    saves_memory: shares no more than `num_shared` on a GPU either; else up to 8 there, see docs/gpu.md.
+
+    readers: set of the streams that were the last to read a buffer, for which who fills one waits; to be emptied when
+        they have.
     """
 
     def __init__(
         self,
         buckets: Sequence[GradientBucket],
         comm: Communicator,
-        shared: int,
+        num_shared: int,
         dedicated: Sequence[GradientBucket],
-        device: torch.device,
+        place: Place,
+        saves_memory: bool,
     ) -> None:
-        self._dedicated: dict[GradientBucket, torch.Tensor] = {}
-        self._shared: list[torch.Tensor] = []  # those that no bucket has now
+        self._comm, self._place = comm, place
+        self._num_shared, self._with_own, self._saves_memory = num_shared, dedicated, saves_memory
+        self.readers: set[Any] = set()
+        self.set_buckets(buckets)
+
+    def set_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+        """Allocates buffers for these buckets, in place of those that there are. Collective.
+
+        A bucket keeps the buffer that it has until it is released.
+        """
+        num_shared = self._count_shared(buckets)
+        dedicated: dict[GradientBucket, torch.Tensor] = {}
+        shared: list[torch.Tensor] = []
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
             of_dtype = [bucket for bucket in buckets if bucket.dtype == dtype]
-            own = [bucket for bucket in of_dtype if bucket in dedicated]
-            others = sorted((b.layout.padded for b in of_dtype if b not in dedicated), reverse=True)[:shared]
+            own = [bucket for bucket in of_dtype if bucket in self._with_own]
+            others = sorted((b.layout.padded for b in of_dtype if b not in self._with_own), reverse=True)[:num_shared]
             sizes = [aligned(size, dtype) for size in [*(b.layout.padded for b in own), *others]]
             if not any(sizes):
                 continue
             # One allocation, in which each rank may choose another buffer.
-            flats = comm.empty(sum(sizes), dtype, device=device).split(sizes)
-            self._dedicated.update(zip(own, flats, strict=False))
-            self._shared += [flat for flat in flats[len(own) :] if flat.numel()]
-        self._places = {flat.data_ptr(): flat for flat in self._shared}
+            flats = self._comm.empty(sum(sizes), dtype, device=self._place.device).split(sizes)
+            dedicated.update(zip(own, flats, strict=False))
+            shared += [flat for flat in flats[len(own) :] if flat.numel()]
+        self._dedicated, self._shared = dedicated, shared  # shared: those that no bucket has now
+        self._places = {flat.data_ptr(): flat for flat in shared}
+
+    def _count_shared(self, buckets: Sequence[GradientBucket]) -> int:
+        """The number of shared buffers of each dtype."""
+        shared = self._num_shared
+        if self._place.is_asynchronous and not self._saves_memory:
+            others = sorted((bucket for bucket in buckets if bucket not in self._with_own), key=lambda b: -b.nbytes)
+            of_dtypes = [[b.nbytes for b in others if b.dtype == dtype] for dtype in {b.dtype for b in others}]
+            while shared < _GPU_BUFFERS and sum(sum(s[: shared + 1]) for s in of_dtypes) <= _GPU_BUFFER_BYTES:
+                shared += 1
+        return shared
 
     @property
     def free(self) -> list[torch.Tensor]:
@@ -67,7 +101,11 @@ class BufferPool:
             return None
         return self._shared.pop(min(fitting, key=lambda number: self._shared[number].numel()))
 
-    def release(self, flat: torch.Tensor) -> None:
-        """Takes a buffer back from its bucket; a dedicated one stays that bucket's."""
-        if flat.data_ptr() in self._places:
-            self._shared.append(self._places[flat.data_ptr()])
+    def release(self, bucket: GradientBucket) -> None:
+        """Takes a bucket's buffer back, which this stream was the last to read; a dedicated one stays the bucket's."""
+        assert bucket.flat is not None
+        address = bucket.flat.data_ptr()
+        if address in self._places:
+            self._shared.append(self._places[address])
+        self.readers.add(self._place.stream())
+        bucket.release()

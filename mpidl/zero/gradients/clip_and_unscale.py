@@ -22,7 +22,7 @@ from ..optimizer_parts import Parts
 def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> None:
     """Forgets the gradients; set_to_none=False: makes them zeros. nonfinite: what watches their values."""
     kept = {} if set_to_none else parts.grad_attributes.with_gradient()
-    parts.shard_reducer.clear()
+    parts.reduced_gradients.clear()
     parts.grad_attributes.clear()
     if nonfinite is not None:
         nonfinite.clear()
@@ -38,7 +38,7 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
     """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
     refuse_used(parts, "clip_grad_norm_")
     parts.parameters.release()
-    parts.shard_reducer.promote_to_fp32()
+    parts.reduced_gradients.promote_to_fp32()
     shards = _changed(parts)
     if parts.inner.updates_wholes:
         norm = norm_over_shards(shards, norm_type, None)
@@ -56,7 +56,7 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
 def clip_value(parts: Parts, limit: float) -> None:
     """Brings every element of the gradients into -limit .. limit."""
     refuse_used(parts, "clip_grad_value_")
-    parts.shard_reducer.promote_to_fp32()
+    parts.reduced_gradients.promote_to_fp32()
     clamp_(_changed(parts), limit)
     parts.grad_attributes.note(f"clip_grad_value_({float(limit)})")
 
@@ -65,7 +65,7 @@ def unscale(parts: Parts, inverse_scale: float) -> bool:
     """Multiplies the gradients, 16-bit ones in fp32 from here on; returns whether one of this rank was not finite."""
     refuse_used(parts, "unscale_")
     parts.parameters.release()
-    parts.shard_reducer.promote_to_fp32()
+    parts.reduced_gradients.promote_to_fp32()
     shards = _changed(parts)
     for shard in shards:
         shard.mul_(inverse_scale)
@@ -105,5 +105,5 @@ def refuse_used(parts: Parts, what: str) -> None:
 def _changed(parts: Parts) -> list[torch.Tensor]:
     """The gradients on which this rank acts: its shards, or whole buckets where its step updates whole parameters."""
     parts.grad_attributes.update()
-    take = parts.shard_reducer.whole if parts.inner.updates_wholes else parts.shard_reducer.shard
+    take = parts.reduced_gradients.whole if parts.inner.updates_wholes else parts.reduced_gradients.shard
     return [take(number) for number in range(len(parts.shards))]

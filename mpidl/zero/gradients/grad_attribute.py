@@ -31,7 +31,7 @@ from ...errors import TrainingError
 from ...gradients.backward import BackwardWatch
 from ...gradients.clip import local_norms
 from ...mesh import placement
-from .shard_reducer import ShardReducer
+from .reduced_gradients import ReducedGradients
 from .sharded_gradient import CHANGED_INSIDE, GradientPlace, ShardedGradient, root_of
 
 _EXACT_BITS = 20  # of numbers whose squares, and sums of these over the ranks, are exact in double precision
@@ -46,7 +46,7 @@ class GradAttributes:
 
     def __init__(
         self,
-        gradients: ShardReducer,
+        gradients: ReducedGradients,
         comm: Communicator,
         watch: BackwardWatch,
         names: Mapping[torch.nn.Parameter, str],
@@ -77,7 +77,7 @@ class GradAttributes:
         """Gives every parameter that has a gradient its `.grad`."""
         self._pass_is_open = False
         self._norms.clear()
-        agreed = not self._gradients.queue.has_unreduced_gradients
+        agreed = not self._gradients.has_unreduced
         with torch._C.DisableTorchFunctionSubclass():
             for p, place in self._reached():
                 if place.arrived is not None:
@@ -88,7 +88,7 @@ class GradAttributes:
                 self._shown[p] = agreed or self._shown.get(p, False)
 
     def _reached(self) -> Iterator[tuple[torch.nn.Parameter, GradientPlace]]:
-        for number, bucket in enumerate(self._gradients.queue.buckets):
+        for number, bucket in enumerate(self._gradients.buckets):
             flags = zip(self._gradients.reached(number), self._gradients.used(number), strict=True)
             for index, (p, (reached, used)) in enumerate(zip(bucket.parameters, flags, strict=True)):
                 if reached or used:
@@ -130,7 +130,7 @@ class GradAttributes:
         """The parameters that have a gradient on this rank, with whether every rank's `.grad` shows it."""
         found = {}
         with torch._C.DisableTorchFunctionSubclass():
-            for number, bucket in enumerate(self._gradients.queue.buckets):
+            for number, bucket in enumerate(self._gradients.buckets):
                 for p, reached in zip(bucket.parameters, self._gradients.reached(number), strict=True):
                     if p.grad is not None or (reached and p not in self._shown):  # the program may have set None
                         found[p] = self._shown.get(p, False)
@@ -141,7 +141,7 @@ class GradAttributes:
 
         What not every rank shows has no `.grad` before the next pass; the step takes it as a zero.
         """
-        for number, bucket in enumerate(self._gradients.queue.buckets):
+        for number, bucket in enumerate(self._gradients.buckets):
             self._gradients.reached(number)[:] = [p in kept for p in bucket.parameters]
         with torch._C.DisableTorchFunctionSubclass():
             for p, _ in self._reached():
@@ -206,7 +206,7 @@ class GradAttributes:
 
     def shows(self, gradient: ShardedGradient) -> bool:
         """True if the tensor is the one that was put into `.grad`, and not another one that refers to it."""
-        bucket = self._gradients.queue.buckets[gradient.place.number]
+        bucket = self._gradients.buckets[gradient.place.number]
         return self._made.get(bucket.parameters[gradient.place.index]) is gradient
 
     def write(self, place: GradientPlace, change: str) -> torch.Tensor:
@@ -317,7 +317,7 @@ class GradAttributes:
         if self._has_wholes:
             return part.clone()
         self.of_all_ranks(place, "whole tensor", 0.0)
-        layout = self._gradients.queue.buckets[place.number].layout
+        layout = self._gradients.buckets[place.number].layout
         pieces = [layout.piece(place.index, rank) for rank in range(self._comm.size)]
         counts = [piece.stop - piece.start for piece in pieces]
         whole = part.new_empty(sum(counts))

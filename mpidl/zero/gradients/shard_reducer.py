@@ -42,18 +42,16 @@ from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
 from ...gradients.buckets import GradientBucket, by_rank
 from ...gradients.foreign_steps import ForeignSteps
-from ...partial_steps import NOT_REDUCED
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 from .buffer_pool import BufferPool
 from .hooked_reduction import shown_bucket, take_result
+from .reduced_gradients import ReducedGradients
 from .sharded_gradient import ShardedGradient
 from .stepper import Stepper
 
-# On a GPU, which the host may be ahead of: so many shared buffers of each dtype, if all together have so many bytes.
-_GPU_BUFFERS, _GPU_BUFFER_BYTES = 8, 512 << 20
-_PATIENCE_S = 0.1  # with a reduction, before a bucket takes other memory in a backward pass of several engines
+_BUFFER_WAIT_S = 0.1  # for a reduction, before a bucket takes other memory in a backward pass of several engines
 
 
 class ShardReducer:
@@ -66,16 +64,16 @@ class ShardReducer:
     names: of the parameters.
     reduce_dtype: of the buckets; by default that of their parameters.
     wait(work, timeout): waits for a reduction; timeout: optional, seconds, WorkTimeout when they pass first.
-    num_shared_buffers: of each dtype; one fills while the others are reduced. On a GPU up to 8, see docs/gpu.md.
+    num_shared_buffers: of each dtype; one fills while the others are reduced. `BufferPool` makes it more on a GPU.
     num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
     place: where the parameters lie.
     keeps_shard_memory: on the host, memory of fp32 shards stays from step to step, which spares new pages and a copy.
 
-    sums_whole: stage 1 with a hook that leaves a whole bucket reduced: what several passes give adds up in all of it.
+    reduced_gradients: ReducedGradients; the gradients between passes.
     stepper: if there is one, gradients are given to it as they are reduced, and then forgotten; may be set.
     counted: as of `ZeroTraffic`.
 
-    Gradients of several passes add up until `clear`. What autograd gives a parameter is taken away at once.
+    Gradients of several passes add up until `ReducedGradients.clear`. What autograd gives a parameter is taken away at once.
     """
 
     def __init__(
@@ -97,9 +95,6 @@ class ShardReducer:
         # Not for replicas, whose own reduction is without copies in symmetric memory.
         fresh_memory = keep_whole or place.keeps_freed or over.replicas is not None
         self._keeps_shard_memory = keeps_shard_memory and not fresh_memory
-        self._saves_memory = not keeps_shard_memory
-        self.sums_whole = False
-        self._buffer_readers: set[Any] = set()  # streams that were the last to read a buffer
         self._over, self._comm = over, over.reducing
         self._names, self._watch = names, watch
         self._keep_whole = keep_whole
@@ -107,7 +102,6 @@ class ShardReducer:
         self.hook: tuple[Any, Hook] | None = None  # what communicates in place of the reduce-scatter, and its state
         self._reduce_dtype = reduce_dtype
         self._wait = wait
-        self._num_shared_buffers = num_shared_buffers
         self.counted = {"reductions": 0, "reduced_bytes": 0}
         self._of: dict[GradientBucket, BucketGradient] = {}
         self._algorithm = by_rank(self._comm, "reduce_scatter")
@@ -116,8 +110,14 @@ class ShardReducer:
         self._foreign = ForeignSteps(names)
         self._parameters: list[torch.nn.Parameter] = []  # of all buckets
         buckets = self._make(shards)
-        self._dedicated = buckets[len(buckets) - num_dedicated_buffers :]
-        self._buffers = self._make_buffers([] if keep_whole else buckets)
+        self._buffers = BufferPool(
+            [] if keep_whole else buckets,
+            self._comm,
+            num_shared_buffers,
+            buckets[len(buckets) - num_dedicated_buffers :],
+            place,
+            saves_memory=not keeps_shard_memory,
+        )
         self.queue = BucketQueue(
             buckets,
             watch,
@@ -128,21 +128,22 @@ class ShardReducer:
             on_gradient_after_launch=self._on_gradient_after_launch,
             place=place,
         )
+        self.reduced_gradients = ReducedGradients(
+            self._of,
+            self.queue,
+            self._buffers,
+            self._comm.rank,
+            keep_whole,
+            place,
+            finish=self._finish_reductions,
+            end=self._end_reductions,
+        )
 
     def add(self, shards: Sequence[ParameterShard]) -> None:
         """More buckets, reduced after those there are. Collective."""
         self.queue.set_buckets([*self.queue.buckets, *self._make(shards)])
         if not self._keep_whole:  # they may need larger buffers
-            self._buffers = self._make_buffers(self.queue.buckets)
-
-    def _make_buffers(self, buckets: Sequence[GradientBucket]) -> BufferPool:
-        shared = self._num_shared_buffers
-        if self._place.is_asynchronous and not self._saves_memory:
-            others = sorted((bucket for bucket in buckets if bucket not in self._dedicated), key=lambda b: -b.nbytes)
-            of_dtypes = [[b.nbytes for b in others if b.dtype == dtype] for dtype in {b.dtype for b in others}]
-            while shared < _GPU_BUFFERS and sum(sum(s[: shared + 1]) for s in of_dtypes) <= _GPU_BUFFER_BYTES:
-                shared += 1
-        return BufferPool(buckets, self._comm, shared, self._dedicated, self._place.device)
+            self._buffers.set_buckets(self.queue.buckets)
 
     def _make(self, shards: Sequence[ParameterShard]) -> list[GradientBucket]:
         buckets = [GradientBucket(shard.parameters, shard.layout) for shard in shards]
@@ -155,105 +156,6 @@ class ShardReducer:
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
-
-    def shard(self, number: int) -> torch.Tensor:
-        """The reduced gradient of this rank's part of bucket `number`; zeros if there was no pass.
-
-        TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
-        """
-        self.refuse_unreduced()
-        self._finish_reductions()  # of a pass that an exception has cut short
-        gradients = self._of[self.queue.buckets[number]]
-        if gradients.shard is None:
-            bucket = gradients.bucket
-            gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype, device=self._place.device)
-        self._place.keep(gradients.shard)
-        return gradients.shard
-
-    def whole(self, number: int) -> torch.Tensor:
-        """All gradients of bucket `number`, with `sums_whole`; zeros if there was no pass. TrainingError as `shard`."""
-        self.refuse_unreduced()
-        self._finish_reductions()
-        gradients = self._of[self.queue.buckets[number]]
-        flat = gradients.bucket.flat
-        assert flat is not None
-        if gradients.shard is None:
-            gradients.shard = gradients.bucket.layout.shard(flat.zero_(), self._comm.rank)
-        elif gradients.shard.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-            raise TrainingError(
-                "gradients of earlier passes were loaded, of which each rank has its shard, and the optimizer needs "
-                "whole ones; needs a checkpoint after a step"
-            )
-        return flat
-
-    def refuse_unreduced(self) -> None:
-        """Raises TrainingError if there were passes that did not communicate."""
-        if self.queue.has_unreduced_gradients:
-            raise TrainingError(NOT_REDUCED)
-
-    def promote_to_fp32(self) -> None:
-        """Keeps reduced 16-bit gradients in fp32 until `clear`.
-
-        Divided by a loss scale, many would be zero in fp16; multiplied by anything, they would be rounded once more.
-        """
-        for gradients in self._of.values():
-            if gradients.shard is not None and gradients.shard.dtype.itemsize == 2:
-                gradients.shard = gradients.shard.float()
-
-    def reached(self, number: int) -> list[bool]:
-        """Per parameter of bucket `number`, whether a pass gave it a gradient since `clear`.
-
-        On any rank, or on this one, for passes that did not communicate.
-        """
-        return self._of[self.queue.buckets[number]].reached
-
-    def used(self, number: int) -> list[bool]:
-        """Per parameter of bucket `number`, whether a step in the last backward pass has used its gradient up."""
-        gradients = self._of[self.queue.buckets[number]]
-        return gradients.used or [False] * len(gradients.reached)
-
-    def _forget_used(self) -> None:
-        for gradients in self._of.values():
-            gradients.used = []
-
-    def restore(self, number: int, reached: Sequence[bool], in_fp32: bool) -> torch.Tensor:
-        """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
-
-        reached: as of `reached`. in_fp32: fp32 where the bucket has 16 bits.
-        """
-        gradients = self._of[self.queue.buckets[number]]
-        dtype = torch.float32 if in_fp32 and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
-        gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype, device=self._place.device)
-        gradients.reached = list(reached)
-        return gradients.shard
-
-    def clear(self) -> None:
-        """Forgets all gradients, also those of a pass that an exception has cut short."""
-        self._end_reductions()
-        self._forget_used()
-        self.queue.has_unreduced_gradients = False
-        for gradients in self._of.values():
-            self._clear(gradients)
-
-    def _clear(self, gradients: BucketGradient) -> None:
-        gradients.shard = None
-        gradients.filled = [False] * len(gradients.filled)
-        gradients.reached = [False] * len(gradients.reached)
-        if not self._keep_whole and gradients.bucket.flat is not None:
-            self._release_storage(gradients.bucket)
-
-    def forget(self, number: int, index: int) -> None:
-        """Forgets the gradient of one parameter of bucket `number`, between passes."""
-        self._finish_reductions()
-        gradients = self._of[self.queue.buckets[number]]
-        gradients.filled[index] = gradients.reached[index] = False
-        if not any(gradients.reached):
-            self._clear(gradients)
-        elif self.sums_whole:
-            gradients.bucket.views[index].zero_()
-        elif gradients.shard is not None:
-            piece = gradients.bucket.layout.piece(index, self._comm.rank)
-            gradients.shard[piece.offset : piece.offset + piece.stop - piece.start].zero_()
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
@@ -272,7 +174,7 @@ class ShardReducer:
         """A pass begins; refuses one that would give gradients of gradients. Collective where the pass makes steps."""
         _refuse_double_backward()
         if self.stepper is not None:
-            self._forget_used()
+            self.reduced_gradients.forget_used()
         if self.queue.synchronise and self.stepper is not None:
             self.stepper.begin()
         self._foreign.begin(self._parameters)
@@ -364,11 +266,11 @@ class ShardReducer:
                 self._finish_oldest_reduction(steps=True)
             if flat is None:  # more buckets fill than there are buffers, as under no_sync
                 flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
-            self._place.wait_for_streams(self._buffer_readers)
+            self._place.wait_for_streams(self._buffers.readers)
             bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
-            if self.sums_whole:
-                self.whole(gradients.number)  # refuses what is not whole
+            if self.reduced_gradients.sums_whole:
+                self.reduced_gradients.whole(gradients.number)  # refuses what is not whole
                 gradients.filled, gradients.shard = list(gradients.reached), None
             else:
                 gradients.shard = gradients.shard.clone()
@@ -379,7 +281,7 @@ class ShardReducer:
         if work is None or not self._watch.has_company:
             return False
         try:
-            self._wait(work, _PATIENCE_S)  # others may still gather units
+            self._wait(work, _BUFFER_WAIT_S)  # others may still gather units
         except WorkTimeout:
             return True
         return False
@@ -447,7 +349,7 @@ class ShardReducer:
         if self.stepper is not None:
             self._step(self.stepper, gradients, steps)
         if not self._keep_whole:
-            self._release_storage(bucket)
+            self._buffers.release(bucket)
 
     def _step(self, stepper: Stepper, gradients: BucketGradient, steps: bool) -> None:
         """Gives the reduced gradient to the stepper, and forgets it."""
@@ -460,16 +362,10 @@ class ShardReducer:
             stepper.step(gradients.number, gradients.shard, gradients.used)
         gradients.shard, gradients.reached = None, [False] * len(gradients.reached)
 
-    def _release_storage(self, bucket: GradientBucket) -> None:
-        assert bucket.flat is not None
-        self._buffers.release(bucket.flat)
-        self._buffer_readers.add(self._place.stream())
-        bucket.release()
-
     def _finish_pass(self) -> None:
         self._finish_reductions(steps=True)
         self._reduce_gradients_after_launch()
-        self._buffer_readers.clear()  # the next pass comes after this one
+        self._buffers.readers.clear()  # the next pass comes after this one
         if self.stepper is not None:
             self.stepper.end()
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..gradients.grad_attribute import GradAttributes
-from ..gradients.shard_reducer import ShardReducer
+from ..gradients.reduced_gradients import ReducedGradients
 from ..offload import OffloadedOptimizer, OffloadedSlice
 from ..parameter_shard import ParameterShard
 from ..parameters.strategy import ParameterStrategy
@@ -49,7 +49,7 @@ class OwnedState:
         over: ShardGroup,
         parameters: ParameterStrategy,
         slices: Mapping[torch.nn.Parameter, Slice],
-        gradients: ShardReducer,
+        gradients: ReducedGradients,
         grads: GradAttributes,
         shards: Sequence[ParameterShard],
         inner: InnerOptimizer,

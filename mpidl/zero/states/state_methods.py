@@ -110,7 +110,7 @@ def _owned(parts: Parts) -> OwnedState:
         parts.group,
         parts.parameters,
         parts.slices,
-        parts.shard_reducer,
+        parts.reduced_gradients,
         parts.grad_attributes,
         parts.shards,
         parts.inner,

@@ -16,7 +16,7 @@ import torch
 
 from ...errors import ConfigurationError, TrainingError
 from ...optim.one_bit import OneBitOptimizer, one_bit_hook
-from ..gradients.shard_reducer import ShardReducer
+from ..gradients.reduced_gradients import ReducedGradients
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from ..slices import Slice
@@ -29,7 +29,7 @@ class ReplicatedSteps(InnerOptimizer):
     """An optimizer that exchanges bits on the whole parameters of stage 1.
 
     optimizer_class, settings: make the OneBitOptimizer. groups: of the model's parameters. shards: of every bucket, and
-    wholes: its parameters, flat. slices: of all parameters. reducer: has the gradients.
+    wholes: its parameters, flat. slices: of all parameters. gradients: of the buckets, whole.
     """
 
     updates_wholes: ClassVar[bool] = True
@@ -44,9 +44,9 @@ class ReplicatedSteps(InnerOptimizer):
         shards: Sequence[ParameterShard],
         wholes: Sequence[torch.Tensor],
         slices: Mapping[torch.nn.Parameter, Slice],
-        reducer: ShardReducer,
+        gradients: ReducedGradients,
     ) -> None:
-        self._group, self._shards, self._slices, self._reducer = group, shards, slices, reducer
+        self._group, self._shards, self._slices, self._gradients = group, shards, slices, gradients
         self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for shard, flat in zip(shards, wholes, strict=True):
             views = shard.layout.views(flat, [p.shape for p in shard.parameters])
@@ -68,7 +68,7 @@ class ReplicatedSteps(InnerOptimizer):
             inner.update({key: value for key, value in own.items() if key != "params"})
         self._push_loaded()
         for number, shard in enumerate(self._shards):
-            views = shard.layout.views(self._reducer.whole(number), [p.shape for p in shard.parameters])
+            views = shard.layout.views(self._gradients.whole(number), [p.shape for p in shard.parameters])
             for p, view in zip(shard.parameters, views, strict=True):
                 self._whole[p].grad = None if self._slices[p].values.grad is None else view
         self.optimizer.step()

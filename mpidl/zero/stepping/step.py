@@ -52,7 +52,7 @@ def make_step(
             loss = closure()
     foreign = parts.grad_attributes.foreign()
     if parts.backward_steps is not None:
-        parts.shard_reducer.refuse_unreduced()
+        parts.reduced_gradients.refuse_unreduced()
         parts.backward_steps.close(foreign)
         parts.grad_attributes.take_changes()
         if broadcasts_buffers:
@@ -95,7 +95,7 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
     Returns the reached ones. problem: why this rank cannot step, for which all ranks raise TrainingError.
     """
     parts.grad_attributes.update()
-    flags = [r for number in range(len(parts.shards)) for r in parts.shard_reducer.reached(number)]
+    flags = [r for number in range(len(parts.shards)) for r in parts.reduced_gradients.reached(number)]
     settings = settings_of(outer.param_groups, outer.defaults)  # not what the program notes in the groups
     changes = parts.grad_attributes.take_changes()
     if changes:
@@ -103,7 +103,7 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
     flag = iter(_agreed(parts, problem, flags, settings))
     reached = []
     for number, shard in enumerate(parts.shards):
-        gradient = parts.shard_reducer.shard(number)
+        gradient = parts.reduced_gradients.shard(number)
         for p in shard.parameters:
             if next(flag):
                 reached.append(p)
