@@ -4,8 +4,8 @@
     shared      [ a block ] [ a block ]   some for each dtype, as large as the largest of the other buckets, the second
                                           largest, ...; a bucket holds one from its first gradient until it is reduced
 
-All ranks allocate symmetric memory together, so at construction and in `set_buckets`. How many buckets have a buffer at a time, and in which
-order they take them, may differ between the ranks; taking and releasing are local.
+All ranks allocate symmetric memory together, so at construction and in `set_buckets`. How many buckets have a buffer at
+a time, and in which order they take them, may differ between the ranks; taking and releasing are local.
 """
 
 from __future__ import annotations

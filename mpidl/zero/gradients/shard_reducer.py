@@ -73,7 +73,8 @@ class ShardReducer:
     stepper: if there is one, gradients are given to it as they are reduced, and then forgotten; may be set.
     counted: as of `ZeroTraffic`.
 
-    Gradients of several passes add up until `ReducedGradients.clear`. What autograd gives a parameter is taken away at once.
+    Gradients of several passes add up until `ReducedGradients.clear`. What autograd gives a parameter is taken away at
+    once.
     """
 
     def __init__(
