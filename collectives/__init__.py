@@ -3,7 +3,7 @@
 Read `communicator` first, then `backends` and `schedules`. A new algorithm of messages goes into
 `schedules.algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 
-    communicator        the operations, over group/ (set-up, issue, failure, end; memory, messages, objects)
+    communicator        the operations, over group/ (set-up, issue, refusal, end; memory, messages, objects)
     partitioned         an all-reduce in parts; prepared: an operation that is checked ahead
     messages/           from one rank to another
     backends/           one interface for every way to carry out a collective: registry, selection ("auto"), dispatch
@@ -13,11 +13,11 @@ Read `communicator` first, then `backends` and `schedules`. A new algorithm of m
     process/            this process: its MPI library, node and cores, how threads wait, how it ends
     base/               arrays, reductions, the checks of arguments; errors
     devices             the memory that tensors lie in
-    diagnostics         where ranks are, and how a job ends
+    diagnostics         where ranks are, and how a job ends; draining: operations that ranks leave to the others
     bench/, tune        the benchmark, and tables for "auto"; timing, command_line (of both, and of mpidl)
 
-Public are the names in `__all__` here, in `algorithms`, `command_line`, `devices`, `diagnostics` and `price`; all else
-is private.
+Public are the names in `__all__` here, in `algorithms`, `command_line`, `devices`, `diagnostics`, `draining` and
+`price`; all else is private.
 """
 
 from .process import find_mpi as find_mpi  # before anything else imports mpi4py

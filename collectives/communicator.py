@@ -39,8 +39,11 @@ from .base.arguments import root_rank
 from .base.partition import Splits
 from .errors import ArgumentError
 from .group import details
-from .group.calls import GroupCalls
-from .group.ordered_group import Plain
+from .group.calls import of_root, refuse_shared, signature_of
+from .group.division import GroupDivision
+from .group.issue import Plain
+from .group.memory import GroupMemory
+from .group.objects import GroupObjects
 from .partitioned import PartitionedAllReduce
 from .prepared import NOT_YET, PREPARED, PreparedOperation
 from .process.idle_wait import background_on_all_ranks
@@ -49,7 +52,7 @@ from .runtime.progress import Work
 from .schedules.algorithms import ALGORITHMS, refuse_splits
 
 
-class Communicator(GroupCalls):
+class Communicator(GroupMemory, GroupObjects, GroupDivision):
     """A group of ranks and the operations among them.
 
     mpi: the mpi4py communicator to work over; MPI.COMM_WORLD by default. It is duplicated (collectively), so that
@@ -91,7 +94,7 @@ class Communicator(GroupCalls):
         """The values of `algorithm=` for an operation here; not every one serves every dtype and operator."""
         if operation not in ALGORITHMS:
             raise ArgumentError(f"algorithms: got {operation!r}; needs one of {', '.join(ALGORITHMS)}")
-        return self._selection.names(operation)
+        return self._dispatch.selection.names(operation)
 
     @property
     def tables(self) -> Tables:
@@ -100,7 +103,7 @@ class Communicator(GroupCalls):
         The bytes are those of the operation's larger buffer. The first row that covers them and whose algorithm serves
         dtype and operator counts.
         """
-        return dict(self._selection.tables)
+        return dict(self._dispatch.selection.tables)
 
     # ---- reductions -------------------------------------------------------------------------------------------
 
@@ -109,18 +112,18 @@ class Communicator(GroupCalls):
     ) -> Work | None:
         """Replaces x, or each of a list, by the reduction of all ranks' x; bitwise equal on all of them."""
         if isinstance(x, list):
-            return self._coalesced("all_reduce", algorithm, async_op, timeout, wholes=x, op=op)
-        key = ("all_reduce", self._signature(x), op, algorithm)
-        call = self._recall(key)
+            return self._calls.issue_list("all_reduce", algorithm, async_op, timeout, wholes=x, op=op)
+        key = ("all_reduce", signature_of(x), op, algorithm)
+        call = self._calls.recall(key)
         if call is None:
             data = buffers.inspect(x, "all_reduce: x", writable=True)
-            self._refuse_shared("all_reduce: x", data)
+            refuse_shared("all_reduce: x", data)
             reduced = reduction.check(op, data.dtype)
-            chosen = self._chosen("all_reduce", algorithm, data, data.nbytes, reduced)
-            call = self._prepare(key, "all_reduce", chosen, data, reduced)
+            chosen = self._calls.choose("all_reduce", algorithm, data, data.nbytes, reduced)
+            call = self._calls.prepare(key, "all_reduce", chosen, data, reduced)
         if timeout is None and not async_op:
-            return call.at_once(self, x)
-        return self._issue_otherwise(call, async_op, timeout, x)
+            return call.at_once(x)
+        return self._calls.issue(call, async_op, timeout, x)
 
     def partitioned_all_reduce(
         self, parts: Sequence[Any], op: str = "sum", *, algorithm: str = "auto"
@@ -137,7 +140,7 @@ class Communicator(GroupCalls):
         if not data:
             raise ArgumentError("partitioned_all_reduce: got no arrays; needs at least one")
         for number, part in enumerate(data):
-            self._refuse_shared(f"partitioned_all_reduce: part {number}", part)
+            refuse_shared(f"partitioned_all_reduce: part {number}", part)
             reduced = reduction.check(op, part.dtype)
         made: list[PartitionedCall] = []
 
@@ -145,15 +148,15 @@ class Communicator(GroupCalls):
             found = self._dispatch.partitioned([part.unowned() for part in data], reduced)
             made.extend([found] if found is not None else [])
 
-        self._issue("partitioned_all_reduce", task, details.of_parts(reduced, data), async_op=False)
+        self._issuer.issue("partitioned_all_reduce", task, details.of_parts(reduced, data), async_op=False)
         told = [details.of_parts(reduced, data[: count + 1]) for count in range(len(data) if made else 0)]
         complete = [self._dispatch.silent("all_reduce", found) for found in made]
         return PartitionedAllReduce(
             parts,
             lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
             made[0] if made else None,
-            self._next_number,
-            lambda count: self._issue("all_reduce", complete[0], told[count - 1], async_op=False, arrays=parts),
+            self._issuer.next_number,
+            lambda count: self._issuer.issue("all_reduce", complete[0], told[count - 1], async_op=False, arrays=parts),
         )
 
     def reduce_scatter(
@@ -174,23 +177,23 @@ class Communicator(GroupCalls):
         """
         if isinstance(x, list):
             arguments.no_counts("reduce_scatter", counts)
-            return self._coalesced("reduce_scatter", algorithm, async_op, timeout, wholes=x, owns=out, op=op)
-        key = ("reduce_scatter", self._signature(x), self._signature(out), op, algorithm, _tuple(counts))
-        call = self._recall(key)
+            return self._calls.issue_list("reduce_scatter", algorithm, async_op, timeout, wholes=x, owns=out, op=op)
+        key = ("reduce_scatter", signature_of(x), signature_of(out), op, algorithm, _tuple(counts))
+        call = self._calls.recall(key)
         if call is None:
             target = buffers.inspect(out, "reduce_scatter: out", writable=True)
             data = buffers.inspect(x, "reduce_scatter: x", writable=False)
-            self._refuse_shared("reduce_scatter: x", data)
+            refuse_shared("reduce_scatter: x", data)
             reduced = reduction.check(op, data.dtype)
             parts = arguments.parts("reduce_scatter", counts, data.size, self.size)
             arguments.same_dtype("reduce_scatter", target, data)
             arguments.own_part("reduce_scatter: out", target, parts, self.rank)
             arguments.refuse_overlap("reduce_scatter", target, data, parts, self.rank)
-            chosen = self._chosen("reduce_scatter", algorithm, data, data.nbytes, reduced)
-            call = self._prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
+            chosen = self._calls.choose("reduce_scatter", algorithm, data, data.nbytes, reduced)
+            call = self._calls.prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
         if timeout is None and not async_op:
-            return call.at_once(self, (out, x))
-        return self._issue_otherwise(call, async_op, timeout, (out, x))
+            return call.at_once((out, x))
+        return self._calls.issue(call, async_op, timeout, (out, x))
 
     def reduce(
         self,
@@ -205,18 +208,18 @@ class Communicator(GroupCalls):
         """Replaces the root's x, or each of a list, by the reduction of all ranks' x; x is unchanged elsewhere."""
         root = root_rank("reduce", root, self.size)
         if isinstance(x, list):
-            return self._coalesced("reduce", algorithm, async_op, timeout, wholes=x, root=root, op=op)
-        key = ("reduce", self._signature(x), op, algorithm, root)
-        call = self._recall(key)
+            return self._calls.issue_list("reduce", algorithm, async_op, timeout, wholes=x, root=root, op=op)
+        key = ("reduce", signature_of(x), op, algorithm, root)
+        call = self._calls.recall(key)
         if call is None:
             data = buffers.inspect(x, "reduce: x", writable=self.rank == root)
-            self._refuse_shared("reduce: x", data)
+            refuse_shared("reduce: x", data)
             reduced = reduction.check(op, data.dtype)
-            chosen = self._chosen("reduce", algorithm, data, data.nbytes, reduced)
-            call = self._prepare(key, "reduce", chosen, data, root, reduced)
+            chosen = self._calls.choose("reduce", algorithm, data, data.nbytes, reduced)
+            call = self._calls.prepare(key, "reduce", chosen, data, root, reduced)
         if timeout is None and not async_op:
-            return call.at_once(self, x)
-        return self._issue_otherwise(call, async_op, timeout, x)
+            return call.at_once(x)
+        return self._calls.issue(call, async_op, timeout, x)
 
     def scan(
         self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
@@ -239,19 +242,19 @@ class Communicator(GroupCalls):
     def _prefix(
         self, operation: str, x: Any, op: Any, algorithm: str, async_op: bool, timeout: float | None
     ) -> Work | None:
-        key = (operation, self._signature(x), op, algorithm)
-        call = self._recall(key)
+        key = (operation, signature_of(x), op, algorithm)
+        call = self._calls.recall(key)
         if call is None:
             data = buffers.inspect(x, f"{operation}: x", writable=True)
-            self._refuse_shared(f"{operation}: x", data)
+            refuse_shared(f"{operation}: x", data)
             reduced = reduction.check(op, data.dtype)
             if reduced.averages:
                 raise ArgumentError(f"{operation}: got op 'avg'; needs op='sum' and then a division on each rank")
-            chosen = self._chosen(operation, algorithm, data, data.nbytes, reduced)
-            call = self._prepare(key, operation, chosen, data, reduced)
+            chosen = self._calls.choose(operation, algorithm, data, data.nbytes, reduced)
+            call = self._calls.prepare(key, operation, chosen, data, reduced)
         if timeout is None and not async_op:
-            return call.at_once(self, x)
-        return self._issue_otherwise(call, async_op, timeout, x)
+            return call.at_once(x)
+        return self._calls.issue(call, async_op, timeout, x)
 
     # ---- movements --------------------------------------------------------------------------------------------
 
@@ -273,9 +276,9 @@ class Communicator(GroupCalls):
         """
         if isinstance(out, list):
             arguments.no_counts("all_gather", counts)
-            return self._coalesced("all_gather", algorithm, async_op, timeout, wholes=out, owns=x)
-        key = ("all_gather", self._signature(out), self._signature(x), algorithm, _tuple(counts))
-        call = self._recall(key)
+            return self._calls.issue_list("all_gather", algorithm, async_op, timeout, wholes=out, owns=x)
+        key = ("all_gather", signature_of(out), signature_of(x), algorithm, _tuple(counts))
+        call = self._calls.recall(key)
         if call is None:
             target = buffers.inspect(out, "all_gather: out", writable=True)
             data = buffers.inspect(x, "all_gather: x", writable=False)
@@ -285,13 +288,13 @@ class Communicator(GroupCalls):
             arguments.refuse_overlap("all_gather", data, target, parts, self.rank)
             if algorithm == "auto" and self._dispatch.is_shared(target.address):
                 shared = self._dispatch.composed
-                if shared is not None and shared in self._selection.names("all_gather"):
+                if shared is not None and shared in self._dispatch.selection.names("all_gather"):
                     algorithm = shared
-            chosen = self._chosen("all_gather", algorithm, data, target.nbytes)
-            call = self._prepare(key, "all_gather", chosen, target, data, parts)
+            chosen = self._calls.choose("all_gather", algorithm, data, target.nbytes)
+            call = self._calls.prepare(key, "all_gather", chosen, target, data, parts)
         if timeout is None and not async_op:
-            return call.at_once(self, (out, x))
-        return self._issue_otherwise(call, async_op, timeout, (out, x))
+            return call.at_once((out, x))
+        return self._calls.issue(call, async_op, timeout, (out, x))
 
     def all_to_all(
         self,
@@ -312,13 +315,13 @@ class Communicator(GroupCalls):
         """
         key = (
             "all_to_all",
-            self._signature(out),
-            self._signature(x),
+            signature_of(out),
+            signature_of(x),
             algorithm,
             _tuple(output_splits),
             _tuple(input_splits),
         )
-        call = self._recall(key)
+        call = self._calls.recall(key)
         if call is None:
             target = buffers.inspect(out, "all_to_all: out", writable=True)
             data = buffers.inspect(x, "all_to_all: x", writable=False)
@@ -329,15 +332,15 @@ class Communicator(GroupCalls):
                 output_splits = [leaving[self.rank]] * self.size
             coming = arguments.parts("all_to_all: out, output_splits", output_splits, target.size, self.size)
             arguments.refuse_overlap("all_to_all", target, data)
-            self._refuse_shared("all_to_all: out", target)
-            chosen = self._chosen("all_to_all", algorithm, data, data.nbytes, even=even)
+            refuse_shared("all_to_all: out", target)
+            chosen = self._calls.choose("all_to_all", algorithm, data, data.nbytes, even=even)
             if not even:
                 refuse_splits("all_to_all", chosen)
             splits = Splits(leaving, coming, uniform=even and data.size % self.size == 0)
-            call = self._prepare(key, "all_to_all", chosen, target, data, splits)
+            call = self._calls.prepare(key, "all_to_all", chosen, target, data, splits)
         if timeout is None and not async_op:
-            return call.at_once(self, (out, x))
-        return self._issue_otherwise(call, async_op, timeout, (out, x))
+            return call.at_once((out, x))
+        return self._calls.issue(call, async_op, timeout, (out, x))
 
     def broadcast(
         self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
@@ -345,16 +348,16 @@ class Communicator(GroupCalls):
         """Replaces x, or each of a list, on every rank by the root's."""
         root = root_rank("broadcast", root, self.size)
         if isinstance(x, list):
-            return self._coalesced("broadcast", algorithm, async_op, timeout, wholes=x, root=root)
-        key = ("broadcast", self._signature(x), algorithm, root)
-        call = self._recall(key)
+            return self._calls.issue_list("broadcast", algorithm, async_op, timeout, wholes=x, root=root)
+        key = ("broadcast", signature_of(x), algorithm, root)
+        call = self._calls.recall(key)
         if call is None:
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
-            chosen = self._chosen("broadcast", algorithm, data, data.nbytes)
-            call = self._prepare(key, "broadcast", chosen, data, root)
+            chosen = self._calls.choose("broadcast", algorithm, data, data.nbytes)
+            call = self._calls.prepare(key, "broadcast", chosen, data, root)
         if timeout is None and not async_op:
-            return call.at_once(self, x)
-        return self._issue_otherwise(call, async_op, timeout, x)
+            return call.at_once(x)
+        return self._calls.issue(call, async_op, timeout, x)
 
     def gather(
         self,
@@ -374,26 +377,26 @@ class Communicator(GroupCalls):
         root = root_rank("gather", root, self.size)
         key = (
             "gather",
-            self._signature(out) if self.rank == root else out is None,
-            self._signature(x),
+            signature_of(out) if self.rank == root else out is None,
+            signature_of(x),
             algorithm,
             root,
             _tuple(counts),
         )
-        call = self._recall(key)
+        call = self._calls.recall(key)
         if call is None:
             data = buffers.inspect(x, "gather: x", writable=False)
             parts = arguments.given_parts("gather", counts, data.size, self.size)
             arguments.own_part("gather: x", data, parts, self.rank)
-            target = self._root_only("gather: out", out, root, sum(parts), writable=True)
+            target = of_root("gather: out", out, root, self.rank, sum(parts), writable=True)
             if target is not None:
                 arguments.same_dtype("gather", target, data)
                 arguments.refuse_overlap("gather", data, target, parts, self.rank)
-            chosen = self._chosen("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
-            call = self._prepare(key, "gather", chosen, target, data, root, parts)
+            chosen = self._calls.choose("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
+            call = self._calls.prepare(key, "gather", chosen, target, data, root, parts)
         if timeout is None and not async_op:
-            return call.at_once(self, (out, x))
-        return self._issue_otherwise(call, async_op, timeout, (out, x))
+            return call.at_once((out, x))
+        return self._calls.issue(call, async_op, timeout, (out, x))
 
     def scatter(
         self,
@@ -413,34 +416,34 @@ class Communicator(GroupCalls):
         root = root_rank("scatter", root, self.size)
         key = (
             "scatter",
-            self._signature(x) if self.rank == root else x is None,
-            self._signature(out),
+            signature_of(x) if self.rank == root else x is None,
+            signature_of(out),
             algorithm,
             root,
             _tuple(counts),
         )
-        call = self._recall(key)
+        call = self._calls.recall(key)
         if call is None:
             target = buffers.inspect(out, "scatter: out", writable=True)
             parts = arguments.given_parts("scatter", counts, target.size, self.size)
             arguments.own_part("scatter: out", target, parts, self.rank)
-            data = self._root_only("scatter: x", x, root, sum(parts), writable=False)
+            data = of_root("scatter: x", x, root, self.rank, sum(parts), writable=False)
             if data is not None:
                 arguments.same_dtype("scatter", target, data)
                 arguments.refuse_overlap("scatter", target, data, parts, self.rank)
-            chosen = self._chosen("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
-            call = self._prepare(key, "scatter", chosen, target, data, root, parts)
+            chosen = self._calls.choose("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
+            call = self._calls.prepare(key, "scatter", chosen, target, data, root, parts)
         if timeout is None and not async_op:
-            return call.at_once(self, (out, x))
-        return self._issue_otherwise(call, async_op, timeout, (out, x))
+            return call.at_once((out, x))
+        return self._calls.issue(call, async_op, timeout, (out, x))
 
     # ---- order ------------------------------------------------------------------------------------------------
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Returns once every rank has called it."""
         if timeout is None and not async_op:
-            return self._barrier.at_once(self, None)
-        return self._issue_otherwise(self._barrier, async_op, timeout, None)
+            return self._calls.barrier.at_once(None)
+        return self._calls.issue(self._calls.barrier, async_op, timeout, None)
 
     # ---- ahead ------------------------------------------------------------------------------------------------
 
@@ -473,18 +476,18 @@ class Communicator(GroupCalls):
         now, and what is queued there later, or after `Work.wait`, sees what they did; while they run, and for all that
         `task` computes, another stream is torch's current one.
         """
-        index = gpu_index("compound", device)
+        issuer, index = self._issuer, gpu_index("compound", device)
 
         def parts() -> None:
-            around, self._compound_in = self._compound_in, threading.get_ident()
+            around, issuer.compound_in = issuer.compound_in, threading.get_ident()
             try:
                 with background_on_all_ranks() if async_op else contextlib.nullcontext():
                     task()
             finally:
-                self._compound_in = around
+                issuer.compound_in = around
 
         call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
-        issue = self._issue if timeout is None else self._within(timeout)
+        issue = issuer.issue if timeout is None else issuer.within(timeout)
         return issue("compound", call, words(name), async_op, name=name)
 
 

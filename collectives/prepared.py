@@ -8,7 +8,7 @@ from .runtime.progress import Work
 from .schedules.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
-    from .group.ordered_group import OrderedGroup, Prepared
+    from .group.issue import Issuer, Prepared
 
 NOT_YET = object()  # as the timeout of an operation that is to be prepared, not to run
 PREPARED = (*ALGORITHMS, "barrier")  # what `Communicator.prepare` takes
@@ -21,16 +21,16 @@ class PreparedOperation:
     prepared operation or by the method. The arrays must keep their memory: no `resize_`, no freed storage.
     """
 
-    def __init__(self, group: OrderedGroup, prepared: Prepared, arrays: Any) -> None:
-        self._group, self._prepared, self._arrays = group, prepared, arrays
+    def __init__(self, issuer: Issuer, prepared: Prepared, arrays: Any) -> None:
+        self._issuer, self._prepared, self._arrays = issuer, prepared, arrays
         self._at_once = prepared.at_once
 
     def __call__(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Runs the operation. async_op, timeout: as the method has them."""
         if timeout is None and not async_op:
-            self._at_once(self._group, self._arrays)
+            self._at_once(self._arrays)
             return None
-        return self._group._issue_prepared(self._prepared, async_op, timeout, self._arrays)
+        return self._issuer.issue_prepared(self._prepared, async_op, timeout, self._arrays)
 
     def __repr__(self) -> str:
-        return f"PreparedOperation({self._prepared.operation}, {self._group!r})"
+        return f"PreparedOperation({self._prepared.operation}, {self._issuer.parts.description})"

@@ -108,7 +108,7 @@ LAYERS = {
         "measuring": "timing calibration",
         "groups of ranks": "group prepared",
         "API": "communicator",
-        "over it": "__init__ algorithms devices diagnostics command_line",
+        "over it": "__init__ algorithms devices diagnostics draining command_line",
         "programs": "tune bench",
     },
     "mpidl": {
@@ -247,6 +247,7 @@ PUBLIC = (
     "collectives.command_line",
     "collectives.devices",
     "collectives.diagnostics",
+    "collectives.draining",
     "collectives.price",
 )
 

@@ -42,6 +42,17 @@ def seconds(name: str, value: Any) -> float:
     return min(number, threading.TIMEOUT_MAX)
 
 
+def timeout(operation: str, value: Any, async_op: bool = False) -> float:
+    """`value` as the seconds that a synchronous operation may take."""
+    number = seconds(f"{operation}: timeout", value)
+    if async_op:
+        raise ArgumentError(
+            f"{operation}: got timeout={value} and async_op; needs Work.wait(timeout), after which the "
+            "operation goes on"
+        )
+    return number
+
+
 def elements(name: str, shape: Any) -> int:
     """The number of elements of an array of this shape."""
     try:

@@ -9,6 +9,7 @@ addresses and does not keep them alive. For a list of arrays the call is made an
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from typing import Any
 
 from ..base import buffers, coalesced, reduction
@@ -18,17 +19,52 @@ from ..errors import ArgumentError
 from ..memory import shared_memory
 from ..memory.shared_memory import is_one_for_all
 from ..prepared import NOT_YET, PreparedOperation
+from ..runtime.positions import NO_WORDS
 from . import details
-from .division import GroupDivision
-from .ordered_group import Prepared
+from .issue import Issuer, Prepared
 
 KEPT_CALLS = 4096  # of a few hundred bytes each
 
 
-class GroupCalls(GroupDivision):
-    """The calls of a group's operations: checks that need the group, choice, preparation and reuse."""
+def signature_of(array: Any) -> tuple[Any, ...] | None:
+    """Returns the array's signature, another one for memory that all ranks of the node share."""
+    seen = signature(array)
+    if shared_memory.one_for_all and seen is not None and is_one_for_all(seen[0]):
+        return (*seen, "one for all")
+    return seen
 
-    def _chosen(
+
+def refuse_shared(name: str, data: Buffer) -> None:
+    """Raises ArgumentError for an array that is the same memory on all ranks of the node."""
+    if is_one_for_all(data.address):
+        raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
+
+
+def of_root(name: str, array: Any, root: int, rank: int, size: int, *, writable: bool) -> Buffer | None:
+    """The root's large array, of so many elements; the others must give none."""
+    if rank != root:
+        if array is not None:
+            raise ArgumentError(f"{name}: got an array on rank {rank}; only the root, {root}, gives one")
+        return None
+    data = buffers.inspect(array, name, writable=writable)
+    if data.size != size:
+        raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
+    return data
+
+
+class GroupCalls:
+    """The calls of one group's operations: choice of the algorithm, preparation, reuse.
+
+    issuer: of the group. barrier: the call of the operation that has no arrays.
+    """
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer, self._dispatch = issuer, issuer.parts.dispatch
+        self._choose = self._dispatch.selection.choose
+        self._kept: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
+        self.barrier = issuer.prepare("barrier", self._dispatch.prepare("barrier", "mpi"), NO_WORDS)
+
+    def choose(
         self, operation: str, algorithm: str, data: Buffer, nbytes: int, op: Reduction | None = None, even: bool = True
     ) -> str:
         """Chooses the algorithm; on a GPU "auto" stays "auto", as the transport is chosen first."""
@@ -36,61 +72,43 @@ class GroupCalls(GroupDivision):
             return algorithm
         return self._choose(operation, algorithm, data.dtype, nbytes, op, even)
 
-    def _signature(self, array: Any) -> tuple[Any, ...] | None:
-        """Returns the array's signature, another one for memory that all ranks of the node share."""
-        seen = signature(array)
-        if shared_memory.one_for_all and seen is not None and is_one_for_all(seen[0]):
-            return (*seen, "one for all")
-        return seen
-
-    def _recall(self, key: tuple[Any, ...]) -> Prepared | None:
+    def recall(self, key: tuple[Any, ...]) -> Prepared | None:
         """The call that was prepared for the same arrays and arguments, which need no second check."""
         try:
-            return self._calls.get(key)
+            return self._kept.get(key)
         except TypeError:  # an argument that cannot be a key; the checks will say what is wrong with it
             return None
 
-    def _prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Prepared:
+    def prepare(self, key: tuple[Any, ...], operation: str, algorithm: str, *checked: Any) -> Prepared:
         """The call for checked arguments, kept for the next time if the arrays can be told by their signatures.
 
         key: the operation, the signatures, and all that the checks and the choice depend on.
 
         It refers to the arrays by their addresses, so as not to keep them alive.
         """
-        self._refuse_if_unusable(operation)
+        self._issuer.refusal.check(operation)
         detail = details.of_arrays(algorithm, checked)
         if None in key[1:3]:
-            return self._prepared(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
+            return self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
-        call = self._prepared(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
-        if len(self._calls) >= KEPT_CALLS:
-            self._calls.popitem(last=False)
+        call = self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
+        if len(self._kept) >= KEPT_CALLS:
+            self._kept.popitem(last=False)
         with contextlib.suppress(TypeError):  # an argument that is right and yet no key
-            self._calls[key] = call
+            self._kept[key] = call
         return call
 
-    def _issue_otherwise(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
+    def forget(self) -> None:
+        """Forgets all calls: what an array had is now other memory, or may be."""
+        self._kept.clear()
+
+    def issue(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
         """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""
         if timeout is NOT_YET:
-            return PreparedOperation(self, call, arrays)
-        return self._issue_prepared(call, async_op, timeout, arrays)
+            return PreparedOperation(self._issuer, call, arrays)
+        return self._issuer.issue_prepared(call, async_op, timeout, arrays)
 
-    def _refuse_shared(self, name: str, data: Buffer) -> None:
-        if is_one_for_all(data.address):
-            raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
-
-    def _root_only(self, name: str, array: Any, root: int, size: int, *, writable: bool) -> Buffer | None:
-        """The root's large array; the others must give none."""
-        if self.rank != root:
-            if array is not None:
-                raise ArgumentError(f"{name}: got an array on rank {self.rank}; only the root, {root}, gives one")
-            return None
-        data = buffers.inspect(array, name, writable=writable)
-        if data.size != size:
-            raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
-        return data
-
-    def _coalesced(
+    def issue_list(
         self,
         operation: str,
         algorithm: str,
@@ -102,23 +120,24 @@ class GroupCalls(GroupDivision):
         root: int = 0,
         op: Any = None,
     ) -> Any:
-        """Checks every array, chooses for every batch, and issues all of it as one operation."""
-        written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (self.rank == root)
-        items = coalesced.inspect(operation, wholes, owns, self.rank, self.size, writable=written)
+        """Checks every array of a list, chooses for every batch, and issues all of it as one operation."""
+        rank, size = self._dispatch.rank, self._dispatch.size
+        written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (rank == root)
+        items = coalesced.inspect(operation, wholes, owns, rank, size, writable=written)
         if operation in reduction.OPERATIONS:
             for number, item in enumerate(items):
-                self._refuse_shared(coalesced.name(operation, number), item.whole)
+                refuse_shared(coalesced.name(operation, number), item.whole)
         steps: list[tuple[Any, ...]] = []
         for batch in coalesced.batches(items):
             data = batch[0].whole
             reduced = None if op is None else reduction.check(op, data.dtype)
             nbytes = sum(item.whole.nbytes for item in batch)
-            chosen = self._chosen(operation, algorithm, data, nbytes, reduced)
+            chosen = self.choose(operation, algorithm, data, nbytes, reduced)
             steps.append((operation, chosen, batch, root, reduced, written))
         call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
         arrays, rooted = [item.whole for item in items], operation in ("reduce", "broadcast")
         detail = details.of_list(op, arrays, root, rooted, [step[1] for step in steps])
         if timeout is NOT_YET:
-            return PreparedOperation(self, self._prepared(operation, call, detail), (wholes, owns))
-        issue = self._issue if timeout is None else self._within(timeout)
+            return PreparedOperation(self._issuer, self._issuer.prepare(operation, call, detail), (wholes, owns))
+        issue = self._issuer.issue if timeout is None else self._issuer.within(timeout)
         return issue(operation, call, detail, async_op, (wholes, owns))

@@ -39,7 +39,8 @@ def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:
 
 def _positions(comm: OrderedGroup) -> dict[int, Position]:
     """Positions by rank, of this rank and of those that can be asked."""
-    if comm._guard is not None:
-        return comm._guard.positions_of_all()
-    members = comm._dispatch.topology.members if comm._positions.shared else [comm.rank]
-    return dict(zip(members, comm._positions.all(), strict=True))
+    guard, positions = comm._parts.guard, comm._dispatch.positions
+    if guard is not None:
+        return guard.positions_of_all()
+    members = comm.node_ranks if positions.shared else [comm.rank]
+    return dict(zip(members, positions.all(), strict=True))

@@ -12,15 +12,14 @@ from ..base.arguments import integer
 from ..errors import ArgumentError, OperationError
 from ..runtime.dropped import freed_if_it_fails, freed_if_mpi_fails
 from ..runtime.positions import NO_WORDS
-from .objects import GroupObjects
 from .ordered_group import OrderedGroup
 
 if TYPE_CHECKING:
     from typing import Self  # which Python 3.10 has not
 
 
-class GroupDivision(GroupObjects):
-    """The groups that ranks of a group form: splits, duplicates, ranks by their numbers elsewhere."""
+class GroupDivision(OrderedGroup):
+    """A group whose ranks form other groups: splits, duplicates, ranks by their numbers elsewhere."""
 
     @overload
     def translate_ranks(self, ranks: int, other: OrderedGroup | None = None) -> int | None: ...
@@ -63,7 +62,7 @@ class GroupDivision(GroupObjects):
             except OperationError as error:
                 failures.append(error)
 
-        self._issue("split", task, NO_WORDS, async_op=False)
+        self._issuer.issue("split", task, NO_WORDS, async_op=False)
         if failures:
             raise failures[0]
         group = groups[0]
@@ -72,7 +71,7 @@ class GroupDivision(GroupObjects):
         assert isinstance(group, MPI.Intracomm)
         with freed_if_it_fails([group]):
             made = type(self)(group, timeout=self._timeout, name=name, scratch=self._scratch)
-        made._made.append(group)
+        made._parts.made.append(group)
         return made
 
     def split_by_node(self) -> tuple[Self, Self]:
@@ -99,5 +98,5 @@ class GroupDivision(GroupObjects):
         """
         made = self.split(0, self.rank, name=self.name)
         assert made is not None
-        self._duplicates = [one for one in self._duplicates if not one._closed] + [made]
+        self._end.add_duplicate(made._end)
         return made

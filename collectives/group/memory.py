@@ -51,7 +51,7 @@ class GroupMemory(OrderedGroup):
             return DevicePages(device)
         size = arguments.elements("pages: nbytes", nbytes)
         made: list[SharedMemory] = []
-        self._calls.clear()  # as for any new memory
+        self._calls.forget()  # as for any new memory
 
         def task() -> None:
             kind = buffers.describe(np.uint8)
@@ -59,7 +59,7 @@ class GroupMemory(OrderedGroup):
             if memory is not None:
                 made.append(memory)
 
-        self._issue("pages", task, words("shared" if shared else "private"), async_op=False)
+        self._issuer.issue("pages", task, words("shared" if shared else "private"), async_op=False)
         return Pages(made[0], made[0].file) if made else Pages.private(size)
 
     def is_shared(self, array: Any) -> bool:
@@ -72,7 +72,7 @@ class GroupMemory(OrderedGroup):
         index = gpu_index(operation, device)
         of_dtype = f"of {kind.name}"
         made: list[Any] = []
-        self._calls.clear()  # an array that is freed may have had an address that is now of this memory
+        self._calls.forget()  # an array that is freed may have had an address that is now of this memory
 
         def on_gpu() -> None:
             assert index is not None
@@ -81,7 +81,7 @@ class GroupMemory(OrderedGroup):
                 made.append(self._dispatch.allocate_on_gpu(index, nbytes, kind, shared=shared))
 
         if index is not None:
-            self._issue(operation, on_gpu, words(of_dtype), async_op=False)
+            self._issuer.issue(operation, on_gpu, words(of_dtype), async_op=False)
             if not made:
                 raise OperationError(f"{operation}: a GPU of this group has no room for {elements} of {kind.name}")
             sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -92,5 +92,5 @@ class GroupMemory(OrderedGroup):
             if memory is not None:
                 made.append(buffers.over(memory, memory.offset(self.local_rank), shape, dtype))
 
-        self._issue(operation, task, words(of_dtype), async_op=False)
+        self._issuer.issue(operation, task, words(of_dtype), async_op=False)
         return made[0] if made else buffers.empty(shape, dtype)

@@ -7,32 +7,34 @@ from functools import wraps
 from math import inf
 from typing import Any, Literal, TypeVar, overload
 
-from ..base.arguments import seconds
+from ..base import arguments
 from ..errors import WorkTimeout
 from ..messages.message import Receiving
 from ..messages.messages import Envelope, P2POp
 from ..process.labels import label
 from ..runtime.progress import Work
-from .memory import GroupMemory
+from .ordered_group import OrderedGroup
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _unusable_if_interrupted(method: _Method) -> _Method:
-    """Makes the communicator unusable where an interrupt, such as Ctrl-C, leaves a message of which no call knows."""
+def _unusable_if_cut_short(method: _Method) -> _Method:
+    """Makes the communicator unusable where a timeout or an interrupt, such as Ctrl-C, leaves a message under way."""
 
     @wraps(method)
     def called(self: GroupMessages, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
+        except WorkTimeout as late:
+            raise self._refusal.timed_out(late) from None
         except (KeyboardInterrupt, SystemExit):
-            self._interrupted(method.__name__)
+            self._refusal.interrupted(method.__name__)
             raise
 
     return called  # type: ignore[return-value]
 
 
-class GroupMessages(GroupMemory):
+class GroupMessages(OrderedGroup):
     """A group whose ranks send each other messages. Messages do not queue behind collectives.
 
     Messages from one rank to another with one tag meet receives in the order in which both are posted. Those from any
@@ -42,7 +44,7 @@ class GroupMessages(GroupMemory):
     cannot be used any more, as the message may still come to the array. Of `probe` it leaves all as it was.
     """
 
-    @_unusable_if_interrupted
+    @_unusable_if_cut_short
     def send(
         self, x: Any, dest: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
@@ -51,12 +53,10 @@ class GroupMessages(GroupMemory):
         Messages do not queue behind collectives: two ranks may both receive first and then send, asynchronously. A
         message to this rank itself is copied, and `send` returns at once; with async_op it is not copied.
         """
-        self._refuse_if_unusable("send")
+        self._refusal.check("send")
+        limit = None if timeout is None else arguments.timeout("send", timeout, async_op)
         with label("collectives::send"):
-            if timeout is None:
-                return self._messages.send(x, dest, tag, async_op=async_op)
-            with self._giving_up("send", timeout, async_op) as limit:
-                return self._messages.send(x, dest, tag, timeout=limit)
+            return self._messages.send(x, dest, tag, async_op=async_op, timeout=limit)
 
     @overload
     def recv(
@@ -73,7 +73,7 @@ class GroupMessages(GroupMemory):
     @overload
     def recv(self, x: Any, source: int | None = None, tag: int = 0, *, async_op: bool) -> Receiving | int: ...
 
-    @_unusable_if_interrupted
+    @_unusable_if_cut_short
     def recv(
         self,
         x: Any,
@@ -91,16 +91,13 @@ class GroupMessages(GroupMemory):
         Raises OperationError if the message is longer or shorter than x, or of another dtype; x may then hold anything.
         Raises ArgumentError where this rank waits for itself and has sent nothing.
         """
-        self._refuse_if_unusable("recv")
+        self._refusal.check("recv")
+        limit = None if timeout is None else arguments.timeout("recv", timeout, async_op)
         with label("collectives::recv"):
-            if timeout is None:
-                message = self._messages.recv(x, source, tag, async_op=async_op)
-            else:
-                with self._giving_up("recv", timeout, async_op) as limit:
-                    message = self._messages.recv(x, source, tag, timeout=limit)
+            message = self._messages.recv(x, source, tag, async_op=async_op, timeout=limit)
         return message if async_op else message.sender
 
-    @_unusable_if_interrupted
+    @_unusable_if_cut_short
     def sendrecv(
         self,
         x: Any,
@@ -117,22 +114,20 @@ class GroupMessages(GroupMemory):
         Neither waits for the other, so that ranks may pass arrays around a ring. x and out must not overlap.
         source: None: any rank. recv_tag: of the message that is received; by default `tag`. Errors: those of `recv`.
         """
-        self._refuse_if_unusable("sendrecv")
+        self._refusal.check("sendrecv")
         own_tag = tag if recv_tag is None else recv_tag
+        limit = None if timeout is None else arguments.timeout("sendrecv", timeout)
         with label("collectives::sendrecv"):
-            if timeout is None:
-                return self._messages.sendrecv(x, dest, out, source, tag, own_tag)
-            with self._giving_up("sendrecv", timeout) as limit:
-                return self._messages.sendrecv(x, dest, out, source, tag, own_tag, limit)
+            return self._messages.sendrecv(x, dest, out, source, tag, own_tag, limit)
 
-    @_unusable_if_interrupted
+    @_unusable_if_cut_short
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[Work]:
         """Begins several messages at once and returns their Works, in the order of the list.
 
         All arguments are checked before anything is sent. Receives begin first, then sends, both in the order of the
         list, so that ranks may list them in any order. No rank but the peers need call it.
         """
-        self._refuse_if_unusable("batch_isend_irecv")
+        self._refusal.check("batch_isend_irecv")
         with label("collectives::batch_isend_irecv"):
             return self._messages.batch(operations)
 
@@ -142,8 +137,8 @@ class GroupMessages(GroupMemory):
         The next `recv` from the described `source` with this tag takes that message. Messages for receives that are
         posted already are not seen. timeout: seconds, after which WorkTimeout is raised.
         """
-        self._refuse_if_unusable("probe")
-        limit = inf if timeout is None else seconds("probe: timeout", timeout)
+        self._refusal.check("probe")
+        limit = inf if timeout is None else arguments.seconds("probe: timeout", timeout)
         with label("collectives::probe"):
             found = self._messages.probe(source, tag, seconds=limit)
         if found is None:
@@ -152,5 +147,5 @@ class GroupMessages(GroupMemory):
 
     def iprobe(self, source: int | None = None, tag: int = 0) -> Envelope | None:
         """Describes the message that `probe` would wait for, or returns None if it has not come; never blocks."""
-        self._refuse_if_unusable("iprobe")
+        self._refusal.check("iprobe")
         return self._messages.probe(source, tag, seconds=0)

@@ -32,7 +32,7 @@ class GroupObjects(GroupMessages):
     cannot pickle what it gives. timeout: as of operations on arrays, for all that it takes.
     """
 
-    # Defined by the Communicator:
+    # Defined by the Communicator, which derives from this class:
     all_gather: Callable[..., Any]
     broadcast: Callable[..., Any]
     gather: Callable[..., Any]

@@ -115,7 +115,7 @@ class Progress:
 
     queue, turn: what is queued, and the lock of the thread that runs an operation. may_sleep: the thread may sleep
     while it waits for messages (`idle_wait`). follows: it runs on the core of the thread that issues; both to be set
-    before the first task. drain_hook: see `Communicator.register_drain_hook`. number: in the order in which they were
+    before the first task. drain_hook: see `collectives.draining`. number: in the order in which they were
     made. stranded: an operation that its caller has given up, if there is one; it may never end.
     """
 

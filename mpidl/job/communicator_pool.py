@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from collectives import Communicator
+from collectives.draining import exempt_from_watchdog, register_drain_hook
 
 
 class PooledCommunicator:
@@ -35,12 +36,12 @@ class PooledCommunicator:
         drain: completes operations that single ranks have left; the same on every rank; must not keep the engine.
         """
         self._drain = drain
-        self.comm.register_drain_hook(drain)
+        register_drain_hook(self.comm, drain)
 
     def give_back(self) -> None:
         """Makes it free for another engine. An operation in flight may wait for the other ranks until the drain."""
         if self._drain is not None:
-            self.comm.exempt_from_watchdog = True
+            exempt_from_watchdog(self.comm)
         self.free = True
 
     def take(self) -> None:
@@ -49,7 +50,7 @@ class PooledCommunicator:
         if self._drain is not None:
             self._drain()
             self.set_drain(None)
-        self.comm.exempt_from_watchdog = False
+        exempt_from_watchdog(self.comm, False)
 
 
 _pooled: weakref.WeakKeyDictionary[Communicator, list[PooledCommunicator]] = weakref.WeakKeyDictionary()

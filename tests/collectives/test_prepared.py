@@ -12,7 +12,7 @@ import torch
 
 from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError
 from collectives.base import buffers
-from collectives.group import calls, ordered_group
+from collectives.group import calls, issue
 from collectives.prepared import PREPARED
 
 
@@ -135,7 +135,8 @@ def test_a_failure_in_the_background_just_before_its_turn_is_seen(monkeypatch: p
     made = Communicator()
     x = np.ones(2)
     call = made.prepare("all_reduce", x)
-    monkeypatch.setattr(ordered_group, "is_profiled", lambda: made._give_up("something failed"))  # the last look before
+    fail = made._refusal.give_up
+    monkeypatch.setattr(issue, "is_profiled", lambda: fail("something failed"))  # the last look before
     with pytest.raises(OperationError, match="something failed"):
         call()
     assert (x == 1).all()

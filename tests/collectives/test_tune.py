@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator, OperationError
 from collectives.backends.backend import Backend
+from collectives.backends.dispatch import Dispatch
 from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.backends.mpi import Library
 from collectives.backends.schedule_backend import ScheduleBackend
@@ -21,6 +22,7 @@ from collectives.backends.symmetric.backend import Symmetric
 from collectives.backends.tables import ALWAYS, default_tables, library, read_tables, tuning_path, write_tables
 from collectives.base.buffers import describe
 from collectives.calibration import cache_path, table_of
+from collectives.group import setup
 
 TUNE = ("-m", "collectives.tune")
 FLOAT = describe("float32")
@@ -167,17 +169,17 @@ def test_a_group_that_cannot_be_made_leaves_no_communicators_of_mpi(
 ) -> None:
     """MPI has a limited number of them."""
     made: list[Any] = []
-    select, split = Communicator._select, comm._dispatch.split
+    select, split = setup._select, comm._dispatch.split
 
-    def watched_select(group: Communicator) -> Selection:
-        made.append(group._made)
-        return select(group)
+    def watched_select(dispatch: Dispatch, *arguments: Any) -> Selection:
+        made.append(dispatch._made)
+        return select(dispatch, *arguments)
 
     def watched_split(*arguments: Any) -> Any:
         made.append([split(*arguments)])
         return made[-1][0]
 
-    monkeypatch.setattr(Communicator, "_select", watched_select)
+    monkeypatch.setattr(setup, "_select", watched_select)
     monkeypatch.setattr(comm._dispatch, "split", watched_split)
     (tmp_path / "tuning.json").write_text("[]")
     monkeypatch.setenv("MPIDL_TUNING", str(tmp_path / "tuning.json"))

@@ -28,6 +28,7 @@ import torch
 
 from collectives import Communicator, Work
 from collectives.devices import HOST
+from collectives.draining import exempt_from_watchdog
 
 from ..traffic import ZeroTraffic
 
@@ -226,7 +227,7 @@ def leave(comm: Communicator, units: int) -> None:
     """
     message, table = _messages(comm, units)
     message[:] = [-1, Purpose.GONE, *[0] * (message.size - 2)]
-    comm.exempt_from_watchdog = True  # at the end of the program the others may come late
+    exempt_from_watchdog(comm)  # at the end of the program the others may come late
 
     def task() -> None:
         comm.all_gather(table, message)

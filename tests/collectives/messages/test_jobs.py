@@ -56,7 +56,7 @@ if comm.rank == 0:
     comm.recv(np.empty(1 << 20), 1, async_op=True)  # for which nothing is sent
     comm.send(data, 1, async_op=True)
 else:
-    while comm._positions.all()[0].operation != "the end of its program":
+    while comm._dispatch.positions.all()[0].operation != "the end of its program":
         pass
     time.sleep(0.2)  # until the interpreter has freed the sender's objects
     comm.recv(data, 0)

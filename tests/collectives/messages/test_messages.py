@@ -222,7 +222,7 @@ def test_a_receive_without_a_handle_writes_to_no_other_array(
     made = Communicator()
     if comm.rank == 1:
         if how == "interrupted":
-            monkeypatch.setattr(made._positions, "waiting", interrupted)
+            monkeypatch.setattr(made._dispatch.positions, "waiting", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 made.recv(np.zeros(SIZE), 0)
         else:
@@ -254,7 +254,7 @@ def test_a_message_that_was_interrupted_is_not_taken_for_the_next_one(
         "recv": lambda: made.recv(came, left),
         "sendrecv": lambda: made.sendrecv(x, right, came, left),
     }
-    monkeypatch.setattr(made._positions, "waiting", interrupted)
+    monkeypatch.setattr(made._dispatch.positions, "waiting", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calls[how]()
     for call in calls.values():

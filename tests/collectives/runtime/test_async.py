@@ -221,9 +221,9 @@ def test_after_a_failure_on_the_way_the_communicator_refuses_to_go_on(
 
     x = np.ones(2)
     lives = weakref.ref(x)
-    issue = partial(group._issue, "all_reduce", fail, NO_WORDS, False)
+    issue = partial(group._issuer.issue, "all_reduce", fail, NO_WORDS, False)
     if prepared:
-        issue = partial(group._prepared("all_reduce", fail, NO_WORDS).at_once, group)
+        issue = group._issuer.prepare("all_reduce", fail, NO_WORDS).at_once
     with pytest.raises(error):
         issue(x)
     del issue

@@ -56,9 +56,9 @@ def test_it_sees_peers_by_the_world_s_numbers(comm: Communicator, witness: Witne
     witness.look()
     comm.barrier()
     if backwards.rank == backwards.size - 1 and comm.size > 1:  # rank 0 of the world waits for the last one
-        with backwards._positions.waiting("recv", 0):
+        with backwards._dispatch.positions.waiting("recv", 0):
             assert witness.groups()[0][0].peer == comm.size - 1
-        with backwards._positions.waiting("recv", ANY):
+        with backwards._dispatch.positions.waiting("recv", ANY):
             (there,) = (group[0] for group in witness.groups())
             assert str(there) == "is in recv from any rank"
             assert there.waits_for(1)

@@ -14,7 +14,7 @@ import os, signal, time, torch, mpidl
 comm = mpidl.init()
 comm.all_reduce(torch.ones(2))
 if comm.rank == 1:
-    while comm._positions.all()[0].operation != "barrier":
+    while comm._dispatch.positions.all()[0].operation != "barrier":
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 comm.barrier()

@@ -84,7 +84,7 @@ class Training:
         return {
             "tensors": tensors(),
             "hooks": sum(map(hooks, self.call.modules())) + sum(map(hooks, self.model.parameters())),
-            "allocations": allocations(self.comm),
+            "allocations": allocations(self.comm._end),
             "descriptors": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
         }
 
@@ -99,10 +99,10 @@ def hooks(owner: torch.nn.Module | torch.nn.Parameter) -> int:
     return sum(len(getattr(owner, kind, None) or ()) for kind in HOOKS)
 
 
-def allocations(comm) -> int:
-    """Live pieces of symmetric memory of a Communicator and its duplicates."""
-    own = comm._dispatch.allocator.count_live()
-    return own + sum(allocations(other) for other in comm._duplicates)
+def allocations(end) -> int:
+    """Live pieces of symmetric memory of a Communicator and its duplicates. end: the Communicator's."""
+    own = end.parts.dispatch.allocator.count_live()
+    return own + sum(allocations(other) for other in end.duplicates)
 
 
 def resident() -> int:
@@ -139,7 +139,7 @@ def test_engines_one_after_the_other_give_all_back(comm, engine: str) -> None:
 
     def left() -> tuple[int, int]:
         gc.collect()
-        return tensors(), allocations(comm)
+        return tensors(), allocations(comm._end)
 
     counts: list[tuple[int, int]] = []
     for _ in range(3):

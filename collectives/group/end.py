@@ -1,0 +1,131 @@
+"""End of a group: what is queued here runs, then the communicators of MPI are freed.
+
+    close      every rank comes to it; duplicates are closed with the group they are made from
+    exception  while one is handled, the other ranks have two seconds to come: else nothing is freed
+    stranded   where an operation has timed out and is still under way, nothing is freed either
+
+A group that is dropped without `close` leaves its communicators to `dropped`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from ..memory.lifetime import keep_for_ever
+from ..runtime import background_errors
+from .issue import Issuer, Plain
+
+_CLOSE_AFTER_ERROR = 2.0  # seconds
+
+
+class GroupEnd:
+    """The end of one group.
+
+    parts: of the group. duplicates: the ends of the groups that are closed with it.
+    """
+
+    def __init__(self, issuer: Issuer) -> None:
+        self.parts = issuer.parts
+        self.duplicates: list[GroupEnd] = []
+        self._issuer, self._refusal = issuer, issuer.refusal
+        self._progress, self._positions = issuer.progress, issuer.positions
+
+    def add_duplicate(self, duplicate: GroupEnd) -> None:
+        """Adds a group that is to be closed with this one, and forgets those that are closed already."""
+        self.duplicates = [one for one in self.duplicates if not one._refusal.closed] + [duplicate]
+
+    def register_drain_hook(self, task: Plain | None) -> None:
+        """Registers a task to run before the last wait for what is queued here; see `draining`."""
+        self._progress.drain_hook = task
+        if self.parts.guard is not None:
+            self.parts.guard.late = task is not None
+
+    def close(self) -> None:
+        """Closes the group; see `Communicator.close`."""
+        if self._refusal.closed:
+            return
+        self._close()
+        if sys.exc_info()[0] is None:
+            for work in background_errors.find(self._has_made):
+                work.wait()
+
+    def _has_made(self, work: Any) -> bool:
+        """Returns whether an operation or message is of this group or a duplicate of it."""
+        own = work.source is self._progress or self.parts.messages.channels.has(work)
+        return own or any(made._has_made(work) for made in self.duplicates)
+
+    def _close(self) -> None:
+        refusal, parts = self._refusal, self.parts
+        if refusal.closed:
+            return
+        refusal.when_dropped.detach()
+        if self._progress.is_stranded():
+            self._leave_open(MPI.REQUEST_NULL, ended=True)
+            return
+        everywhere = MPI.REQUEST_NULL if refusal.failed else parts.for_messages.Ibarrier()
+        if not _all_arrive(everywhere):
+            self._leave_open(everywhere)
+            return
+        self._drain()
+        refusal.close("it was closed")
+        for made in self.duplicates:
+            made._close()
+        self._progress.close()
+        if not refusal.failed:  # else the other ranks may never come here
+            self._positions.enter(self._issuer.issued + 1, "close")
+            everywhere.Wait()
+            parts.messages.channels.close()
+            self._positions.leave()
+        else:
+            parts.messages.channels.drop_queued()  # which would look for messages in what is freed
+            if parts.guard is not None and not parts.guard.closed:
+                self._positions.end()  # a rank that waits for this one, as in its own `close`, hears of it
+        if parts.guard is not None:
+            parts.guard.close()
+        parts.dispatch.close()
+        for comm in parts.made:
+            comm.Free()
+
+    def _drain(self) -> None:
+        """Returns when what is queued here and in the duplicates has run: parts of one may be operations of another."""
+        if self._refusal.closed or self._progress.is_stranded():
+            return
+        if self._progress.drain_hook is not None:
+            self._progress.drain_hook()
+            self.register_drain_hook(None)
+        for made in self.duplicates:
+            made._drain()
+        self._progress.drain()
+
+    def _leave_open(self, everywhere: MPI.Request, *, ended: bool = False) -> None:
+        """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory.
+
+        ended: a rank that waits for this one, as in its own `close`, hears of it.
+        """
+        self._refusal.close("it was closed after an exception, while other ranks were elsewhere")
+        self.register_drain_hook(None)
+        for made in self.duplicates:
+            made._refusal.when_dropped.detach()
+            made._leave_open(MPI.REQUEST_NULL, ended=ended)
+        self._progress.abandon()
+        self.parts.messages.channels.drop_queued()
+        self._positions.leave(failed=True)
+        if ended:
+            self._positions.end()
+        keep_for_ever((self.parts.dispatch, self.parts.made, everywhere))
+
+
+def _all_arrive(everywhere: MPI.Request) -> bool:
+    """True unless an exception is being handled and the request does not complete within `_CLOSE_AFTER_ERROR`."""
+    if sys.exc_info()[0] is None:
+        return True
+    limit = time.monotonic() + _CLOSE_AFTER_ERROR
+    while not everywhere.Test():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(1e-3)
+    return True
