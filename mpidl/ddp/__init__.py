@@ -1,21 +1,31 @@
 """Distributed data parallel: the whole model on every rank, gradients averaged while backward goes on.
 
-wrapper            DistributedDataParallel, what a user calls
-plain_model        the model inside the wrapper and inside torch.compile's
-reducer            gradients -> buckets -> their means; the buckets' order; what a pass did not reach
-arguments          checks of the constructor's arguments
-bucket_memory      the memory in which the buckets lie side by side
-linear             computes weight gradients of linear layers in the buckets
-sparse             gradients of sparse embeddings
-several_backwards  several backward passes of one forward pass
-first_pass         the first pass of a wrapper that was copied, such as by deepcopy
-module_changes     detects parameters that were replaced or resized
-shared_parameters  finds parameters that another wrapper averages as well
-forward_signature  `forward` with the signature of the module inside
-join_hook          what a rank without batches does in a Join; joined_passes: what the reducer keeps for it
-backward_steps     steps within the backward pass: step_in_backward
-optimizer_class    which optimizers can make these steps
-used_gradient      what these steps leave in `.grad`
+What a user calls:
+
+wrapper             DistributedDataParallel; plain_model: the model inside it and inside torch.compile's
+arguments           checks of the constructor's arguments
+forward_signature   `forward` with the signature of the module inside
+first_pass          the first pass of a wrapper that was copied, such as by deepcopy
+
+A backward pass:
+
+reducer             moves gradients into the buckets, and their means back to `.grad`
+trained_parameters  what trains, on which all ranks agree as a pass begins
+module_changes      detects parameters that were replaced or resized
+shared_parameters   finds parameters that another wrapper averages as well
+unused_parameters   what a pass will not reach, as its graph tells
+reached_parameters  what the passes of all ranks have reached, and what a rank has missed
+bucket_order        which parameters are in which bucket, in the order of arrival
+bucket_means        reduces the buckets; bucket_memory: the memory in which they lie side by side
+linear              computes weight gradients of linear layers in the buckets
+sparse              gradients of sparse embeddings
+
+Other passes:
+
+join_hook           what a rank without batches does in a Join; joined_passes: what the reducer keeps for it
+backward_steps      steps within the backward pass: step_in_backward
+optimizer_class     which optimizers can make these steps
+used_gradient       what these steps leave in `.grad`
 """
 
 from .wrapper import DistributedDataParallel

@@ -79,5 +79,10 @@ class JoinedPasses:
         for p, gradient in own.items():
             p.grad = gradient
 
+    def leave(self) -> None:
+        """Ends the block: passes are those of all ranks again."""
+        self.joining = None
+        self.mean_correction, self.order_root = 1.0, 0
+
     def _take_over(self, joining: Joining) -> None:
         self.mean_correction, self.order_root = joining.mean_correction, joining.turns.root

@@ -218,7 +218,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             ignored=self.parameters_to_ignore,
         )
         if self._hook is not None:
-            self._reducer.hook = self._hook
+            self._reducer.means.hook = self._hook
         self._ending = ending
 
     # ---- training ---------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _after_forward(self, output: Any) -> None:
         self._watch.after_forward(output)
         if self._reducer is not None:
-            self._reducer.after_forward(output)
+            self._reducer.unused.after_forward(output)
 
     # ---- as programs for PyTorch's use it ---------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.static_graph:
             return
         if self._reducer is not None:
-            if self._reducer.rebuilt:
+            if self._reducer.order.rebuilt:
                 raise ConfigurationConflict("_set_static_graph: training has begun; set it before")
             self._reducer.set_static_graph()
         self.static_graph = True
@@ -349,11 +349,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         comm_hooks.check(hook)
         if self._hook is not None:
             raise ConfigurationConflict("register_comm_hook: this DistributedDataParallel has a hook already")
-        if self._reducer is not None and self._reducer.rebuilt:
+        if self._reducer is not None and self._reducer.order.rebuilt:
             raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
         self._hook = (state, hook)
         if self._reducer is not None:
-            self._reducer.hook = self._hook
+            self._reducer.means.hook = self._hook
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
         """Has backward passes make the optimizers' steps; without optimizers they step no more. Collective.
@@ -437,10 +437,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The memory of the buckets, in which the gradients lie; of which a copy has none before its first pass."""
-        if self._reducer is not None and self._reducer.steps is not None:
-            return {"gradients": self._reducer.steps.held}
-        buckets = [] if self._reducer is None else self._reducer.queue.buckets
-        return {"gradients": [bucket.flat for bucket in buckets if bucket.flat is not None]}
+        return {"gradients": [] if self._reducer is None else self._reducer.held}
 
     def stats(self) -> dict[str, Any]:
         """Tells how gradients are reduced now, in what JSON has, for a log. Not collective.
@@ -453,7 +450,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         reducer = self._reducer
         names = self._named_parameters(frozen=True)
         found = facts([] if reducer is None else reducer.queue.buckets, names)
-        return {**found, "reduces_at_end": reducer is not None and reducer.reduces_at_end}
+        return {**found, "reduces_at_end": reducer is not None and reducer.means.reduces_at_end}
 
     # ---- what belongs to it -----------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class BucketQueue:
     `end` into finished, `reset` into abandoned, and `synchronise` tells if a pass communicates.
 
     take(bucket, index): called when the gradient of a parameter is complete, to move it into the bucket.
-    launch(bucket): starts the bucket's collective; only called for filled buckets, in the order of `buckets`.
+    launch(bucket): starts the bucket's collective; only called for filled buckets, in the order of `buckets`. An
+        attribute too, which may be set between passes.
     finish(): called at the end of a backward pass, after all buckets have been launched.
     missing(bucket, index): called for every parameter that the pass did not reach, before its bucket is launched.
     on_gradient_after_launch(bucket, index): called in place of take for a gradient that comes when its bucket has been
@@ -62,7 +63,7 @@ class BucketQueue:
         self.expected: dict[torch.nn.Parameter, int] = {}
         self.arrivals: dict[torch.nn.Parameter, int] = {}
         self._watch = watch
-        self._take, self._launch, self._finish, self._missing = take, launch, finish, missing
+        self._take, self.launch, self._finish, self._missing = take, launch, finish, missing
         self._on_gradient_after_launch = on_gradient_after_launch or take
         self._place = place
         self._handles: dict[torch.nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
@@ -130,7 +131,7 @@ class BucketQueue:
             if p not in self.arrivals:
                 self._missing(bucket, index)
         with label("mpidl::bucket"):
-            self._launch(bucket)
+            self.launch(bucket)
 
     def launch_rest(self) -> None:
         """Launches what is left, without any more gradients."""
