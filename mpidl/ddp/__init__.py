@@ -4,8 +4,10 @@ What a user calls:
 
 wrapper             DistributedDataParallel; plain_model: the model inside it and inside torch.compile's
 arguments           checks of the constructor's arguments
+module_states       the parameters and buffers of the module inside, without those to ignore
 forward_signature   `forward` with the signature of the module inside
 first_pass          the first pass of a wrapper that was copied, such as by deepcopy
+retirement          what becomes of hooks and Communicator when a wrapper is freed
 
 A backward pass:
 

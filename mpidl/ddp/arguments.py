@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from collectives import Communicator
 
-from ..engine_arguments import refuse_lazy
-from ..errors import ConfigurationError
+from ..engine_arguments import flag, refuse_lazy
+from ..errors import ConfigurationConflict, ConfigurationError
 from ..gradients.compression import Compression
+from ..gradients.compression.refusals import refuse_complex, refuse_mesh
+from ..mesh import Mesh
+from ..mesh.experts import refuse_experts
 from ..trained_by import refuse_trained
 
 BUCKET_CAP_MB = 25.0
@@ -26,6 +29,20 @@ def module(given: Any, wrapper: type) -> torch.nn.Module:
     refuse_trained("module", given)
     refuse_lazy("module", given)
     return given
+
+
+def dimension(value: Any) -> None:
+    """Refuses a dimension over which to cut batches."""
+    if value != 0:
+        raise ConfigurationError(f"dim: got {value!r}; every rank gets its own batch, so that only 0 is possible")
+
+
+def synchronised_buffers(broadcast_buffers: Any, forward_sync_buffers: Any) -> tuple[bool, bool]:
+    """Returns whether buffers are broadcast as the wrapper is made, and whether they are at the end of each pass."""
+    both = flag("broadcast_buffers", True if broadcast_buffers is None else broadcast_buffers)
+    if forward_sync_buffers is None:
+        return both, both
+    return True, flag("forward_sync_buffers", forward_sync_buffers)
 
 
 def megabytes(value: Any, compression: Compression | None, is_over_network: bool) -> float:
@@ -50,6 +67,20 @@ def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
     if unknown:
         raise ConfigurationError(f"parameters_to_ignore: the module has no {', '.join(unknown)}")
     return listed | frozenset(getattr(of, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def trained(
+    names: Mapping[torch.nn.Parameter, str], mesh: Mesh | None, divisor: int, compression: Compression | None
+) -> None:
+    """Refuses parameters that these settings do not fit. names: of those that train. divisor: as of `mesh.experts`."""
+    if mesh is not None:
+        refuse_experts(mesh, divisor, ((name, p) for p, name in names.items()))
+        if compression is not None:
+            refuse_mesh(compression, mesh)
+    if compression is not None:
+        refuse_complex(names)
+    if not names:
+        raise ConfigurationConflict("module: it has no parameter that requires a gradient")
 
 
 def devices(

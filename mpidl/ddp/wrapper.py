@@ -9,11 +9,9 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,28 +23,27 @@ from collectives.diagnostics import label
 from .. import comm_hooks
 from ..compiling import uncompiled
 from ..engine_arguments import communicator, flag
-from ..errors import ConfigurationConflict, ConfigurationError, ModelMismatch
+from ..errors import ConfigurationConflict
 from ..gradients.backward import BackwardWatch, inside_backward
 from ..gradients.buckets import MIB, facts
 from ..gradients.compression import Compression, Compressor
-from ..gradients.compression.refusals import refuse_complex, refuse_mesh
 from ..gradients.compression.settings import compression
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
 from ..job.model_device import place_of_model
 from ..job.uneven_inputs import Join, Joinable
 from ..mesh import Mesh
-from ..mesh.experts import divide_contributions, gradient_group, refuse_experts
+from ..mesh.experts import divide_contributions, gradient_group
 from ..mesh.groups import data_group
 from ..nn.sync_batch_norm import SyncBatchNorm
-from ..replicas.broadcast import broadcast_states
-from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_models_agree, check_settings_agree
 from . import arguments, optimizer_class
-from .first_pass import FirstPass
+from .first_pass import FirstPass, check_copies_agree
 from .forward_signature import ForwardSignature
 from .join_hook import WrapperJoinHook
+from .module_states import ModuleStates
 from .reducer import Reducer
+from .retirement import Retirement, remove_with
 
 if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
     from ..gradients.compression.hook import CompressedReduction
@@ -115,12 +112,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
         def check() -> None:
             arguments.module(module, DistributedDataParallel)
-            if dim != 0:
-                raise ConfigurationError(f"dim: got {dim!r}; every rank gets its own batch, so that only 0 is possible")
-            both = flag("broadcast_buffers", True if broadcast_buffers is None else broadcast_buffers)
-            given = forward_sync_buffers is not None
-            self.forward_sync_buffers = flag("forward_sync_buffers", forward_sync_buffers) if given else both
-            self._init_sync_buffers = given or both
+            arguments.dimension(dim)
+            synced = arguments.synchronised_buffers(broadcast_buffers, forward_sync_buffers)
+            self._init_sync_buffers, self.forward_sync_buffers = synced
             self.find_unused_parameters = flag("find_unused_parameters", find_unused_parameters)
             self.gradient_as_bucket_view = flag("gradient_as_bucket_view", gradient_as_bucket_view)
             self.static_graph = flag("static_graph", static_graph)
@@ -132,20 +126,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of_model("module", module, self.parameters_to_ignore)
             self.module = module
-            if mesh is not None:
-                refuse_experts(mesh, self._divisor, ((name, p) for p, name in self._named_parameters().items()))
-                if self._compression is not None:
-                    refuse_mesh(self._compression, mesh)
-            if self._compression is not None:
-                refuse_complex({p: name for p, name in self._named_parameters(frozen=True).items() if p.requires_grad})
-            if not self._named_parameters():
-                raise ConfigurationConflict("module: it has no parameter that requires a gradient")
+            arguments.trained(self._states.trained(), mesh, self._divisor, self._compression)
 
         check_everywhere(self.process_group, check)
         self._hook: tuple[Any, comm_hooks.Hook] | None = None
         self.compressed: CompressedReduction | None = None
         self._reducer: Reducer | None = None
-        self._ending: _Ending | None = None
+        self._retirement: Retirement | None = None
         self._quiet = False
         self._watch = BackwardWatch()
         self._first_pass: FirstPass | None = None
@@ -154,38 +141,42 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._compression is not None:
             from ..gradients.compression.hook import CompressedReduction
 
-            names = self._named_parameters(frozen=True)
-            self.compressed = CompressedReduction(self._compression, self.process_group, names)
+            self.compressed = CompressedReduction(self._compression, self.process_group, self._states.names())
             if not self.compressed.chooses_none:
                 self.register_comm_hook(None, self.compressed)
 
+    @property
+    def _states(self) -> ModuleStates:
+        return ModuleStates(self.module, self.parameters_to_ignore)
+
     def _divide_contributions(self) -> None:
-        handles = divide_contributions(self._named_parameters(frozen=True), self._divisor)
-        if handles:
-            weakref.finalize(self, _remove, handles).atexit = False
+        remove_with(self, divide_contributions(self._states.names(), self._divisor))
 
     def _set_up(self) -> None:
         """Compares the ranks' models, makes them equal, and allocates the buckets. Collective."""
         self._compare()
         if self._init_sync:
-            self._broadcast(0, self._init_sync_buffers)
+            self._states.broadcast(self.process_group, 0, self._init_sync_buffers)
         self._make_reducer()
 
-    def _set_up_in_backward(self) -> None:
-        """Sets up a copy, whose forward pass has used what the ranks would have had to make equal before."""
-        self._compare()
-        if self._init_sync:
-            sums = {name: checksum(p) for p, name in self._named_parameters(frozen=True).items()}
-            found = difference(self.process_group, sums)
-            if found is not None:
-                raise ModelMismatch(
-                    f"the ranks' copies of a DistributedDataParallel begin with different parameters: {found}; load "
-                    "the same on all ranks, or wrap the copy's `.module` anew, which takes over rank 0's"
-                )
-        self._make_reducer()
+    def _set_up_in_backward(self) -> Reducer | None:
+        """Sets up a copy, whose forward pass has used what the ranks would have had to make equal before. Collective.
+
+        None, and not collective, in a pass that is not synchronised.
+        """
+        if self._reducer is not None or self._quiet:
+            return None
+        try:
+            self._compare()
+            if self._init_sync:
+                check_copies_agree(self.process_group, self._states.names())
+            self._make_reducer()
+        except BaseException:
+            self._forget_first_pass()  # the program may wrap the module anew
+            raise
+        return self._reducer
 
     def _compare(self) -> None:
-        comm = self.process_group
         settings = {
             "bucket_cap_mb": self.bucket_bytes_cap / MIB,
             "find_unused_parameters": self.find_unused_parameters,
@@ -195,17 +186,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "device": self._place.device.type,
             "compress": self._compression,
         }
-        check_settings_agree(comm, "DistributedDataParallel", settings)
-        check_models_agree(comm, self.module, self.parameters_to_ignore)
+        check_settings_agree(self.process_group, "DistributedDataParallel", settings)
+        check_models_agree(self.process_group, self.module, self.parameters_to_ignore)
 
     def _make_reducer(self) -> None:
         self._forget_first_pass()
-        comm = self.process_group
-        pooled = communicator_pool.take(comm)
-        ending = _Ending(pooled)
-        self._reducer = ending.reducer = Reducer(
+        states, pooled = self._states, communicator_pool.take(self.process_group)
+        retirement = Retirement(pooled)
+        self._reducer = retirement.reducer = Reducer(
             self.module,
-            self._named_parameters(frozen=True),
+            states.names(),
             pooled.comm,
             self._watch,
             place=self._place,
@@ -213,13 +203,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             as_views=self.gradient_as_bucket_view,
-            buffers=partial(_buffers, self.module, self.parameters_to_ignore) if self.forward_sync_buffers else list,
-            group=comm,
+            buffers=states.buffers if self.forward_sync_buffers else list,
+            group=self.process_group,
             ignored=self.parameters_to_ignore,
         )
-        if self._hook is not None:
-            self._reducer.means.hook = self._hook
-        self._ending = ending
+        self._reducer.means.hook = self._hook
+        self._retirement = retirement
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -245,34 +234,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if self._reducer is not None:
                 self._reducer.before_forward(self.module.training)
             elif self._first_pass is None:
-                self._await_first_pass()
+                set_up = weakref.WeakMethod(self._set_up_in_backward)
+                self._first_pass = FirstPass(self._watch, self.module, self._states.trained(), set_up)
 
     def _forget_first_pass(self) -> None:
         if self._first_pass is not None:
             self._first_pass.remove()
             self._first_pass = None
-
-    def _await_first_pass(self) -> None:
-        where = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
-
-        def begins() -> None:
-            alive = where()
-            if alive is not None and alive._reducer is None and not alive._quiet:
-                try:
-                    alive._set_up_in_backward()
-                except BaseException:
-                    alive._forget_first_pass()  # the program may wrap the module anew
-                    raise
-                alive._watch.phases.begin()  # the reducer's, in this pass
-
-        def arrives(parameter: torch.Tensor) -> None:
-            alive = where()
-            if alive is not None:
-                alive._watch.begin()
-                if alive._reducer is not None:  # whose hook, made just now, is not called for this gradient
-                    alive._reducer.queue.arrive(parameter)  # type: ignore[arg-type]
-
-        self._first_pass = FirstPass(self._watch, self.module, list(self._named_parameters()), begins, arrives)
 
     @uncompiled
     def _after_forward(self, output: Any) -> None:
@@ -299,7 +267,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Tells if the next synchronised backward pass sends buffers."""
-        return self.forward_sync_buffers and bool(_buffers(self.module, self.parameters_to_ignore))
+        return self.forward_sync_buffers and bool(self._states.buffers())
 
     def _set_static_graph(self) -> None:
         """Sets `static_graph` after construction, on all ranks, before the first backward pass."""
@@ -368,7 +336,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         and the like need all gradients before the step. Gradients are accumulated under `no_sync`. Parameters that
         none of the optimizers has keep their averaged gradients. Raises ConfigurationError on every rank.
         """
-        comm, names = self.process_group, self._named_parameters(frozen=True)
+        comm, names = self.process_group, self._states.names()
 
         def check() -> None:
             if inside_backward() or (self._reducer is not None and self._reducer.join.joining is not None):
@@ -420,7 +388,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         assert self._reducer is not None
         return WrapperJoinHook(
             self._reducer,
-            lambda root: self._broadcast(root, self.forward_sync_buffers),
+            lambda root: self._states.broadcast(self.process_group, root, self.forward_sync_buffers),
             synchronised_norms=any(isinstance(m, SyncBatchNorm) for m in self.module.modules()),
             divide_by_active=not kwargs.get("divide_by_initial_world_size", True),
         )
@@ -448,35 +416,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             of the pass; False where a thread, or a communication hook, reduces meanwhile.
         """
         reducer = self._reducer
-        names = self._named_parameters(frozen=True)
+        names = self._states.names()
         found = facts([] if reducer is None else reducer.queue.buckets, names)
         return {**found, "reduces_at_end": reducer is not None and reducer.means.reduces_at_end}
-
-    # ---- what belongs to it -----------------------------------------------------------------------------------
-
-    def _named_parameters(self, frozen: bool = False) -> dict[torch.nn.Parameter, str]:
-        return {
-            p: name
-            for name, p in self.module.named_parameters()
-            if name not in self.parameters_to_ignore and (frozen or p.requires_grad)
-        }
-
-    def _broadcast(self, root: int, buffers: bool) -> None:
-        states: list[torch.Tensor] = list(self._named_parameters(frozen=True))
-        states += _buffers(self.module, self.parameters_to_ignore) if buffers else []
-        broadcast_states(self.process_group, states, root)
 
     # ---- copies -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("process_group", "_reducer", "_watch", "_first_pass", "_hook", "_place", "compressed", "_ending"):
+        of_this_one = ("_reducer", "_retirement", "_watch", "_first_pass", "_hook", "compressed")
+        for name in ("process_group", "_place", *of_this_one):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reducer = self._first_pass = self._ending = None
+        self._reducer = self._first_pass = self._retirement = None
         self._watch = BackwardWatch()
         self._place = place_of_model("module", self.module, self.parameters_to_ignore)
         self.__dict__.setdefault("_hook", None)
@@ -492,34 +447,3 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         shared = {"process_group": self.process_group, "_hook": self._hook, "compressed": self.compressed}
         made.__setstate__({**shared, **copy.deepcopy(self.__getstate__(), memo)})
         return made
-
-
-def _buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:
-    return [b for name, b in module.named_buffers() if name not in ignored]
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-class _Ending:
-    """Retires a wrapper's reducer, and gives its Communicator back, when the wrapper is freed, which alone has this.
-
-    Nothing of the engine refers to the wrapper, so that its hooks are gone as soon as it is, on every rank. Where a
-    communication hook or the module does, the garbage collector frees them all. It could not if a `weakref.finalize`
-    did this, which keeps its arguments as long as the wrapper lives: through the reducer, hook and module as well.
-    """
-
-    def __init__(self, pooled: communicator_pool.PooledCommunicator) -> None:
-        self.reducer: Reducer | None = None
-        self._pooled = pooled
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        try:
-            if self.reducer is not None:
-                self.reducer.retire()
-        finally:
-            self._pooled.give_back()
