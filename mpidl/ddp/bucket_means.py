@@ -15,7 +15,7 @@ are no part of this (`sparse`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,16 @@ class BucketMeans:
         """Tells the hook of `compress=` that a pass begins to which this rank contributes zeros."""
         if (compressed := self._compressed()) is not None:
             compressed.begin_shadow_pass()
+
+    def miss(self, parameter: torch.nn.Parameter) -> None:
+        """Tells the hook of `compress=` that this rank's pass does not reach a parameter."""
+        if (compressed := self._compressed()) is not None:
+            compressed.miss(parameter)
+
+    def end_pass(self, reached: Set[torch.nn.Parameter]) -> None:
+        """Tells the hook of `compress=` what the ranks' passes have reached."""
+        if (compressed := self._compressed()) is not None:
+            compressed.end_pass(reached)
 
     def _compressed(self) -> CompressedReduction | None:
         """The hook of `compress=`, if there is one."""

@@ -300,6 +300,8 @@ class Reducer:
     def _miss(self, bucket: GradientBucket, index: int) -> None:
         """Fills an unreached parameter's place in its bucket with what it has accumulated, or zeros."""
         parameter = bucket.parameters[index]
+        if self.means.hook is not None:
+            self.means.miss(parameter)
         if parameter in self.trained.sparse or self.steps is not None:
             return
         gradient, view = parameter.grad, bucket.views[index]
@@ -331,6 +333,8 @@ class Reducer:
         if self.steps is not None:
             self.steps.finish()
         reached, missed, waits = self.reached.agree(stepped=self.steps is not None)
+        if self.means.hook is not None:
+            self.means.end_pass(reached)
         self._show(reached)
         self._kept = {}
         self.reached.forget_averaged()

@@ -13,7 +13,7 @@ are collective.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,7 @@ class CompressedReduction:
         self._sections = Sections(self._method, world, self._window, self._pipeline.drain)
         self._former_steps, self._former_states = 0, _copied(compressor)  # of the begin of the window
         self._begins_step = True
+        self._missed: set[torch.nn.Parameter] = set()  # parameters that this rank's pass does not reach, in DDP
         self.choice: AutoChoice | None = None
         self._candidates: dict[str, CompressedReduction] = {}
         note(self, names)
@@ -100,11 +101,14 @@ class CompressedReduction:
         if bucket.is_last():
             self.steps += 1
         if not self._method.ranks.compresses or step < self._start_step:
-            self._sections.send_in_full(bucket)
+            self._sections.send_in_full(bucket, self._missed)
             return bucket.reduce(process_group=self._world)
+        section = self._sections.of(bucket)
+        if self._missed:
+            section.keep(self._missed)
         reduction = BucketReduction(
             bucket,
-            self._sections.of(bucket),
+            section,
             self._method,
             self._world.size,
             self._names,
@@ -195,6 +199,19 @@ class CompressedReduction:
             self.undo()
         else:
             self._window.end(stepped=False)  # the step was made by hand, or given up
+
+    def miss(self, parameter: torch.nn.Parameter) -> None:
+        """Notes, before its bucket is launched, that this rank's pass does not reach a parameter."""
+        self._missed.add(parameter)
+
+    def end_pass(self, reached: Collection[torch.Tensor]) -> None:
+        """Ends a pass whose buckets are reduced. reached: the parameters to which any rank gave a gradient.
+
+        The gradients of others stay as they were, without the mean: what was sent for them is not sent.
+        """
+        if self._missed:
+            self._sections.put_back(reached)
+            self._missed.clear()
 
     def begin_shadow_pass(self) -> None:
         """Begins a pass of a rank that has no batches left, and so makes no steps, while others do."""

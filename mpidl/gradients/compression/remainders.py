@@ -15,8 +15,8 @@ Fixes SignSGD and other Gradient Compression Schemes".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,7 @@ class BucketSection:
     parameters: of the bucket, and starts: the first element of each in it. values: the remainder, a row of the
     section's elements, and a row for each of the compressor's arrays; None without error feedback.
     former: the values of before the window `window`, which undo it; in later windows memory for their new values.
+    kept: while a pass is under way, the values of before it of parameters that it does not reach, and their places.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -40,6 +41,7 @@ class BucketSection:
     values: torch.Tensor | None = None
     former: torch.Tensor | None = None
     window: int | None = None
+    kept: list[tuple[torch.nn.Parameter, slice, torch.Tensor]] = field(default_factory=list)
 
     def add(
         self,
@@ -71,12 +73,29 @@ class BucketSection:
         if parameters is None or all(p in parameters for p in self.parameters):
             self.values, self.former, self.window = self.former, self.values, None
             return
+        for p, place in self._places():
+            if p in parameters:
+                self.values[:, place] = self.former[:, place]
+
+    def keep(self, parameters: Collection[torch.Tensor]) -> None:
+        """Keeps the values of these parameters, before a pass's sums are added, for `put_back`."""
+        if self.values is not None:
+            self.kept = [(p, place, self.values[:, place].clone()) for p, place in self._places() if p in parameters]
+
+    def put_back(self, reached: Collection[torch.Tensor]) -> None:
+        """Takes the kept values of all parameters but these back."""
+        for p, place, values in self.kept:
+            if p not in reached and self.values is not None:
+                self.values[:, place] = values
+        self.kept = []
+
+    def _places(self) -> Iterator[tuple[torch.nn.Parameter, slice]]:
+        """Where each parameter lies in the section: a slice for each part of a block that has something of it."""
         for p, begin in zip(self.parameters, self.starts, strict=True):
-            for at, start, stop in self.layout.parts() if p in parameters else ():
+            for at, start, stop in self.layout.parts():
                 low, high = max(start, begin), min(stop, begin + p.numel())
                 if low < high:
-                    chosen = slice(at + low - start, at + high - start)
-                    self.values[:, chosen] = self.former[:, chosen]
+                    yield p, slice(at + low - start, at + high - start)
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' elements in rows of the bucket's, as views."""

@@ -41,6 +41,7 @@ class Sections:
         self._sections: dict[tuple[int, ...], BucketSection] = {}
         self._means: dict[torch.nn.Parameter, torch.Tensor] = {}  # mean remainders without a section
         self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, of the begin of the window
+        self._kept_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, for `put_back`
 
     def of(self, bucket: GradBucket) -> BucketSection:
         """The section of a bucket. Collective where the bucket is new."""
@@ -97,10 +98,11 @@ class Sections:
             return of_replicas(elements, shard, split, ranks.peers)
         return by_pieces(elements, shard, split, ranks.peers)
 
-    def send_in_full(self, bucket: GradBucket) -> None:
+    def send_in_full(self, bucket: GradBucket, missed: Collection[torch.Tensor]) -> None:
         """Adds what was not sent, as of a checkpoint, to gradients that are reduced in full precision.
 
         Also the remainder of a section, as of a trial: what a rank adds to its own gradients is in the sum of all.
+        missed: parameters for which `put_back` may be asked.
         """
         section = self._sections.pop(tuple(map(id, bucket.parameters())), None) if self._sections else None
         if section is not None and section.values is not None:
@@ -110,8 +112,17 @@ class Sections:
             mean = self._means.pop(p, None)
             if mean is not None:
                 view += mean[0].view(view.shape).to(view.device)
+                if p in missed:
+                    self._kept_means[p] = mean
                 if self.undoable:
                     self._former_means.setdefault(p, mean)
+
+    def put_back(self, reached: Collection[torch.Tensor]) -> None:
+        """Takes the remainders of all parameters but these back to those of before the pass, if it missed them here."""
+        for section in self._sections.values():
+            section.put_back(reached)
+        self._means |= {p: mean for p, mean in self._kept_means.items() if p not in reached}
+        self._kept_means = {}
 
     # ---- between passes ---------------------------------------------------------------------------------------------
 

@@ -85,6 +85,50 @@ def test_parameters_of_16_bits(comm: Communicator, engine: str, reduce: Any) -> 
     np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=0.03)
 
 
+class Heads(nn.Module):
+    """Two heads to choose from, which nothing joins. A gradient of an output's sum does not depend on the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(20, 20, bias=False) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...] = (0, 1)) -> list[torch.Tensor]:
+        return [self.heads[number](x) for number in chosen]
+
+
+@pytest.mark.parametrize("method", ["randomk:0.1", "int4"])
+@pytest.mark.parametrize("way", ["an output each", "a forward pass each", "a step each"])
+def test_what_was_sent_and_what_remains_are_the_gradients_where_a_pass_reaches_one_head(
+    comm: Communicator, way: str, method: str
+) -> None:
+    model = fresh(Heads)
+    start = {name: p.detach().double() for name, p in model.named_parameters()}
+    wrapped = mpidl.DistributedDataParallel(
+        model, process_group=comm, compress=method, find_unused_parameters=way != "an output each"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if way == "a step each":
+        wrapped.step_in_backward(optimizer)
+    given = {name: torch.zeros(20, 20, dtype=torch.float64) for name in start}
+    for step in range(3):
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        outputs = wrapped(x) if way == "an output each" else []
+        for number, name in enumerate(start):
+            (outputs[number] if outputs else wrapped(x, (number,))[0]).sum().backward()
+            given[name] += x.double().sum(0)
+            if way == "a step each":
+                optimizer.step()
+        if way != "a step each":
+            optimizer.step()
+        optimizer.zero_grad()
+    assert wrapped.compressed is not None
+    remainders = wrapped.compressed.state_dict()["remainders"]
+    for name, p in model.named_parameters():
+        comm.all_reduce(given[name], "avg")
+        found = start[name] - p.detach().double() + remainders.get(name, torch.zeros(()))
+        torch.testing.assert_close(found, given[name], rtol=1e-5, atol=1e-5)
+
+
 def test_ranks_with_fewer_batches_join(comm: Communicator) -> None:
     def weights(compress: Any) -> torch.Tensor:
         model = fresh(MODELS["gpt2"])
