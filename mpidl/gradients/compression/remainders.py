@@ -4,7 +4,7 @@ On a rank it is the memory of the section's values, fp32. Summed over all ranks,
 contributions, remainders are what the mean of the gradients still lacks. That mean can move: into other
 buckets, as DDP cuts them anew after its first pass, and through a checkpoint to any number of ranks.
 
-    mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions
+    mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions, in rows of its shape
     taken over by a section        =  mean remainder * contributions / peers, on each of the peers
 
 The further arrays of a compressor (`Compressor.arrays`) are rows behind the remainder, and go the same way.
@@ -29,14 +29,16 @@ from .section_layout import SectionLayout
 class BucketSection:
     """A bucket's section, as it stays from step to step.
 
-    parameters: of the bucket, and starts: the first element of each in it. values: the remainder, a row of the
-    section's elements, and a row for each of the compressor's arrays; None without error feedback.
+    parameters: of the bucket, starts: the first element of each in it, forms: its shape and strides there.
+    values: the remainder, a row of the section's elements, and a row for each of the compressor's arrays; None without
+    error feedback.
     former: the values of before the window `window`, which undo it; in later windows memory for their new values.
     kept: while a pass is under way, the values of before it of parameters that it does not reach, and their places.
     """
 
     parameters: list[torch.nn.Parameter]
     starts: list[int]
+    forms: list[tuple[torch.Size, tuple[int, ...]]]
     layout: SectionLayout
     values: torch.Tensor | None = None
     former: torch.Tensor | None = None
@@ -97,10 +99,10 @@ class BucketSection:
                 if low < high:
                     yield p, slice(at + low - start, at + high - start)
 
-    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' elements in rows of the bucket's, as views."""
-        pairs = zip(self.parameters, self.starts, strict=True)
-        return [whole[:, start : start + p.numel()] for p, start in pairs]
+    def views(self, whole: torch.Tensor) -> list[list[torch.Tensor]]:
+        """The places of each parameter in rows of the bucket's elements, as views of its shape."""
+        places = list(zip(self.starts, self.forms, strict=True))
+        return [[row[start:].as_strided(shape, strides) for row in whole] for start, (shape, strides) in places]
 
 
 def mean_remainders(
@@ -117,7 +119,8 @@ def mean_remainders(
         whole[:, start:stop] = values[:, at : at + stop - start]
     comm.all_reduce(whole)
     whole /= comm.size
-    return {p: view.clone() for p, view in zip(section.parameters, section.views(whole), strict=True)}
+    pairs = zip(section.parameters, section.views(whole), strict=True)
+    return {p: torch.stack([view.reshape(-1) for view in views]) for p, views in pairs}
 
 
 def take_over(
@@ -129,9 +132,9 @@ def take_over(
     values = torch.zeros(rows, section.layout.size, device=device)
     if found:
         whole = torch.zeros(rows, section.layout.elements, device=device)
-        for p, view in zip(section.parameters, section.views(whole), strict=True):
-            if p in means:
-                view.copy_(means[p]).mul_(contributions / peers)
+        for p, views in zip(section.parameters, section.views(whole), strict=True):
+            for view, mean in zip(views, means[p], strict=True) if p in means else ():
+                view.copy_(mean.view(view.shape)).mul_(contributions / peers)
         for at, start, stop in section.layout.parts():
             values[:, at : at + stop - start] = whole[:, start:stop]
     return values

@@ -24,6 +24,7 @@ from .section_layout import SectionLayout, by_pieces, of_replicas, of_whole_para
 from .undo import Window
 
 Means = Mapping[torch.nn.Parameter, torch.Tensor]
+Key = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Sections:
@@ -38,18 +39,17 @@ class Sections:
     def __init__(self, method: Method, world: Communicator, window: Window, drain: Callable[[], None]) -> None:
         self.method, self.undoable = method, False
         self._world, self._window, self._drain = world, window, drain
-        self._sections: dict[tuple[int, ...], BucketSection] = {}
+        self._sections: dict[Key, BucketSection] = {}
         self._means: dict[torch.nn.Parameter, torch.Tensor] = {}  # mean remainders without a section
         self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, of the begin of the window
         self._kept_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, for `put_back`
 
     def of(self, bucket: GradBucket) -> BucketSection:
         """The section of a bucket. Collective where the bucket is new."""
-        parameters: list[torch.nn.Parameter] = bucket.parameters()
-        key = tuple(map(id, parameters))
+        key = _key_of(bucket)
         found = self._sections.get(key)
         if found is None or found.layout.elements != bucket.buffer().numel():
-            found = self._sections[key] = self._lay_out(bucket, parameters)
+            found = self._sections[key] = self._lay_out(bucket, bucket.parameters())
         return found
 
     def _lay_out(self, bucket: GradBucket, parameters: list[torch.nn.Parameter]) -> BucketSection:
@@ -61,8 +61,9 @@ class Sections:
         self._collect([section for section in map(self._sections.pop, former) if section.values is not None])
         flat, ranks, compressor = bucket.buffer(), self.method.ranks, self.method.compressor
         base, size = flat.data_ptr(), flat.element_size()
-        starts = [(view.data_ptr() - base) // size for view in bucket.gradients()]
-        made = BucketSection(parameters, starts, self._layout(flat.numel(), bucket.needed(), starts))
+        views = bucket.gradients()
+        starts, forms = [(v.data_ptr() - base) // size for v in views], [(v.shape, v.stride()) for v in views]
+        made = BucketSection(parameters, starts, forms, self._layout(flat.numel(), bucket.needed(), starts))
         if self.method.feeds_back:
             given = 1 + len(compressor.arrays), self._world.size, ranks.peers
             made.values = take_over(made, self._means, *given)
@@ -104,7 +105,7 @@ class Sections:
         Also the remainder of a section, as of a trial: what a rank adds to its own gradients is in the sum of all.
         missed: parameters for which `put_back` may be asked.
         """
-        section = self._sections.pop(tuple(map(id, bucket.parameters())), None) if self._sections else None
+        section = self._sections.pop(_key_of(bucket), None) if self._sections else None
         if section is not None and section.values is not None:
             for at, start, stop in section.layout.parts():
                 bucket.buffer()[start:stop] += section.values[0, at : at + stop - start]
@@ -169,3 +170,9 @@ class Sections:
         """Remainders and former ones, as they lie in memory."""
         kept = [t for section in self._sections.values() for t in (section.values, section.former) if t is not None]
         return [*kept, *self._means.values(), *self._former_means.values()]
+
+
+def _key_of(bucket: GradBucket) -> Key:
+    """The parameters of a bucket, with the order in which their elements lie there, which a model may change."""
+    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    return tuple((id(p), view.stride()) for p, view in pairs)

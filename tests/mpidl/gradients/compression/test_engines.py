@@ -131,6 +131,41 @@ def test_remainders_move_when_ddp_cuts_its_buckets_anew(comm: Communicator) -> N
             torch.testing.assert_close(sent, before[name].double(), rtol=1e-5, atol=1e-7)
 
 
+def test_remainders_of_parameters_whose_elements_lie_in_another_order(comm: Communicator) -> None:
+    """Those of channels_last: they have the parameter's shape in a state, and for models of either order."""
+
+    def made(order: torch.memory_format) -> Any:
+        torch.manual_seed(3)
+        return torch.nn.Conv2d(3, 8, 3, bias=False).to(memory_format=order)
+
+    def wrapped(model: Any, start_step: int) -> mpidl.DistributedDataParallel:
+        how = Compression("topk:0.1", where="everywhere", start_step=start_step)
+        return mpidl.DistributedDataParallel(model, process_group=comm, compress=how)
+
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(comm.rank))
+    model, alone = made(torch.channels_last), made(torch.contiguous_format)
+    ddp = wrapped(model, 0)
+    ddp(x).square().sum().backward()
+    alone(x).square().sum().backward()
+    mean = alone.weight.grad.contiguous()
+    comm.all_reduce(mean, "avg")
+    assert ddp.compressed is not None
+    state = ddp.compressed.state_dict()
+    left = state["remainders"].get("weight", torch.zeros_like(mean))  # none on one rank
+    torch.testing.assert_close(left, mean - model.weight.grad, rtol=1e-3, atol=1e-3)
+    for order in (torch.channels_last, torch.contiguous_format):
+        other = wrapped(made(order), 9)
+        assert other.compressed is not None
+        other.compressed.load_state_dict(state)
+        (0 * other(x)).sum().backward()  # in full precision: what was left, and nothing else
+        torch.testing.assert_close(other.module.weight.grad, left, rtol=1e-5, atol=1e-6)
+    model.to(memory_format=torch.contiguous_format)
+    ddp.zero_grad()
+    (0 * ddp(x)).sum().backward()
+    after = ddp.compressed.state_dict()["remainders"].get("weight", torch.zeros_like(mean))
+    torch.testing.assert_close(model.weight.grad + after, left, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
