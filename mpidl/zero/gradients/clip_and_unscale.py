@@ -17,6 +17,7 @@ from ...gradients.clip import check_norm_type, clamp_, local_norms, norm_over_sh
 from ...gradients.nonfinite import NonfiniteWatch, are_finite
 from ...mesh.norm import norm_over_mesh
 from ..optimizer_parts import Parts
+from ..slices import Slice
 
 
 def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> None:
@@ -43,11 +44,14 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
     if parts.inner.updates_wholes:
         norm = norm_over_shards(shards, norm_type, None)
     elif parts.mesh is None or not parts.mesh.layout.model_axes:
-        norm = norm_over_shards(shards, norm_type, parts.group.shards)
+        counted = shards
+        if parts.shard_reducer.hook is not None:  # between parameters there may be other values than zeros then
+            counted = [part.of(shards[part.number]) for part in _reached(parts).values()]
+        norm = norm_over_shards(counted, norm_type, parts.group.shards)
     else:
-        power = check_norm_type(norm_type)
-        norms = local_norms([part.of(shards[part.number]) for part in parts.slices.values()], power)
-        norm = norm_over_mesh(norms, parts.slices, power, parts.mesh, shards=True, counted=parts.group.is_first)
+        power, reached = check_norm_type(norm_type), _reached(parts)
+        norms = local_norms([part.of(shards[part.number]) for part in reached.values()], power)
+        norm = norm_over_mesh(norms, reached, power, parts.mesh, shards=True, counted=parts.group.is_first)
     scale_(shards, max_norm, norm, error_if_nonfinite)
     parts.grad_attributes.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
     return norm
@@ -100,6 +104,16 @@ def refuse_used(parts: Parts, what: str) -> None:
             f"{what}: with step_in_backward the backward pass has made the step, and no gradient is left that "
             f"{what} could see; make the ZeroOptimizer without it"
         )
+
+
+def _reached(parts: Parts) -> dict[torch.nn.Parameter, Slice]:
+    """The slices of parameters that have a gradient; in others a hook may leave what compression had not sent."""
+    flags = {
+        p: flag
+        for number, shard in enumerate(parts.shards)
+        for p, flag in zip(shard.parameters, parts.shard_reducer.reached(number), strict=True)
+    }
+    return {p: part for p, part in parts.slices.items() if flags[p]}
 
 
 def _changed(parts: Parts) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,17 @@ zeros = pytest.mark.parametrize("engine", ENGINES[1:])
 FEEDING_BACK = Compression("int8", where="everywhere")
 
 
+class Heads(nn.Module):
+    """Two heads to choose from, which nothing joins. A gradient of an output's sum does not depend on the weights."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(width, out, bias=False) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...] = (0, 1)) -> list[torch.Tensor]:
+        return [self.heads[number](x) for number in chosen]
+
+
 def follow(comm: Communicator, engine: str, compress: Any = FEEDING_BACK, make: Any = None, **recipe: Any) -> Any:
     """Losses are those of one process that sends nothing. Weights are the same on all ranks."""
     make = make or MODELS["gpt2"]
@@ -41,6 +53,23 @@ def follow(comm: Communicator, engine: str, compress: Any = FEEDING_BACK, make: 
 def test_gradients_of_several_passes_add_up_and_are_clipped(comm: Communicator, engine: str, sync_each: bool) -> None:
     """With no_sync only the last pass is reduced."""
     follow(comm, engine, micro=2, sync_each=sync_each, clip=0.5)
+
+
+@zeros
+def test_the_norm_is_that_of_gradients_alone(comm: Communicator, engine: str) -> None:
+    """Of short parameters, between which there is room, and of which the second step reaches one alone."""
+    model = fresh(lambda: Heads(5, 1))
+    stage = int(engine[-1])
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage, process_group=comm, compress="sign", lr=0.1)
+    for step, chosen in enumerate([(0, 1), (0,)]):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        torch.cat(model(x, chosen)).square().sum().backward()
+        found = optimizer.clip_grad_norm_(math.inf)
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        assert found > 0
+        assert found == pytest.approx(float(expected), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @engines
@@ -85,23 +114,12 @@ def test_parameters_of_16_bits(comm: Communicator, engine: str, reduce: Any) -> 
     np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=0.03)
 
 
-class Heads(nn.Module):
-    """Two heads to choose from, which nothing joins. A gradient of an output's sum does not depend on the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(20, 20, bias=False) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...] = (0, 1)) -> list[torch.Tensor]:
-        return [self.heads[number](x) for number in chosen]
-
-
 @pytest.mark.parametrize("method", ["randomk:0.1", "int4"])
 @pytest.mark.parametrize("way", ["an output each", "a forward pass each", "a step each"])
 def test_what_was_sent_and_what_remains_are_the_gradients_where_a_pass_reaches_one_head(
     comm: Communicator, way: str, method: str
 ) -> None:
-    model = fresh(Heads)
+    model = fresh(lambda: Heads(20, 20))
     start = {name: p.detach().double() for name, p in model.named_parameters()}
     wrapped = mpidl.DistributedDataParallel(
         model, process_group=comm, compress=method, find_unused_parameters=way != "an output each"
