@@ -6,6 +6,8 @@
     passes 4 to 7   by the method that should be best; seconds of a step
     pass 8          the choice, for the rest of the job: that method, or none if steps did not become shorter
 
+Passes count from the end of those that `start_step` has reduce in full precision.
+
 A reduction overlaps with backward, so it is predicted to end after
 
     plain       max(backward, plain)

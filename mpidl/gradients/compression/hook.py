@@ -93,8 +93,9 @@ class CompressedReduction:
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
-        if self.choice is not None and self.choice.chosen is None and self.choice.before(bucket):
-            self._follow(self.choice)
+        choice = self.choice if self.steps >= self._start_step else None  # it would measure full precision
+        if choice is not None and choice.chosen is None and choice.before(bucket):
+            self._follow(choice)
         if bucket.index() == 0:
             self._begin_window()
         step, begins_step = self.steps, self._begins_step

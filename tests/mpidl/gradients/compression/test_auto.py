@@ -116,9 +116,14 @@ def test_methods_of_every_kind_are_measured_but_those_of_too_many_bytes(
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("start_step", [0, PASSES + 1])
 @pytest.mark.parametrize("pays", [True, False])
 def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pays: bool
+    comm: Communicator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pays: bool,
+    start_step: int,
 ) -> None:
     """Where it does not pay, what the trial has not sent is sent in full precision."""
     clock = Clock()
@@ -131,17 +136,19 @@ def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
     monkeypatch.setattr(auto, "now", clock)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(comm, "nodes", 2)
-        training = Training(comm, "ddp", Compression("auto", where="everywhere", allow=("int8",)))
+        how = Compression("auto", where="everywhere", allow=("int8",), start_step=start_step)
+        training = Training(comm, "ddp", how)
     if comm.size == 1:
         assert training.compressed.chosen == NONE
         return
-    training.run(PASSES)
+    training.run(start_step)
+    training.run(PASSES, first=start_step)
     assert training.compressed.chosen is None
     clock.step = 0.5 if pays else 2.0
-    training.run(PASSES, first=PASSES)
+    training.run(PASSES, first=start_step + PASSES)
     kept = training.compressed.state_dict()["remainders"]
     assert any(mean.any() for mean in kept.values())
-    training.run(1, first=2 * PASSES)
+    training.run(1, first=start_step + 2 * PASSES)
     assert training.compressed.chosen == ("int8" if pays else NONE)
     assert bool(training.compressed.state_dict()["remainders"]) == pays
     told = [line for line in capsys.readouterr().out.splitlines() if "auto chose" in line]
