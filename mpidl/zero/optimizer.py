@@ -230,7 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         To be registered once, before the first backward pass, the same on all ranks. A hook that reduces the whole
         bucket, as one for DistributedDataParallel, is right, too: this rank's shard of the result is taken. Over
         several nodes, stage 3 needs handles that are a Work or come from `bucket.reduce`, if the ranks do not all run
-        the same modules.
+        the same modules; so do several optimizers in one backward pass, if ranks come to their models in another order.
         """
         check_hook(hook)
         reducer = self._parts.shard_reducer

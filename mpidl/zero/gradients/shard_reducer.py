@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import WorkTimeout
+from collectives import Work, WorkTimeout
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import Hook, begin
+from ...comm_hooks import Hook, Then, begin, completed, result_of
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
@@ -278,11 +278,15 @@ class ShardReducer:
 
     def _is_held_up(self) -> bool:
         """Returns whether another engine may have to go on before the oldest reduction can end."""
-        work = self._in_flight[0].bucket.work
-        if work is None or not self._watch.has_company:
+        oldest = self._in_flight[0]
+        if not self._watch.has_company:
             return False
-        try:
-            self._wait(work, _BUFFER_WAIT_S)  # others may still gather units
+        try:  # others may still gather units
+            if oldest.bucket.work is not None:
+                self._wait(oldest.bucket.work, _BUFFER_WAIT_S)
+            elif isinstance(oldest.handle, Work | Then):  # a program's own handle waits as long as it takes
+                found = result_of(oldest.handle, lambda each: self._wait(each, _BUFFER_WAIT_S))
+                oldest.handle = completed(found)
         except WorkTimeout:
             return True
         return False

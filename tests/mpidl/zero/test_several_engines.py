@@ -43,11 +43,14 @@ def test_ranks_may_fill_the_buckets_of_each_in_another_order(comm, way: str, rep
             check(model, optimizer, expected)
 
 
-# Stages 2 and 3 have fewer buffers than these models have buckets.
+# Stages 2 and 3 have fewer buffers than these models have buckets. What "topk:1" sends is all.
+@pytest.mark.parametrize("hook", [None, "allreduce", "topk:1"])
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", pytest.param("stage 3", marks=pytest.mark.one_node)])
-def test_ranks_may_call_independent_models_in_another_order(comm, way: str) -> None:
+def test_ranks_may_call_independent_models_in_another_order(comm, way: str, hook: str | None) -> None:
     """Backward goes through all of one model before the other begins, which is another one on every second rank."""
     order, settings = [0, 1] if comm.rank % 2 == 0 else [1, 0], {"process_group": comm, **WAYS[way], **SGD}
+    if hook == "topk:1":
+        settings["compress"] = hook
 
     def make() -> nn.Module:
         return Several(6)
@@ -57,6 +60,8 @@ def test_ranks_may_call_independent_models_in_another_order(comm, way: str) -> N
 
     models = [made(make, comm.rank) for _ in range(2)]
     optimizers = [mpidl.ZeroOptimizer(m, torch.optim.SGD, **settings) for m in models]
+    for optimizer in optimizers if hook == "allreduce" else []:
+        optimizer.register_comm_hook(None, mpidl.comm_hooks.allreduce)
     plain = [Plain(make, comm.size) for _ in range(2)]
     for step in range(2):
         losses = {number: own_loss(models[number], comm.rank, step + number) for number in order}
