@@ -235,8 +235,10 @@ class CompressedReduction:
         """Takes the passes since the last step back, for these parameters, or for all. On every rank.
 
         Remainders, the compressor's states and the number of steps are then those of before. Nothing happens where
-        former values were not kept.
+        former values were not kept, and with all parameters where there was no pass.
         """
+        if parameters is None and not self._window.is_open:
+            return  # for some, another optimizer's step may have ended the window
         self.drain()
         self._window.end(stepped=False)
         if not self._sections.undoable:

@@ -93,6 +93,21 @@ def test_a_step_that_the_guard_skips_leaves_no_trace(comm: Communicator, engine:
     check_same(skipping, plain)
 
 
+@engines
+def test_a_guard_that_is_asked_before_the_backward_pass_takes_no_step_back(comm: Communicator, engine: str) -> None:
+    training = Training(comm, engine, METHOD)
+    guard = mpidl.NonfiniteGuard(training.called, training.optimizer if engine != "ddp" else None, "skip")
+    training.run(3)
+    before = training.compressed.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not guard.allows(math.nan)
+    after = training.compressed.state_dict()
+    assert after["steps"] == before["steps"] == 3
+    for name, mean in before["remainders"].items():
+        assert torch.equal(after["remainders"][name], mean), name
+
+
 def test_the_first_steps_can_be_skipped(comm: Communicator) -> None:
     """Scales begin too large. Buckets are cut anew in the second pass, within the passes that are undone."""
     training = Training(comm, "ddp", METHOD)
