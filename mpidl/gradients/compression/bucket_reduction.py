@@ -48,12 +48,13 @@ class BucketReduction:
         summed = flat
         if ranks.scatters is not None:
             summed, works = flat.new_empty(layout.size), []
+            op = "avg" if flat.dtype == torch.float16 else "sum"  # of which a sum may be infinite
             for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
-                own, counts = summed[at : at + stop - start], block.counts
-                works += started(
-                    ranks.scatters.reduce_scatter(own, flat[block.start : block.stop], counts=counts, async_op=True)
-                )
+                own, whole = summed[at : at + stop - start], flat[block.start : block.stop]
+                works += started(ranks.scatters.reduce_scatter(own, whole, op, counts=block.counts, async_op=True))
             yield works
+            if op == "avg":
+                summed = summed.float().mul_(ranks.scatters.size)
         section = self._section(summed)
         yield from self.method.compressor.reduce(section, ranks.exchange)
         if ranks.scatters is None or not layout.gathers:

@@ -172,6 +172,35 @@ def test_hybrid_sharding(comm: Communicator, engine: str) -> None:
     assert found.optimizer.compressed.state_dict()["remainders"]
 
 
+@pytest.mark.ranks(4, exactly=True)
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_sums_of_fp16_inside_a_node_do_not_overflow(comm: Communicator, engine: str) -> None:
+    """Where the mean does not. Over one host the ranks of a shard group are those that add up."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.w * x).sum()
+
+    model = Weighted()
+    settings: dict[str, Any] = {"process_group": comm, "compress": "int8"}
+    called: Any = model
+    if engine == "ddp":
+        called = mpidl.DistributedDataParallel(model, **settings)
+    else:
+        settings["shard_group"] = comm.split(comm.rank // 2)
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, lr=0.1, **settings)
+    called(torch.full((64,), 40000.0, dtype=torch.float16)).backward()
+    gradient: Any = model.w.grad
+    found = gradient if engine == "ddp" else gradient.full_tensor()
+    torch.testing.assert_close(found.float(), torch.full((64,), 40000.0), rtol=0.01, atol=0)
+    if engine != "ddp":
+        optimizer.unwrap()
+
+
 def test_sparse_gradients_are_sent_as_they_are(comm: Communicator) -> None:
     """They take a way of their own, beside the buckets that are compressed."""
 
