@@ -138,12 +138,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._first_pass: FirstPass | None = None
         self._divide_contributions()
         self._set_up()
-        if self._compression is not None:
-            from ..gradients.compression.hook import CompressedReduction
-
-            self.compressed = CompressedReduction(self._compression, self.process_group, self._states.names())
-            if not self.compressed.chooses_none:
-                self.register_comm_hook(None, self.compressed)
 
     @property
     def _states(self) -> ModuleStates:
@@ -189,8 +183,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_settings_agree(self.process_group, "DistributedDataParallel", settings)
         check_models_agree(self.process_group, self.module, self.parameters_to_ignore)
 
+    def _compress(self, settings: Compression) -> None:
+        from ..gradients.compression.hook import CompressedReduction
+
+        self.compressed = CompressedReduction(settings, self.process_group, self._states.names())
+        if not self.compressed.chooses_none:
+            self.register_comm_hook(None, self.compressed)
+
     def _make_reducer(self) -> None:
         self._forget_first_pass()
+        if self._compression is not None:
+            self._compress(self._compression)
         states, pooled = self._states, communicator_pool.take(self.process_group)
         retirement = Retirement(pooled)
         self._reducer = retirement.reducer = Reducer(
@@ -444,6 +447,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
-        shared = {"process_group": self.process_group, "_hook": self._hook, "compressed": self.compressed}
+        compresses = self._hook is not None and self._hook[1] is self.compressed  # as the copy will by itself
+        shared = {"process_group": self.process_group, "_hook": None if compresses else self._hook}
         made.__setstate__({**shared, **copy.deepcopy(self.__getstate__(), memo)})
         return made

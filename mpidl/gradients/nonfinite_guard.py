@@ -115,9 +115,8 @@ class NonfiniteGuard:
         else:
             self._comm = default_communicator(process_group)
         refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")
-        self._compressed: CompressedReduction | None = getattr(trainer, "compressed", None)
-        if self._compressed is not None and on_nan == "skip":
-            self._compressed.announce_skips()
+        self._trainer = trainer
+        self._announce()
         self._give_up_after = give_up_after
         self._in_a_row = self.skipped = 0
         self._watch = NonfiniteWatch(plain) if watch else None
@@ -131,6 +130,7 @@ class NonfiniteGuard:
         which tells whether they are finite; without it they are all read.
         """
         self._refuse_to_skip()
+        self._announce()
         _check_number("loss", loss)
         if norm is not None:
             _check_number("norm", norm)
@@ -154,8 +154,8 @@ class NonfiniteGuard:
         self._buffers.restore()
         if self._on_nan == "stop":
             raise TrainingError(said)
-        if self._compressed is not None:
-            self._compressed.undo()
+        if (compressed := self._compressed) is not None:
+            compressed.undo()
         if self._in_a_row >= self._give_up_after:
             raise TrainingError(f"{said}; it is the {self._in_a_row}. step in a row to be skipped")
         if self._comm.rank == 0:
@@ -167,6 +167,16 @@ class NonfiniteGuard:
         self._buffers.remove()
         if self._watch is not None:
             self._watch.remove()
+
+    @property
+    def _compressed(self) -> CompressedReduction | None:
+        """What compresses the gradients; of a copy that has had no backward pass yet None."""
+        found: CompressedReduction | None = getattr(self._trainer, "compressed", None)
+        return found
+
+    def _announce(self) -> None:
+        if self._on_nan == "skip" and (compressed := self._compressed) is not None:
+            compressed.announce_skips()
 
     @property
     def _steps_in_backward(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -170,4 +171,6 @@ def test_on_one_node_ddp_is_as_without_it(comm: Communicator) -> None:
         return bucket.reduce(process_group=comm)
 
     made.register_comm_hook(None, hook)  # there is no other
-    made(torch.ones(1, 3)).sum().backward()
+    for each in (made, copy.deepcopy(made)):
+        each(torch.ones(1, 3)).sum().backward()
+        assert each._hook == (None, hook)

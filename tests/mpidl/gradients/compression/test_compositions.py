@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl import Compression
+from mpidl.gradients.compression.undo import reductions_of
 from mpidl.mesh import Mesh
 from mpidl.zero import Precision
 from tests.mpidl.mesh.test_experts import STEPS, experts_of, tokens, train_alone
@@ -161,6 +164,26 @@ def test_ranks_with_fewer_batches_join(comm: Communicator) -> None:
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     torch.testing.assert_close(weights(FEEDING_BACK), weights(None), rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("by", ["deepcopy", "pickle"])
+def test_a_copy_compresses_by_itself(comm: Communicator, by: str) -> None:
+    wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, compress=FEEDING_BACK)
+    twin = copy.deepcopy(wrapped)
+    if by == "pickle":
+        twin = pickle.loads(pickle.dumps(twin))
+    x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(0, 0))
+    for each in (wrapped, twin, twin):
+        each(x, y).backward()
+        each.zero_grad()
+    assert wrapped.compressed is not None
+    assert twin.compressed is not None
+    first, second = wrapped.compressed.state_dict(), twin.compressed.state_dict()
+    assert (first["steps"], second["steps"]) == (1, 2)
+    assert first["remainders"].keys() == second["remainders"].keys()
+    assert (comm.size > 1) == any(mean.any() for mean in second["remainders"].values())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    assert reductions_of(optimizer) == [twin.compressed]
 
 
 @pytest.mark.ranks(4, exactly=True)
