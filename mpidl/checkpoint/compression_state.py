@@ -1,7 +1,8 @@
 """State of `compress=` in a checkpoint: mean remainders over the ranks, by parameter, and the compressor's own states.
 
     remainder/NAME      the mean remainder of a parameter, of its shape, fp32; cut over a mesh as the parameter
-    compression         JSON: method, steps, names of the remainders; states: small tensors of the compressor
+    compression         JSON: method, steps, names of the remainders; states: small tensors of the compressor; in_step:
+                        passes of the step under way are in them
 
 The mean is what moves: on any number of ranks, and in any engine, all ranks together go on with the same sum. What does
 not fit the training here begins anew, and rank 0 says what it is.
@@ -46,7 +47,8 @@ def describe(engine: Engine, state: Mapping[str, Any], add: Add, spoken: dict[st
                 for key, value in kept.items()
             }
     names = [held.name for held in engine.parameters if held.name in state["remainders"]]
-    return {"method": state["method"], "steps": state["steps"], "remainders": names, "states": states}
+    about = {name: state[name] for name in ("method", "steps", "in_step")}
+    return {**about, "remainders": names, "states": states}
 
 
 def joined(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def joined(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def common(about: Mapping[str, Any]) -> Any:
     """Returns what has to be the same in parts that join."""
     kept = about.get("compression")
-    return None if kept is None else (kept["method"], kept["steps"])
+    return None if kept is None else (kept["method"], kept["steps"], kept["in_step"])
 
 
 @dataclass(eq=False)
@@ -73,6 +75,7 @@ class KeptCompression:
 
     method: str = ""
     steps: int = 0
+    in_step: bool = False
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     held: dict[str, HeldTensor] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
@@ -89,9 +92,8 @@ class KeptCompression:
             name: {key: json_encoding.decode(value, tensor) for key, value in kept.items()}
             for name, kept in self.states.items()
         }
-        engine.compressed.load_state_dict(
-            {"method": self.method, "steps": self.steps, "remainders": self.targets, "states": states}
-        )
+        about = {"method": self.method, "steps": self.steps, "in_step": self.in_step}
+        engine.compressed.load_state_dict({**about, "remainders": self.targets, "states": states})
         if factor != 1.0:
             engine.compressed.rescale(factor)
 
@@ -110,7 +112,7 @@ def plan(engine: Engine, index: Index) -> KeptCompression:
                 f"holds what compress={about['method']!r} has not sent, which is dropped without compress="
             )
         return found
-    found.method, found.steps = about["method"], about["steps"]
+    found.method, found.steps, found.in_step = about["method"], about["steps"], about.get("in_step", False)
     if about["remainders"] and not here.feeds_back:
         found.said.append(f"holds remainders of {about['method']}, which are dropped, as errors are not fed back here")
     for held in engine.parameters:

@@ -87,7 +87,9 @@ def check_index(content: Any) -> None:
     )
     optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
     own = record({}, {"random": encoded, "hook": encoded, "states": mapping(each), "unreduced": boolean}, exact=True)
-    compression = record({"method": text, "steps": integer(), "remainders": items(text), "states": mapping(each)})
+    compression = record(
+        {"method": text, "steps": integer(), "remainders": items(text), "states": mapping(each)}, {"in_step": boolean}
+    )
     record(
         {
             "step": integer(),

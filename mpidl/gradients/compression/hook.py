@@ -214,6 +214,11 @@ class CompressedReduction:
             self._sections.put_back(reached)
             self._missed.clear()
 
+    def forget_gradients(self) -> None:
+        """Notes that the program forgets the gradients; those that no step was made on are given up."""
+        if self.compressor.momentum:
+            self._window.end(stepped=False)
+
     def begin_shadow_pass(self) -> None:
         """Begins a pass of a rank that has no batches left, and so makes no steps, while others do."""
         if self.compressor.momentum:
@@ -275,10 +280,11 @@ class CompressedReduction:
     def state_dict(self) -> dict[str, Any]:
         """The steps, each parameter's mean remainder and the compressor's states, by names (`states`). Collective.
 
-        The same on every rank, and for any number of ranks.
+        The same on every rank, and for any number of ranks. "in_step" tells if there were passes since the last step.
         """
         self.drain()
-        return state_by_name(self.compressor, self._sections.means(), self.steps, self._names, self._world)
+        found = state_by_name(self.compressor, self._sections.means(), self.steps, self._names, self._world)
+        return {**found, "in_step": self._window.is_open}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave, on all ranks.
@@ -290,6 +296,8 @@ class CompressedReduction:
         self.steps = int(state_dict["steps"])
         self._window.end(stepped=False)
         self._sections.replace(means)
+        if state_dict.get("in_step"):  # what is undone from here on are the passes that follow
+            self._begin_window()
 
 
 def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:

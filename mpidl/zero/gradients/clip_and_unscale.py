@@ -25,6 +25,8 @@ def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> 
     kept = {} if set_to_none else parts.grad_attributes.with_gradient()
     parts.reduced_gradients.clear()
     parts.grad_attributes.clear()
+    if parts.compressed is not None:
+        parts.compressed.forget_gradients()
     if nonfinite is not None:
         nonfinite.clear()
     for part in parts.slices.values():

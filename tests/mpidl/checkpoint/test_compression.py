@@ -141,6 +141,31 @@ def test_velocities_go_to_other_engines_and_numbers_of_ranks(comm, shared: Path)
     check_same({**another.compressed.state_dict(), "method": "dgc:0.05"}, expected)
 
 
+def test_a_step_that_was_saved_between_its_passes_goes_on(comm, shared: Path) -> None:
+    """Velocities decay as a step begins, and not again in its second pass."""
+
+    def made() -> Training:
+        return Training(comm, "stage 2", "dgc:0.05", optimizer={"lr": 0.05})
+
+    def gradients(training: Training) -> dict[str, torch.Tensor]:
+        return {name: p.grad.full_tensor().double() for name, p in training.model.named_parameters()}
+
+    first = made()
+    first.run(2)
+    x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(2, 0))
+    first.called(x, y).backward()
+    state, before = first.compressed.state_dict(), gradients(first)
+    mpidl.checkpoint.save(shared, first.called, first.optimizer, step=2, micro_step=1, process_group=comm)
+    other = made()
+    mpidl.checkpoint.load(shared, other.called, other.optimizer, process_group=comm)
+    (0 * other.called(x, y)).backward()
+    after = other.compressed.state_dict()["remainders"]
+    assert any(kept["momentum"].any() for kept in state["states"].values())
+    for name, gradient in gradients(other).items():
+        found = gradient - before[name] + after[name].double()
+        torch.testing.assert_close(found, state["remainders"][name].double(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_remainder_of_another_shape_is_refused_before_anything_changes(comm, shared: Path) -> None:
     run = Run("ddp", comm, compress="int4")
     run.steps(0, 1)

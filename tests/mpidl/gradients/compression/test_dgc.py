@@ -181,6 +181,25 @@ def test_velocities_move_when_ddp_cuts_its_buckets_anew(comm: Communicator) -> N
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("engine", ["stage 2", "stage 3"])
+def test_gradients_that_are_given_up_end_the_step(comm: Communicator, engine: str) -> None:
+    """The next pass begins another one, in which the velocity decays."""
+    training = trained(comm, engine, 2)
+    x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(2, 0))
+    training.called(x, y).backward()
+    training.optimizer.zero_grad()
+    before = training.compressed.state_dict()
+    (0 * training.called(x, y)).backward()
+    after = training.compressed.state_dict()["remainders"]
+    for name, p in training.model.named_parameters():
+        if name in before["states"]:
+            gradient: Any = p.grad
+            expected = before["remainders"][name].double() + MU * before["states"][name]["momentum"].double()
+            found = gradient.full_tensor().double() + after[name].double()
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.mpi
 @engines
 def test_a_skipped_step_leaves_no_trace(comm: Communicator, engine: str) -> None:
     training = trained(comm, engine, 2)
