@@ -12,8 +12,9 @@
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
 windows of all ranks together. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text are trained on
 a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any number of ranks.
-Bytes are those that a rank sends, by the method's formula. All methods have run with a seed before the next one begins.
-A job that is ended goes on by the same command: what the file of --json has is not run again.
+Bytes are those that a rank sends, by the method's formula, with its first steps in full precision. All methods have run
+with a seed before the next one begins. A job that is ended goes on by the same command: what the file of --json has is
+not run again.
 """
 
 from __future__ import annotations
@@ -104,13 +105,14 @@ def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
         few = OneBitAdam(model.parameters(), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
         ddp.register_comm_hook(few, one_bit_hook)
         return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
-    compress, a_step = None, in_full
+    compress, first, a_step = None, 0, in_full
     if name != "fp32":
         compress = mpidl.Compression(name, where="everywhere", error_feedback=None if feeds_back else False)
-        shapes = [p.shape for p in model.parameters()]
-        a_step = compress.compressor().sent_bytes(elements, comm.size, True, shapes)
+        made, shapes = compress.compressor(), [p.shape for p in model.parameters()]
+        first, a_step = made.start_step, made.sent_bytes(elements, comm.size, True, shapes)
     ddp = mpidl.DistributedDataParallel(model, compress=compress)
-    return Learner(ddp, torch.optim.AdamW(model.parameters(), **ADAM), lambda steps: steps * a_step)
+    adam = torch.optim.AdamW(model.parameters(), **ADAM)
+    return Learner(ddp, adam, lambda steps: min(steps, first) * in_full + max(steps - first, 0) * a_step)
 
 
 def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], options: Any) -> list[dict[str, Any]]:

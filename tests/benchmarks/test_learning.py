@@ -33,6 +33,9 @@ def test_bytes_of_steps(comm) -> None:
     in_full = 2 * 3 / 4 * 4 * 64 * 64
     assert sent("fp32", 3) == 3 * in_full
     assert sent("int8 without feedback", 2) == 2 * 2 * 3 * (1024 + 4 * 4)
+    a_step = 2 * 3 / 4 * 4 * (64 + 64)
+    assert sent("powersgd:1", 3) == 3 * in_full
+    assert sent("powersgd:1", 12) == 10 * in_full + 2 * a_step
     assert sent("diloco:10", 29) == 2 * in_full
     assert sent("onebit", 3) == 3 * in_full
 
