@@ -9,6 +9,9 @@
     diloco:50                 ranks by themselves, with an outer step at every 50th one
     int4 without feedback     a compressor or onebit without error feedback
 
+Names with commas stand between semicolons: --methods "fp32;powersgd:4,fp16". "dgc" needs its
+momentum=0, as AdamW has one.
+
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
 windows of all ranks together. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text are trained on
 a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any number of ranks.
@@ -37,6 +40,7 @@ from mpidl.data.corpora import read_corpus
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
 from mpidl.optim.schedules import warmup_cosine
+from network_methods import names_of
 
 WINDOW, WINDOWS, WARM_UP = 64, 12, 100
 WITHOUT, DILOCO = " without feedback", re.compile(r"diloco:([1-9]\d*)")
@@ -47,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", default="stdlib", help="the path of a text, or a name of examples/gpt2_zero3.py")
-    parser.add_argument("--methods", default="fp32,int8", help="separated by commas")
+    parser.add_argument("--methods", type=names_of, default="fp32,int8", help="separated by commas, or by semicolons")
     parser.add_argument("--seeds", type=int, default=1, help="how many runs a method has")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=250, help="steps from one validation to the next")
@@ -209,7 +213,7 @@ def settings_of(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[dict[str, Any]]]:
     """Reads the text and the points there are, and checks the methods. Raises UsageError."""
-    for method in options.methods.split(","):
+    for method in options.methods:
         name = method.removesuffix(WITHOUT)
         if method != "fp32" and name != "onebit" and DILOCO.fullmatch(method) is None:
             try:
@@ -232,7 +236,7 @@ def main() -> None:
     comm = mpidl.init()
     text, points = mpidl.agree_or_exit(comm, lambda: checked(options, comm))
     tokens = tokens_of(text)
-    runs = [(method, seed) for seed in range(options.seeds) for method in options.methods.split(",")]
+    runs = [(method, seed) for seed in range(options.seeds) for method in options.methods]
     there = mpidl.broadcast_object(comm, {(point["method"], point["seed"]) for point in points})
     for method, seed in runs:
         if (method, seed) in there:
@@ -241,7 +245,7 @@ def main() -> None:
         if comm.rank == 0 and options.json:
             write_whole(options.json, {"settings": settings_of(options, comm.size), "points": points})
     if comm.rank == 0:
-        asked = options.methods.split(",")
+        asked = options.methods
         points = sorted((p for p in points if p["method"] in asked), key=lambda p: asked.index(p["method"]))
         print("\n".join(table(points, options.steps)), flush=True)
         if options.plot:

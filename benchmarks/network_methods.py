@@ -81,22 +81,26 @@ class Method:
     warmup: int = 0
 
 
-def ddp(hook: Callable[..., Any] | None = None, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+def ddp(
+    hook: Callable[..., Any] | None = None, optimizer: type[torch.optim.Optimizer] = Adam, **settings: Any
+) -> Callable[[GPT2, Communicator], Engine]:
     """This project's DDP."""
 
     def make(model: GPT2, comm: Communicator) -> Engine:
         wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
         if hook is not None:
             wrapped.register_comm_hook(comm, hook)
-        return plain(wrapped, Adam(model.parameters(), **SETTINGS))
+        return plain(wrapped, optimizer(model.parameters(), **SETTINGS))
 
     return make
 
 
-def zero(stage: int, **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+def zero(
+    stage: int, optimizer: type[torch.optim.Optimizer] = Adam, **settings: Any
+) -> Callable[[GPT2, Communicator], Engine]:
     """This project's ZeRO."""
     return lambda model, comm: plain(
-        model, mpidl.ZeroOptimizer(model, Adam, stage=stage, process_group=comm, **settings, **SETTINGS)
+        model, mpidl.ZeroOptimizer(model, optimizer, stage=stage, process_group=comm, **settings, **SETTINGS)
     )
 
 
@@ -170,6 +174,11 @@ METHODS: dict[str, Method] = {
 }
 
 
+def names_of(text: str) -> list[str]:
+    """The names that an option lists, each once. Between them are commas; or semicolons, as some names have commas."""
+    return list(dict.fromkeys(name for name in text.split(";" if ";" in text else ",") if name))
+
+
 def method_of(name: str) -> Method:
     """The method of a name; of another than those of METHODS, an engine with `compress=`."""
     if name in METHODS:
@@ -190,5 +199,8 @@ def method_of(name: str) -> Method:
         gathered = (0, shape.total, shape.total, shape.zero3_gathers(2))[stage]
         return reduced + shape.all_reduced(gathered) / 2
 
-    starting = mpidl.Compression(compress, start_step=None if compress == "auto" else STARTS)
-    return Method(zero(stage, compress=starting) if stage else ddp(compress=starting), sends)
+    made = None if compress == "auto" else mpidl.Compression(compress).compressor()
+    starts = None if made is None or made.arrays else STARTS  # one with arrays compresses from the first step on
+    settings: dict[str, Any] = {"compress": mpidl.Compression(compress, start_step=starts)}
+    settings["optimizer"] = torch.optim.SGD if made is not None and made.momentum else Adam
+    return Method(zero(stage, **settings) if stage else ddp(**settings), sends)

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from mpidl.models.gpt2 import GPT2, GPT2Config
+from network_methods import method_of, names_of
 from tests.harness import launch
 from tests.harness.on_hosts import on_hosts
 
@@ -15,6 +18,33 @@ METHODS = (
     "single,ddp,zero2,zero3,zero3-ahead,zero3-keep,zero3-int8,zero3-node,bf16,onebit,diloco,powersgd:4,torch-ddp,"
     "torch-powersgd"
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ddp,int8,ddp,", ["ddp", "int8"]),
+        ("powersgd:4,fp16;int8", ["powersgd:4,fp16", "int8"]),
+        ("dgc:0.01,momentum=0;", ["dgc:0.01,momentum=0"]),
+    ],
+)
+def test_methods_whose_names_have_commas(text: str, expected: list[str]) -> None:
+    assert names_of(text) == expected
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dgc:0.01", "zero2+dgc:0.01,momentum=0.5", "powersgd:4,alternating"])
+def test_a_compressor_with_settings_is_a_method(comm, name: str) -> None:
+    model = GPT2(GPT2Config(vocab_size=37, block_size=8, layers=1, heads=2, embd=16))
+    engine = method_of(name).make(model, comm)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    for _ in range(3):
+        loss = engine.loss(tokens, tokens)
+        engine.backward(loss)
+        engine.step()
+        assert torch.isfinite(loss)
+    engine.close()
 
 
 @pytest.mark.thorough
