@@ -248,7 +248,8 @@ def _check(
         mesh = options.mesh
         if mesh is not None:
             check_everywhere(world, lambda: refuse_mesh(reduced, mesh))
-        check_everywhere(world, lambda: refuse_complex(names))
+        trained = {p: name for p, name in names.items() if p.requires_grad}
+        check_everywhere(world, lambda: refuse_complex(trained))
         compressed = check_everywhere(
             world, lambda: CompressedReduction(reduced, world, names, group.shards, group.replicas)
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError
+from ...gradients.compression.refusals import refuse_complex
 from ...job.agreement import check_everywhere
 from ...replicas.start_check import check_settings_agree
 from ..optimizer_parts import Parts
@@ -48,6 +49,8 @@ def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
             f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
             "parameters, and with the first groups' it did not: give a group like this one at construction"
         )
+    if parts.compressed is not None:
+        refuse_complex(dict(zip(group["params"], parts.names_of(group["params"]), strict=True)))
 
 
 def _checked(

@@ -249,6 +249,34 @@ def test_complex_parameters_are_refused(comm: Communicator, engine: str) -> None
         make()
 
 
+@engines
+def test_a_frozen_complex_parameter_has_no_gradient_to_be_refused(comm: Communicator, engine: str) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+            self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.w * self.turn.abs() * x).sum()
+
+    model = Turned()
+    called: Any = model
+    settings: dict[str, Any] = {"process_group": comm, "compress": "int8"}
+    if engine == "ddp":
+        called = mpidl.DistributedDataParallel(model, **settings)
+    else:
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, int(engine[-1]), lr=0.1, **settings)
+    called(torch.ones(4)).backward()
+    gradient: Any = model.w.grad
+    found = gradient if engine == "ddp" else gradient.full_tensor()
+    torch.testing.assert_close(found, torch.ones(4), rtol=0.01, atol=0)
+    if engine != "ddp":
+        model.turn.requires_grad_()
+        with pytest.raises(mpidl.ConfigurationError, match="compress: turn is torch"):
+            optimizer.add_param_group({"params": [model.turn]})
+
+
 @pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Communicator, engine: str) -> None:
