@@ -332,10 +332,18 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave, on every rank the same."""
+        """Loads what `state_dict` gave, on every rank the same. Raises ConfigurationError for another optimizer's."""
+        self.refuse_foreign_state(state_dict)
         super().load_state_dict(dict(state_dict))
         self._has_errors = False
         restore_wide(self, state_dict, (*self.keys, _ERROR))
+
+    def refuse_foreign_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError for the state of another optimizer, as Adam's: it has no counters of the method."""
+        if not any("progress" in group for group in state_dict["param_groups"]):
+            raise ConfigurationError(
+                f"load_state_dict: got the state of another optimizer, without progress; needs {type(self).__name__}'s"
+            )
 
 
 def one_bit_hook(optimizer: OneBitOptimizer, bucket: GradBucket) -> Handle:

@@ -229,6 +229,7 @@ def scatter_optimizer(
         problem = _misfit(outer.param_groups, state_dict, by_itself)
         if problem:
             raise ConfigurationError(f"load_state_dict: {problem}")
+        inner.refuse_foreign_state(state_dict)
         return _outline(state_dict, outer.param_groups, by_itself)
 
     outline = on_rank_0(over.world, read, ConfigurationError)

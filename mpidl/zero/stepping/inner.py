@@ -56,6 +56,10 @@ class InnerOptimizer(Protocol):
         """Takes over loaded settings that the next backward pass needs; a step is given them all. groups: the outer."""
         return
 
+    def refuse_foreign_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError for a whole state by which this optimizer cannot go on."""
+        return
+
     def refuse_unlike_weights(self) -> None:
         """Raises TrainingError where each rank has weights of its own, so that there are none of the model."""
         return

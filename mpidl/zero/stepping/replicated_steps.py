@@ -88,6 +88,10 @@ class ReplicatedSteps(InnerOptimizer):
             for own, given in zip(each, groups, strict=True):
                 own.update({key: value for key, value in given.items() if key != "params"})
 
+    def refuse_foreign_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError for the state of another optimizer."""
+        self.optimizer.refuse_foreign_state(state_dict)
+
     def refuse_unlike_weights(self) -> None:
         """Raises TrainingError between two exchanges of weights (ZeroOneAdam)."""
         self.optimizer.refuse_unlike_weights()

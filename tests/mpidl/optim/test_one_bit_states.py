@@ -75,6 +75,22 @@ def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
     assert torch.equal(*made)
 
 
+@engines
+@classes
+def test_the_state_of_another_optimizer_is_refused(comm: Communicator, engine: str, name: str) -> None:
+    """The first steps are those of Adam, and so are the names of its states; its counters are not there."""
+    model = Slopes()
+    adam = torch.optim.AdamW(model.parameters())
+    model([g.float() for g in slopes(0, 0)]).backward()
+    adam.step()
+    training, alone = (trained(comm, engine, name, 2) for _ in range(2))
+    with pytest.raises(mpidl.ConfigurationError, match="load_state_dict: got the state of another optimizer"):
+        training.optimizer.load_state_dict(adam.state_dict())
+    for each in (training, alone):
+        each.run(2, 1)
+    assert torch.equal(training.weights(), alone.weights())
+
+
 @pytest.mark.parametrize("optimizer", [mpidl.optim.OneBitAdam, mpidl.optim.Adam8bit, mpidl.optim.Dion])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_states_of_16_bit_parameters_come_back_in_fp32(
