@@ -43,11 +43,12 @@ class OneBitLamb(FreezingOptimizer):
 
         before the freeze (at f)    m, v, ratio as in LAMB, of the mean of g_r;   c = 0.9 c + 0.1 ratio
         after it                    m = 1-bit mean over the ranks of beta1 m + (1 - beta1) g_r
-                                    ratio = c / (1 - 0.9^f) * r
+                                    ratio = c / (1 - 0.9^k) * r
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^f)) + eps) + weight_decay w;   w = w - lr * ratio * u
 
-    with r the largest element of (sqrt(v / (1 - beta2^f)) + eps) / (sqrt(fresh v / (1 - beta2^t)) + eps), not more than
-    10 % from that of the step before, and in 0.5 ... 4.
+    with k the steps until f in which w had a gradient (ratio = r if none), and r the largest element of
+    (sqrt(v / (1 - beta2^f)) + eps) / (sqrt(fresh v / (1 - beta2^t)) + eps), not more than 10 % from that of the step
+    before, and in 0.5 ... 4.
 
     params: parameters or groups of them, of 32 or 16 bits. A group with `trust=False` has ratio 1.
     Others: as of `OneBitAdam`. State of a parameter: `exp_avg`, `exp_avg_sq`, `exp_avg_sq_fresh`, fp32; `error` in a
@@ -75,7 +76,8 @@ class OneBitLamb(FreezingOptimizer):
         bucket_cap_mb: float = 25.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust": trust}
-        progress: dict[str, Any] = {"ratios": [], "factors": [], "scalings": []}  # in the order of the parameters
+        # In the order of the parameters. measured: how many ratios are in the moving average.
+        progress: dict[str, Any] = {"ratios": [], "measured": [], "factors": [], "scalings": []}
         exchange = process_group, where, error_feedback, bucket_cap_mb
         super().__init__(params, defaults, progress, freeze_step, freeze_ratio, lr_warmup_steps, *exchange)
 
@@ -150,21 +152,24 @@ class OneBitLamb(FreezingOptimizer):
         norms = squared_norms([*weights, *updates]).sqrt_().tolist()
         pairs = zip(norms[: len(found)], norms[len(found) :], strict=True)
         ratios = [weight / update if weight > 0 and update > 0 else 1.0 for weight, update in pairs]
-        averages = self._per_parameter("ratios", 0.0)
+        averages, counts = self._per_parameter("ratios", 0.0), self._per_parameter("measured", self.progress["steps"])
         for number, ratio in zip(self._numbers(bucket, found), ratios, strict=True):
             averages[number] = _AVERAGE * averages[number] + (1 - _AVERAGE) * ratio
-        self._count(ratios=averages)
+            counts[number] += 1
+        self._count(ratios=averages, measured=counts)
         return ratios
 
     def _followed(self, bucket: FlatBucket, found: Sequence[int], largest: Sequence[float]) -> list[float]:
         """The trust ratios after the freeze: the moving averages, times r."""
         averages, factors = self._per_parameter("ratios", 0.0), self._per_parameter("factors", 1.0)
         assert self.frozen_at is not None
+        counts = self._per_parameter("measured", self.frozen_at)
         ratios = []
         for number, factor in zip(self._numbers(bucket, found), largest, strict=True):
             near = min(max(factor, (1 - _CHANGE) * factors[number]), (1 + _CHANGE) * factors[number])
             factors[number] = min(max(near, _LEAST), _MOST)
-            ratios.append(averages[number] / (1 - _AVERAGE**self.frozen_at) * factors[number])
+            steady = averages[number] / (1 - _AVERAGE ** counts[number]) if counts[number] else 1.0
+            ratios.append(steady * factors[number])
         self._count(factors=factors)
         return ratios
 
@@ -188,8 +193,8 @@ class OneBitLamb(FreezingOptimizer):
         (torch._foreach_div_ if inverse else torch._foreach_mul_)(bucket.views["exp_avg"], own)
 
     def _per_parameter(self, name: str, value: float) -> list[float]:
-        """A copy of a list of numbers in `progress`, one for each parameter."""
-        found: list[float] = self.progress[name]
+        """A copy of a list of numbers in `progress`, one for each parameter. value: of each where there is none yet."""
+        found: list[float] = self.progress.get(name, [])  # states of before have no "measured"
         return list(found) or [value] * sum(len(group["params"]) for group in self.param_groups)
 
     def _numbers(self, bucket: FlatBucket, found: Iterable[int]) -> list[int]:

@@ -426,6 +426,36 @@ def test_lamb_follows_the_papers_formulas(comm: Communicator, engine: str, where
 
 
 @pytest.mark.mpi
+def test_lamb_corrects_the_trust_ratio_by_the_steps_that_gave_one(comm: Communicator) -> None:
+    """Before the freeze the first parameter has no gradient, the second one in the first step alone."""
+
+    class Some(Slopes):
+        def forward(self, slopes: list[torch.Tensor], reached: list[int]) -> torch.Tensor:  # type: ignore[override]
+            return torch.stack([(self.weights[n] * slopes[n]).sum() for n in reached]).sum()
+
+    model, lr, decay, eps = Some(), 0.01, 0.1, 1e-6
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, find_unused_parameters=True)
+    own = mpidl.optim.OneBitLamb(
+        model.parameters(), lr=lr, weight_decay=decay, eps=eps, freeze_step=3, process_group=comm
+    )
+    wrapped.register_comm_hook(own, mpidl.optim.one_bit_hook)
+    never, once = list(model.parameters())[:2]
+    former, first = never.detach().clone(), once.detach().clone()
+    for step, reached in enumerate([[1, 2, 3], [2, 3], [2, 3], [1, 2, 3]]):
+        before = once.detach().clone()
+        wrapped([g.float() for g in slopes(step, comm.rank)], reached).backward()
+        own.step()
+        own.zero_grad()
+    torch.testing.assert_close(never.detach(), (1 - lr * decay) * former, rtol=1e-5, atol=1e-6)
+    mean = torch.stack([slopes(0, rank)[1].float() for rank in range(comm.size)]).mean(0)
+    measured = first.norm() / (mean / (mean.abs() + eps) + decay * first).norm()
+    m, v = (own.state[once][key] for key in ("exp_avg", "exp_avg_sq"))
+    update = m / (1 - 0.9**4) / ((v / (1 - 0.999**3)).sqrt() + eps) + decay * before
+    found = (before - once.detach()).norm() / (lr * update.norm())
+    assert found.item() == pytest.approx(measured.item() * own.progress["factors"][1], rel=1e-2)
+
+
+@pytest.mark.mpi
 def test_the_warm_up_is_lamb(comm: Communicator) -> None:
     ours = Training(comm, "ddp", mpidl.optim.OneBitLamb, Slopes(), lr=0.01, freeze_step=100)
     ours.run(0, 5)
