@@ -86,7 +86,7 @@ class Section:
     contributions: gradients that the mean is of; more than the exchange has ranks if values are sums of a node.
     needs_all: every rank needs the whole mean; else each that of its piece.
     keeps_remainder: `values` hold the remainder when the section is reduced.
-    step: number of steps before this one.
+    step: number of reduced passes before this one.
     needed: (start, stop) of the elements whose mean this rank needs, of the result's n; None: all of them. The others
         need not be written.
     arrays: fp32, n elements each, of the compressor's `arrays`, as they stay from step to step; it overwrites them.
@@ -117,7 +117,7 @@ class Compressor(ABC):
     needs_whole: its sections consist of whole parameters; else they may be cut anywhere.
     feeds_back: its remainders are fed back by default.
     elementwise: each value is rounded by itself, so that equal gradients have equal means, whatever else is there.
-    start_step: steps that reduce in full precision first, by default.
+    start_step: reduced passes in full precision that come first, by default.
     bucket_cap_mb: size of DistributedDataParallel's buckets by default, in MiB. Where backward is over, the last bucket
         goes through all phases alone, so small ones take less time.
     arrays: names of what it keeps of a section in addition to the remainder: fp32, an element for each of the

@@ -5,11 +5,12 @@
     sent: the largest |v|;        there u = v = 0, in the rest both remain
 
 Momentum of the mean would forget what has not been sent; so it is applied before sending, in place of the optimizer's
-(correction and masking of momentum). The part that is sent falls over `warmup` steps from 25 % to the part that is set.
+(correction and masking of momentum). The part that is sent falls over `warmup` reduced passes from 25 % to the part
+that is set.
 
 Three differences from the paper: exactly k values are sent, so that messages have one length on all ranks; a rank clips
-the gradients of a section, as it knows those of the model only at the end of a pass; and under ZeRO passes that add up
-to one step count as one, while DDP refuses them without `no_sync`.
+the gradients of a section, as it knows those of the model only at the end of a pass; and under ZeRO velocities decay
+once in passes that add up to one step, while DDP refuses them without `no_sync`.
 
 Source: Lin, Han, Mao, Wang, Dally 2018, "Deep Gradient Compression: Reducing the Communication Bandwidth for
 Distributed Training", sections 3.1 to 3.3 and algorithm 4.
@@ -36,7 +37,7 @@ class DeepGradient(TopK):
     """Sends the largest accumulated velocities, "dgc:0.001,momentum=0.9": which part of them, and any value below.
 
     momentum: mu, in place of the optimizer's; 0 keeps no array for it ("momentum=0").
-    warmup: steps in which the part falls from 25 % ("warmup=1000"); 0: none.
+    warmup: reduced passes in which the part falls from 25 % ("warmup=1000"), one a step unless several add up; 0: none.
     clip: norm of the mean gradient, of a section, to which ranks clip theirs ("clip=1"); None: none.
 
     Raises ConfigurationError for wrong settings.

@@ -50,7 +50,8 @@ class Compression:
         many ranks, numbered node by node; else everywhere.
     error_feedback: add what a step did not send to the gradients of the next one; by default as the method needs it.
         Takes memory: 4 bytes a parameter, between nodes divided by the ranks of a node.
-    start_step: steps that reduce in full precision first; by default as the method needs it: 10 for those of low rank.
+    start_step: passes that reduce in full precision first, one a step unless several reduced ones add up; by default as
+        the method needs it: 10 for those of low rank.
     allow: names of methods that "auto" may choose besides bf16.
     undo: keep what takes a step back that is skipped, so that its gradients leave no trace in remainders and states;
         takes as much memory as the remainders. By default once a `mpidl.GradScaler` or a `NonfiniteGuard` that skips
