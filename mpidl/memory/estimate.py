@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ from .process import MIB
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD = ("cpu", "disk")
+# Bytes of the state of those that send one bit, which every rank keeps whole, in fp32. Errors are 4 of them.
+_WHOLE = {"onebitadam": 12, "onebitlamb": 16, "zerooneadam": 20}
 # Bytes of an optimizer's state for a parameter of 4 bytes.
 STATE_BYTES = {
     **dict.fromkeys(("sgd",), 0),
@@ -45,6 +48,7 @@ STATE_BYTES = {
     **dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta", "rprop"), 8),
     **dict.fromkeys(("amsgrad",), 12),
     **dict.fromkeys(("adam8bit", "adamw8bit"), 2 + 8 / BLOCK),  # two codes, and a share of two scales
+    **_WHOLE,
 }
 _ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one in flight
 
@@ -145,7 +149,8 @@ def estimate(
     stage: of ZeRO; 0 is DDP.
     dtype: "fp32", "bf16" or "fp16", of parameters; by default the model's own, fp32 for a number.
     offload: "cpu" or "disk": optimizer state and masters lie there.
-    optimizer: a name in STATE_BYTES, a torch.optim class of that name, or bytes of state a parameter.
+    optimizer: a name in STATE_BYTES, a class of torch.optim or mpidl.optim of that name, or bytes of state a parameter.
+        Those that send one bit cut nothing, and share their errors among the ranks of a node where there are several.
     masters: 16-bit parameters have fp32 copies, and their state is fp32, as in ZeroOptimizer; else it is 16-bit.
     activations: bytes, as from `activation_bytes`.
     unit: for a number of parameters: how many of them the largest unit of stage 3 has, a layer's. Left at 0, stage 3's
@@ -184,6 +189,15 @@ def estimate(
     state = _State(
         each, isinstance(optimizer, str | type) and not eight_bit, masters, EIGHT_BIT_LEAST if eight_bit else 0
     )
+    is_whole = _name_of(optimizer) in _WHOLE
+    if is_whole:
+        if stage > 1 or offload or step_in_backward:
+            raise ConfigurationError(
+                f"optimizer: got {_name_of(optimizer)}, whose state is whole on every rank; needs stage 0 (DDP) or 1, "
+                "without offload and step_in_backward"
+            )
+        inside = data_ranks // data_nodes if data_nodes > 1 else 1
+        state = _State(each - 4 + 4 / inside, scales=False, masters=False, least=0)
     reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
     if reduced is not None and dtype in ("bf16", "fp16"):  # as ZeroOptimizer, of which these are the precision
@@ -202,7 +216,7 @@ def estimate(
         return -(-nbytes // over) if stage >= cut_from else nbytes
 
     def of(whole: _Whole) -> Estimate:
-        state_share = share(whole.optimizer, 1)
+        state_share = whole.optimizer if is_whole else share(whole.optimizer, 1)
         passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
         buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
         if stage == 3 and over > local:
@@ -290,14 +304,17 @@ def _check_groups(ranks: int, nodes: int, stage: int, over: int) -> None:
         raise ConfigurationError("shard_ranks: got stage 0 with it; DDP cuts nothing")
 
 
+def _name_of(optimizer: Any) -> str:
+    name = optimizer.__name__ if isinstance(optimizer, type) else optimizer
+    return name.lower() if isinstance(name, str) else ""
+
+
 def _state_bytes(optimizer: str | float | type[torch.optim.Optimizer]) -> float:
     if isinstance(optimizer, int | float) and not isinstance(optimizer, bool):
         if 0 <= optimizer < math.inf:
             return optimizer
-    else:
-        name = optimizer.__name__ if isinstance(optimizer, type) else optimizer
-        if isinstance(name, str) and name.lower() in STATE_BYTES:
-            return STATE_BYTES[name.lower()]
+    elif (name := _name_of(optimizer)) in STATE_BYTES:
+        return STATE_BYTES[name]
     raise ConfigurationError(
         f"optimizer: got {optimizer!r}; needs one of {', '.join(STATE_BYTES)}, or bytes of state a parameter"
     )

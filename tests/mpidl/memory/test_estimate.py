@@ -54,6 +54,20 @@ def test_state_of_other_optimizers(optimizer, fp32: float, mixed: float, without
     assert found == [1000 * fp32, 1000 * mixed, 1000 * without_masters]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "each"), [(mpidl.optim.OneBitAdam, 12), ("onebitlamb", 16), (mpidl.optim.ZeroOneAdam, 20)]
+)
+def test_state_of_optimizers_that_send_one_bit_is_whole_on_every_rank(optimizer: Any, each: int) -> None:
+    """In fp32. Between nodes the ranks of a node have a part of the errors each."""
+    for stage in (0, 1):
+        for dtype in ("fp32", "bf16"):
+            assert estimate(1000, 8, stage=stage, dtype=dtype, optimizer=optimizer).optimizer == 1000 * each
+        assert estimate(1000, 8, 2, stage=stage, optimizer=optimizer).optimizer == 1000 * (each - 3)
+    for wrong in ({"stage": 2}, {"stage": 1, "offload": "cpu"}, {"stage": 0, "step_in_backward": True}):
+        with pytest.raises(mpidl.ConfigurationError, match="whole on every rank; needs stage 0"):
+            estimate(1000, 8, optimizer=optimizer, **wrong)
+
+
 def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False).bfloat16(), nn.BatchNorm1d(3))
     model[0].requires_grad_(False)
