@@ -150,7 +150,7 @@ AHEAD, PERIOD = 3, 50
 STARTS = 2  # steps before a method sends less
 CHOOSES = 2 * PASSES + 1  # steps until "auto" has chosen, and reduced once by its choice
 LOSSY = ("int8", "powersgd:4")  # what "auto-lossy" may choose besides bf16
-INT8 = {"compress": "int8", "compress_parameters": "int8"}
+INT8: dict[str, Any] = {"compress": "int8", "compress_parameters": "int8"}
 METHODS: dict[str, Method] = {
     "single": Method(lambda model, _: plain(model, Adam(model.parameters(), **SETTINGS)), lambda s: 0),
     "ddp": Method(ddp(), lambda s: s.all_reduced(s.total)),
