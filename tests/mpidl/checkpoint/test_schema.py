@@ -61,7 +61,7 @@ def sample(path: Path) -> dict[str, Any]:
         },
         "scheduler": {"last_epoch": 3},
         "compression": {
-            **{"method": "powersgd:1", "steps": 3, "remainders": ["w"]},
+            **{"method": "powersgd:1", "steps": 3, "in_step": True, "remainders": ["w"]},
             "states": {"w": {"q": {"$tensor": "compression.q.w"}}},
         },
         "own": [{"random": {"python": 1}}, {"hook": {"n": 2}}],
