@@ -113,7 +113,7 @@ def _reached(parts: Parts) -> dict[torch.nn.Parameter, Slice]:
     flags = {
         p: flag
         for number, shard in enumerate(parts.shards)
-        for p, flag in zip(shard.parameters, parts.shard_reducer.reached(number), strict=True)
+        for p, flag in zip(shard.parameters, parts.reduced_gradients.reached(number), strict=True)
     }
     return {p: part for p, part in parts.slices.items() if flags[p]}
 
