@@ -20,7 +20,7 @@ from ..runtime.progress import Progress
 
 
 class Refusal:
-    """Whether one group can be used, and what is raised where it cannot.
+    """Refuses operations of one group once it cannot be used, and says why.
 
     progress: the group's. name: of the group, may be empty. when_dropped: takes what the group leaves when it is
     garbage, unless MPI may be at work in it.
@@ -36,7 +36,7 @@ class Refusal:
         _alive.add(self)
 
     def check(self, operation: str, queued: bool = False) -> None:
-        """Raises where the group cannot be used. queued: in the progress thread, where nobody is told yet."""
+        """Raises where the group cannot be used. queued: in the progress thread, where no call raises it yet."""
         if self.why:
             if not queued:
                 background_errors.clear(self._progress)  # the refusal says why
