@@ -35,14 +35,18 @@ class FirstPass:
         parameters: Iterable[torch.nn.Parameter],
         set_up: weakref.WeakMethod[Callable[[], Reducer | None]],
     ) -> None:
-        self._watch, self._set_up = watch, set_up
+        self._watch = watch
         self._reducer: Reducer | None = None
         where = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
+        of_passes = weakref.ref(watch)
 
-        def begins() -> None:
-            alive = where()
+        def begins() -> None:  # also after `remove`: a graph may be there longer, as where the set-up has failed
+            made, alive, running = set_up(), where(), of_passes()
+            reducer = None if made is None else made()
             if alive is not None:
-                alive._begin()
+                alive._reducer = reducer
+            if reducer is not None and running is not None:
+                running.phases.begin()  # the reducer's, in this pass
 
         def arrives(parameter: torch.Tensor) -> None:
             alive = where()
@@ -54,12 +58,6 @@ class FirstPass:
         watch.are_replaced = replacement_test(module, set(trained))
         watch.phases = PassPhases(begun=(begins,))
         self._handles = [p.register_post_accumulate_grad_hook(arrives) for p in trained]
-
-    def _begin(self) -> None:
-        set_up = self._set_up()
-        self._reducer = None if set_up is None else set_up()
-        if self._reducer is not None:
-            self._watch.phases.begin()  # the reducer's, in this pass
 
     def _arrive(self, parameter: torch.Tensor) -> None:
         self._watch.begin()
