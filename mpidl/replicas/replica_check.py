@@ -56,7 +56,10 @@ def check_replicas(
                 sums |= _of_module(plain, ignored, buffers, _zero_of(plain, what), gather, stack)
             elif isinstance(thing, torch.optim.Optimizer):
                 names: dict[torch.Tensor, str] = {
-                    p: n for m in what if isinstance(m, torch.nn.Module) for n, p in m.named_parameters()
+                    p: n
+                    for m in what
+                    if isinstance(m, torch.nn.Module)
+                    for n, p in plain_model(m)[1].named_parameters()
                 }
                 sums |= _of_optimizer(thing, names)
             elif isinstance(thing, Mapping):
@@ -74,10 +77,9 @@ def check_replicas(
 
 def _group_of(what: tuple[What, ...]) -> Communicator:
     for thing in what:
-        if isinstance(thing, DistributedDataParallel):
-            return thing.process_group
-        if isinstance(thing, ZeroOptimizer):
-            return thing.process_group
+        engine = plain_model(thing)[0] if isinstance(thing, torch.nn.Module) else thing
+        if isinstance(engine, DistributedDataParallel | ZeroOptimizer):
+            return engine.process_group
     return data_group("check_replicas", None, needed="process_group=, as mesh.along('dp', 'cp')")
 
 
@@ -120,7 +122,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor,
         return sums
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     for place, p in enumerate(ordered):
-        name = names.get(p, f"parameter {place}").removeprefix("module.")
+        name = names.get(p, f"parameter {place}")
         for key, value in optimizer.state.get(p, {}).items():
             sums |= _sums_of(f"state {key} of {name}", value)
     return sums
