@@ -235,11 +235,11 @@ def test_a_closed_duplicate_is_not_kept(comm: Communicator) -> None:
     with Communicator() as group:
         first = group.duplicate()
         first.close()
-        seen = weakref.ref(first)
+        seen = weakref.ref(first), weakref.ref(first._end)
         del first
         group.duplicate()
         gc.collect()
-        assert seen() is None
+        assert [where() for where in seen] == [None] * 2
 
 
 @pytest.mark.mpi(min_size=2)
