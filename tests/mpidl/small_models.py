@@ -17,8 +17,8 @@ from collectives import Communicator
 from mpidl.models.bert import BERT, BERTConfig
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.models.resnet import ResNet
+from tests.mpidl.zero.ways import WAYS
 
-ENGINES = ("ddp", "zero1", "zero2", "zero3")
 SMALL_GPT2 = GPT2Config(vocab_size=37, block_size=8, layers=3, heads=2, embd=16)
 MEMORY_GPT2 = GPT2Config(vocab_size=256, block_size=32, layers=6, heads=4, embd=96)
 SEQUENCES = 12  # divisible by 1, 2, 3 and 4 ranks
@@ -171,7 +171,7 @@ class Trained:
 
 
 def train(model: nn.Module, recipe: Recipe, engine: str = "single", comm: Communicator | None = None) -> Trained:
-    """Trains in one process ("single") or with an engine, each rank on its share of the same global batches."""
+    """Trains in one process ("single"), or with DDP ("ddp") or a way of ZeRO, each rank on its share of the batches."""
     rank, ranks = (comm.rank, comm.size) if comm and engine != "single" else (0, 1)
     call: Any = model
     if engine == "single":
@@ -181,12 +181,7 @@ def train(model: nn.Module, recipe: Recipe, engine: str = "single", comm: Commun
         optimizer = recipe.optimizer([p for p in model.parameters() if p.requires_grad], **recipe.settings)
     else:
         optimizer = mpidl.ZeroOptimizer(
-            model,
-            recipe.optimizer,
-            stage=int(engine[-1]),
-            process_group=comm,
-            **recipe.engine,
-            **recipe.settings,
+            model, recipe.optimizer, process_group=comm, **{**WAYS[engine], **recipe.engine}, **recipe.settings
         )
     losses = []
     for step in range(recipe.steps):
@@ -199,13 +194,13 @@ def train(model: nn.Module, recipe: Recipe, engine: str = "single", comm: Commun
                 loss.backward()
             losses[-1] += _mean(comm if engine != "single" else None, loss.item())
         if recipe.clip is not None:
-            if engine.startswith("zero"):
+            if engine in WAYS:
                 optimizer.clip_grad_norm_(recipe.clip)
             else:
                 mpidl.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         optimizer.zero_grad()
-    sharded = engine.startswith("zero")
+    sharded = engine in WAYS
     weights = optimizer.model_state_dict() if sharded else dict(model.state_dict())
     return Trained(np.array(losses), weights, optimizer.state_dict(), model, optimizer)
 

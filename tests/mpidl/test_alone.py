@@ -13,6 +13,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -23,7 +24,7 @@ DDP: dict[str, dict[str, Any]] = {
     "copies": {"gradient_as_bucket_view": False},
 }
 HOW = ["no_grad", "eval", "train"]
-ways = pytest.mark.parametrize("way", [*DDP, "join", "deepcopy", *zero.WAYS])
+ways = pytest.mark.parametrize("way", [*DDP, "join", "deepcopy", *WAYS])
 
 
 def data(rank: int, step: int = 0) -> torch.Tensor:
@@ -74,7 +75,7 @@ class Single:
 
 def trains(comm: Communicator, way: str) -> tuple[Any, nn.Module, Any]:
     """Returns the callable, the plain model and its optimizer."""
-    if way in zero.WAYS:
+    if way in WAYS:
         model, optimizer = zero.engine(comm, Normed, way)
         return model, model, optimizer
     model = zero.made(Normed, comm.rank)
@@ -102,7 +103,7 @@ def test_training_goes_on(comm, way: str, how: str) -> None:
             called(data(comm.rank, step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    with optimizer.gathered(writable=False) if way in zero.WAYS else contextlib.nullcontext():
+    with optimizer.gathered(writable=False) if way in WAYS else contextlib.nullcontext():
         for name, expected in single.first.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-5, atol=1e-6, msg=name)
 

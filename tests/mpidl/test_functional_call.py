@@ -11,6 +11,7 @@ from torch import nn
 import mpidl
 from tests.mpidl.ddp.reference import Several, check, data, made, mean_gradients
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import every_way
 
 pytestmark = pytest.mark.mpi
 
@@ -61,7 +62,7 @@ def test_given_tensors_get_their_own_gradients(comm, settings: dict, before: boo
         model.zero_grad()
 
 
-@zero.every_way
+@every_way
 def test_given_tensors_in_the_stages(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way)
     plain = zero.Plain(zero.Several, comm.size)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mpidl.absent_state import absent_state
-from tests.mpidl.small_models import ENGINES, MODELS, Recipe, fresh, largest_difference, train
+from tests.mpidl.small_models import MODELS, Recipe, fresh, largest_difference, train
+from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = pytest.mark.mpi
 
@@ -66,7 +67,7 @@ def check_state(expected: dict, found: dict) -> None:
 def test_other_torch_optimizers_are_sharded_alike(comm, optimizer: type[torch.optim.Optimizer]) -> None:
     recipe = Recipe(optimizer, {"lr": 1e-3, "eps": 1e-6}, steps=3)
     expected = train(fresh(MODELS["gpt2"]), recipe)
-    trained = train(fresh(MODELS["gpt2"], comm.rank), recipe, "zero3", comm)
+    trained = train(fresh(MODELS["gpt2"], comm.rank), recipe, "stage 3", comm)
     np.testing.assert_allclose(trained.losses, expected.losses, rtol=1e-5)
     if comm.rank == 0:
         assert largest_difference(expected.weights, trained.weights) < 1e-5

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mpidl
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -44,7 +45,7 @@ def test_an_asynchronous_operation_alone(comm) -> None:
     assert seen["collectives::all_reduce"] == seen["collectives::all_gather"] == 1
 
 
-@pytest.mark.parametrize("way", zero.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_step_of_zero(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

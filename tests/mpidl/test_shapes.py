@@ -15,22 +15,20 @@ import torch
 from torch import nn
 
 import mpidl
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
-WAYS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "ddp, a bucket for each": {"bucket_cap_mb": 1e-6},
     "ddp, small buckets": {"bucket_cap_mb": 0.001},
     "ddp, copies": {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": False},
-    "stage 1": {"stage": 1},
-    "stage 1, small buckets": {"stage": 1, "bucket_cap_mb": 0.001},
-    "stage 2": {"stage": 2},
-    "stage 2, small buckets": {"stage": 2, "bucket_cap_mb": 0.003},
-    "stage 3": {"stage": 3},
-    "stage 3 gathered": {"stage": 3, "share_in_node": False},
-    "stage 3 gathered, one unit": {"stage": 3, "share_in_node": False, "units": lambda module: False},
+    **WAYS,
+    "stage 1, small buckets": {**WAYS["stage 1"], "bucket_cap_mb": 0.001},
+    "stage 2, small buckets": {**WAYS["stage 2"], "bucket_cap_mb": 0.003},
+    "stage 3 gathered, one unit": {**WAYS["stage 3 gathered"], "units": lambda module: False},
 }
-every_stage = pytest.mark.parametrize("way", [name for name, way in WAYS.items() if "stage" in way])
+every_sharded = pytest.mark.parametrize("way", [name for name, way in SETTINGS.items() if "stage" in way])
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -72,7 +70,7 @@ def trained(comm, pairs: Iterable[tuple[int, int]], way: dict[str, Any] | None, 
 def differences(comm, pairs: Sequence[tuple[int, int]], **settings: Any) -> dict[str, list[str]]:
     expected = trained(comm, pairs, {}, **settings)
     differ = {}
-    for name, way in {**WAYS, **({"plain": None} if comm.size == 1 else {})}.items():
+    for name, way in {**SETTINGS, **({"plain": None} if comm.size == 1 else {})}.items():
         found = trained(comm, pairs, way, **settings)
         differ[name] = [key for key, value in expected.items() if not torch.equal(value, found[key])]
     return differ
@@ -96,7 +94,7 @@ def test_so_have_all_shapes(comm, first: int) -> None:
 
 def test_parameters_and_gradients_begin_with_a_cache_line(comm) -> None:
     pairs = [(1, 1), (3, 5), (16, 2)]
-    for name, way in WAYS.items():
+    for name, way in SETTINGS.items():
         model = Branches(pairs)
         places = []
         if "stage" in way:
@@ -111,12 +109,12 @@ def test_parameters_and_gradients_begin_with_a_cache_line(comm) -> None:
         assert {place % 64 for place in places} == {0}, name
 
 
-@every_stage
+@every_sharded
 def test_padding_adds_nothing_even_after_gradients_that_were_no_numbers(comm, way: str) -> None:
     torch.manual_seed(0)
     model, alone = (Branches([(1, 1), (3, 5)]) for _ in range(2))
     alone.load_state_dict(model.state_dict())
-    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, lr=0.1, **WAYS[way])
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, lr=0.1, **SETTINGS[way])
     (model(0).sum() * math.nan).backward()
     optimizer.clip_grad_norm_(1.0)
     optimizer.zero_grad()

@@ -27,15 +27,11 @@ pytestmark = pytest.mark.mpi
 DROPPING = GPT2Config(vocab_size=37, block_size=8, layers=3, heads=2, embd=18, dropout=0.2)
 
 
-def zero_engine(stage: int, **settings: Any) -> tuple[str, dict[str, Any]]:
-    return f"zero{stage}", settings
-
-
 # Each engine's name for `train`, and its settings.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {"find_unused_parameters": True}),
-    **{way: zero_engine(**settings) for way, settings in WAYS.items()},
-    "stage 3 gathered, small units": zero_engine(**WAYS["stage 3 gathered"], units=nn.Linear),
+    **{way: (way, {}) for way in WAYS},
+    "stage 3 gathered, small units": ("stage 3 gathered", {"units": nn.Linear}),
 }
 
 
@@ -82,10 +78,8 @@ def test_checkpoints_after_the_engine_and_taken_off_again(comm, engine) -> None:
         call: Any = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
         optimizer: Any = torch.optim.AdamW(call.parameters(), lr=1e-3)
     else:
-        call, optimizer = (
-            model,
-            mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=int(name[-1]), process_group=comm, lr=1e-3, **settings),
-        )
+        given: dict[str, Any] = {"process_group": comm, "lr": 1e-3, **WAYS[name]}
+        call, optimizer = model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, **given, **settings)
     plain = fresh(dropping)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     for step in range(4):
@@ -181,13 +175,10 @@ def test_other_models_cut_over_ranks(comm, make: Callable[[], nn.Module]) -> Non
 def test_groups_of_ranks_beside_data_parallel_ones(comm, engine) -> None:
     """Pairs of ranks hold the same activations, and each pair has sequences of its own."""
     group = comm.split(comm.rank // 2, comm.rank)
-    name, settings = ENGINES[engine]
     found = []
     for cut in (False, True):
         model = fresh(dropping, comm.rank)
-        optimizer = mpidl.ZeroOptimizer(
-            model, torch.optim.AdamW, stage=int(name[-1]), process_group=comm, lr=1e-3, **settings
-        )
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, process_group=comm, lr=1e-3, **WAYS[engine])
         store = CheckpointStore(group, smallest=64) if cut else None
         checkpoint_modules(model, store=store)
         losses = []

@@ -20,6 +20,7 @@ from torch import nn
 import mpidl
 from mpidl import Mesh
 from mpidl.mesh import Cut, place, placement
+from tests.mpidl.zero.ways import WAYS
 
 HEADS, KV_HEADS, WIDTH = 7, 2, 4
 
@@ -92,7 +93,7 @@ def cut_over(mesh: Mesh | None, seed: int = 0, dtype: torch.dtype = torch.float3
 
 
 class Training:
-    """A model and what trains it: "plain", "ddp" or "zero1" to "zero3"."""
+    """A model and what trains it: "plain", "ddp" or a way of ZeRO."""
 
     def __init__(
         self, engine: str, comm: Any, mesh: Mesh | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
@@ -105,9 +106,9 @@ class Training:
         groups = [{"params": [p for name, p in named.items() if name in chosen]} for chosen in (FIRST, REST)]
         groups[1]["lr"] = 0.02
         self.optimizer: Any
-        if engine.startswith("zero"):
+        if engine in WAYS:
             self.optimizer = mpidl.ZeroOptimizer(
-                self.model, torch.optim.AdamW, int(engine[4]), groups, lr=0.01, **where
+                self.model, torch.optim.AdamW, params=groups, lr=0.01, **WAYS[engine], **where
             )
         else:
             if engine == "ddp":
@@ -129,7 +130,7 @@ class Training:
 
     def differing(self, whole: dict[str, torch.Tensor]) -> Iterator[str]:
         """Names of what this rank holds that differs from the same elements of the whole tensors."""
-        if self.engine.startswith("zero"):
+        if self.engine in WAYS:
             held = [(o.parameter, o.start, o.stop, o.values) for o in self.optimizer.owned_state().slices()]
         else:
             held = [(p, 0, p.numel(), p) for p in self.model.parameters()]

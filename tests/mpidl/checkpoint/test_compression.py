@@ -14,9 +14,10 @@ import torch
 import mpidl
 from mpidl import Compression
 from mpidl.errors import CheckpointError
-from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.gradients.compression.test_engines import Training
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = pytest.mark.mpi
 
@@ -74,11 +75,11 @@ def test_training_goes_on_as_without_the_interruption(comm, shared: Path, engine
 
 
 def test_what_is_reset_is_said(comm, shared: Path) -> None:
-    run = Run("zero2", comm, compress="int4")
+    run = Run("stage 2", comm, compress="int4")
     run.steps(0, 2)
     state = compressed(run).state_dict()
     run.save(shared / "int4", 2)
-    plain = Run("zero2", comm)
+    plain = Run("stage 2", comm)
     plain.steps(0, 2)
     plain.save(shared / "plain", 2)
 
@@ -98,12 +99,12 @@ def test_what_is_reset_is_said(comm, shared: Path) -> None:
     check(said(run, "plain"), "was saved without compress=: remainders begin at zero")
     assert compressed(run).state_dict()["remainders"] == {}
     assert compressed(run).steps == 0
-    other = Run("zero2", comm, compress="int8")
+    other = Run("stage 2", comm, compress="int8")
     check(said(other, "int4"), None)
     assert {**compressed(other).state_dict(), "method": "int4"}.keys() == state.keys()
     for name, mean in state["remainders"].items():
         assert torch.equal(compressed(other).state_dict()["remainders"][name], mean)
-    off = Run("zero2", comm, compress=Compression("int4", error_feedback=False))
+    off = Run("stage 2", comm, compress=Compression("int4", error_feedback=False))
     check(said(off, "int4"), None if none_kept else "holds remainders of int4, which are dropped")
 
 

@@ -21,6 +21,7 @@ from mpidl.checkpoint.reading import Reader
 from mpidl.models.gpt2 import GPT2
 from tests.mpidl.checkpoint.training import SETTINGS, Run
 from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.mpi
 def snapshot(run: Run) -> dict[str, Any]:
     """All that a load might change on this rank, copied."""
     held: dict[str, Any] = {}
-    if run.engine.startswith("zero"):
+    if run.engine in WAYS:
         for part in run.optimizer.owned_state().slices():
             held[f"{id(part.parameter)}"] = part.values.detach().clone()
     else:
@@ -87,7 +88,7 @@ class DamagedCheckpoint:
         self.do(copy_back)
 
 
-@pytest.fixture(params=["ddp", "zero3"])
+@pytest.fixture(params=["ddp", "stage 3"])
 def damaged_run(request, comm, shared: Path) -> tuple[Run, DamagedCheckpoint]:
     """A run that has gone on since it was saved, and its checkpoint."""
     run = Run(request.param, comm)
@@ -235,7 +236,7 @@ def test_no_permission_on_one_rank_is_told_to_all(damaged_run: tuple[Run, Damage
     assert run.comm.size == 1 or f"(on rank {run.comm.size - 1})" in said
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
 def test_what_belongs_to_another_training_is_refused(comm, shared: Path, engine: str) -> None:
     saved = Run(engine, comm)
     saved.steps(0, 1)
@@ -273,7 +274,7 @@ def test_what_belongs_to_another_training_is_refused(comm, shared: Path, engine:
 
 
 def test_torn_ones_are_passed_over(comm, shared: Path) -> None:
-    run = Run("zero3", comm)
+    run = Run("stage 3", comm)
     losses = []
     for step in range(4):
         losses += run.steps(step, step + 1)

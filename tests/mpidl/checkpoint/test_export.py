@@ -23,8 +23,9 @@ from mpidl.job.ending import TEMP_PATHS
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.models.pretrained import load_pretrained
 from tests.harness import launch
-from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh
+from tests.mpidl.zero.ways import ENGINES
 
 mpi = pytest.mark.mpi
 TOKENS = torch.arange(16).view(2, 8)
@@ -99,7 +100,7 @@ def test_weights_of_transformers_come_in(comm, shared: Path, engine: str, files:
         with torch.no_grad():
             expected = theirs(TOKENS).logits
     comm.barrier()
-    settings = {"precision": mpidl.Precision(torch.bfloat16)} if engine == "zero3" else {}
+    settings = {"precision": mpidl.Precision(torch.bfloat16)} if engine == "stage 3" else {}
     run = Run(engine, comm, **settings)
     import_safetensors(shared / "hf", run.call, process_group=comm)
     weights = run.weights()
@@ -134,7 +135,7 @@ def test_what_cannot_be_imported_or_exported_is_refused(comm, shared: Path) -> N
 
 
 @mpi
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 3"])
 def test_a_checkpoint_is_exported_without_its_model(comm, shared: Path, engine: str) -> None:
     run = Run(engine, comm, fresh(MODELS["mixture"]), **({"find_unused_parameters": True} if engine == "ddp" else {}))
     run.steps(0, 1)

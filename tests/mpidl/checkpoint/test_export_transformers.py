@@ -92,7 +92,7 @@ def trained(engine: str, comm: Any, model: Any, name: str) -> tuple[Any, Any]:
 
 
 @mpi
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_model_opens_with_the_same_logits(comm, shared: Path, name: str, engine: str) -> None:
     model = made(name)
@@ -101,7 +101,7 @@ def test_an_exported_model_opens_with_the_same_logits(comm, shared: Path, name: 
     save(shared, call, optimizer, step=1, process_group=comm)
     for _ in range(2):  # over an earlier one too
         export_safetensors(shared / "out", call, process_group=comm)
-    whole = optimizer.model_state_dict() if engine == "zero3" else model.state_dict()
+    whole = optimizer.model_state_dict() if engine == "stage 3" else model.state_dict()
     if comm.rank == 0:
         plain = made(name)
         plain.load_state_dict(whole)

@@ -50,7 +50,7 @@ def fails(comm, monkeypatch) -> Any:
 def test_a_disk_that_fills_up_is_told_to_all_and_the_former_one_stays(
     comm, shared: Path, fails, monkeypatch, background: bool, after: int
 ) -> None:
-    run = Run("zero1", comm)
+    run = Run("stage 1", comm)
     run.steps(0, 1)
     run.save(shared, 1)
     losses = run.steps(1, 3)

@@ -39,7 +39,7 @@ class Small(torch.nn.Module):
 @pytest.fixture
 def hostile(comm, shared: Path) -> tuple[Run, Path]:
     """A run, and its checkpoint of one step before."""
-    run = Run("ddp" if comm.size % 2 else "zero2", comm, Small())
+    run = Run("ddp" if comm.size % 2 else "stage 2", comm, Small())
     run.steps(0, 1)
     run.save(shared, 1, extra={"t": torch.arange(5), "a": [1, 2.5, (None, "x")]})
     run.steps(1, 2)
@@ -250,7 +250,7 @@ def test_any_error_of_one_rank_is_one_of_all(hostile: tuple[Run, Path], monkeypa
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mpidl.optim.LAMB, mpidl.optim.LARS, mpidl.optim.Adam8bit])
 def test_states_that_are_no_tensors_are_refused_for_each_class(comm, shared: Path, optimizer: Any) -> None:
-    engine, settings = "ddp" if comm.size % 2 else "zero2", {"lr": 0.01}
+    engine, settings = "ddp" if comm.size % 2 else "stage 2", {"lr": 0.01}
     if optimizer is mpidl.optim.LARS:
         settings["momentum"] = 0.9
     run = Run(engine, comm, Small(), optimizer, settings)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import mpidl
 from mpidl.data import DataLoader
-from tests.mpidl.checkpoint.training import ENGINES
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -37,7 +37,7 @@ class Training:
             self.call = mpidl.DistributedDataParallel(model, process_group=comm)
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         else:
-            self.optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, int(engine[4]), process_group=comm, lr=0.01)
+            self.optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, process_group=comm, lr=0.01, **WAYS[engine])
         self.loader = DataLoader(
             TensorDataset(x, x[:, :3]), BATCH, shuffle=True, process_group=comm, drop_last=True, seed=3, **loader
         )

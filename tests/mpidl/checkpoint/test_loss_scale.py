@@ -11,8 +11,9 @@ import torch
 import mpidl
 from mpidl.checkpoint.engine import engine_of
 from tests.mpidl.checkpoint.test_compression import compressed
-from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = pytest.mark.mpi
 

@@ -34,10 +34,11 @@ from mpidl.checkpoint.tensorfile import TensorFile
 from mpidl.mesh import Cut, place
 from tests.mpidl.checkpoint.cut_model import Model, Training, cut_over, whole_state
 from tests.mpidl.checkpoint.mutations import as_text, mutated
+from tests.mpidl.checkpoint.training import name_in_checkpoints
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
-ENGINES = ("ddp", "zero1", "zero2", "zero3")
 Layout = tuple[int, int]  # tp, dp
 
 
@@ -80,16 +81,16 @@ def test_any_mesh_and_engine_loads_what_any_other_saved(comm, shared: Path) -> N
                     assert not [*run.differing(truth)], f"alone -> {engine} on {layout}"
                     run.save(shared / f"{engine}-{layout}")
         comm.barrier()
-        for engine, layout in kinds:
+        for turn, (engine, layout) in enumerate(kinds):
             group = groups[layout[0] * layout[1]]
             if group is None:
                 continue
             with training(engine, layout, group, seed=1) as run:
                 for number, on in enumerate(layouts(comm.size)):
-                    saved = ENGINES[(number + len(engine) + layout[0]) % len(ENGINES)]
-                    loaded = run.load(shared / f"{saved}-{on}", verify=engine != "zero2")
+                    saved = ENGINES[(number + turn) % len(ENGINES)]
+                    loaded = run.load(shared / f"{saved}-{on}", verify=engine != "stage 2")
                     assert not [*run.differing(truth)], f"{saved} on {on} -> {engine} on {layout}"
-                    assert (loaded.engine, loaded.ranks) == (saved, on[0] * on[1])
+                    assert (loaded.engine, loaded.ranks) == (name_in_checkpoints(saved), on[0] * on[1])
         for saved, on in kinds[comm.rank :: comm.size]:
             assert verify(shared / f"{saved}-{on}/step-00000001").about["step"] == 1
 
@@ -133,7 +134,7 @@ def test_every_element_is_written_once_and_the_export_is_that_of_one_process(com
 
 
 @pytest.mark.ranks(2, 4, exactly=True)
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["stage 1", "stage 3"])
 def test_masters_of_a_cut_model_in_16_bits_come_back(comm, shared: Path, engine: str) -> None:
     with meshes(comm) as groups:
         with training(engine, (2, comm.size // 2), comm, dtype=torch.bfloat16) as run:
@@ -161,7 +162,7 @@ def test_an_accumulation_goes_on_under_another_mesh(comm, shared: Path, engine: 
         run.call().backward()
         run.optimizer.step()
         expected = export(run, shared / "expected")
-    with training("zero2" if engine == "ddp" else "ddp", (1, comm.size), comm, seed=1) as other:
+    with training("stage 2" if engine == "ddp" else "ddp", (1, comm.size), comm, seed=1) as other:
         assert other.load(shared).micro_step == 1
         other.call().backward()
         other.optimizer.step()
@@ -220,7 +221,7 @@ def test_random_states_come_back_on_the_same_mesh_and_are_equal_over_tp_on_anoth
 
 @pytest.mark.ranks(2, 3)
 def test_what_does_not_fit_is_refused_on_every_rank(comm, shared: Path) -> None:
-    with training("zero2", (comm.size, 1), comm) as run:
+    with training("stage 2", (comm.size, 1), comm) as run:
         run.step()
         run.save(shared)
         before = [o.values.clone() for o in run.optimizer.owned_state().slices()]
@@ -253,7 +254,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(comm, shared: Path) -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_copies_that_differ_are_refused(comm, shared: Path) -> None:
-    with training("zero1" if comm.size % 2 else "ddp", (comm.size, 1), comm) as run:
+    with training("stage 1" if comm.size % 2 else "ddp", (comm.size, 1), comm) as run:
         with torch.no_grad():
             run.model.norm += comm.rank == 1
         if comm.size % 2 == 0:
@@ -265,7 +266,7 @@ def test_copies_that_differ_are_refused(comm, shared: Path) -> None:
 
 @pytest.mark.ranks(2, exactly=True)
 def test_damage_and_pieces_that_do_not_fit_are_refused_on_every_rank(comm, shared: Path) -> None:
-    with training("zero3", (2, 1), comm) as run:
+    with training("stage 3", (2, 1), comm) as run:
         run.step()
         run.save(shared)
         path = shared / "step-00000001"
@@ -375,7 +376,7 @@ def test_experts_that_are_cut_over_ep_are_one_checkpoint(comm, shared: Path) -> 
 
 @pytest.mark.ranks(2, exactly=True)
 def test_the_command_shows_and_exports_what_was_cut(comm, shared: Path, capsys) -> None:
-    with training("zero2", (2, 1), comm) as run:
+    with training("stage 2", (2, 1), comm) as run:
         run.step()
         run.save(shared, background=True)
         wait(run.call)
@@ -394,7 +395,7 @@ def test_the_command_shows_and_exports_what_was_cut(comm, shared: Path, capsys) 
 @pytest.mark.ranks(2, exactly=True)
 def test_any_mutation_of_cuts_is_refused_on_every_rank_or_loads_what_was_saved(comm, shared: Path) -> None:
     truth = whole_state(1)
-    with training("zero2", (2, 1), comm) as run:
+    with training("stage 2", (2, 1), comm) as run:
         run.step()
         run.save(shared)
         file = shared / "step-00000001" / index.NAME

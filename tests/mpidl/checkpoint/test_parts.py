@@ -16,7 +16,7 @@ from collectives import Communicator
 from mpidl import CheckpointError, ConfigurationError, Mesh
 from mpidl.checkpoint import __main__ as command
 from mpidl.checkpoint import folder, load, newest, save, verify, wait
-from tests.mpidl.checkpoint.training import ENGINES
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
@@ -38,9 +38,9 @@ class Training:
             mpidl.mesh.place(p, "pp", "tp")
         self.call: Any = self.model
         self.optimizer: Any
-        if engine.startswith("zero"):
+        if engine in WAYS:
             self.optimizer = mpidl.ZeroOptimizer(
-                self.model, torch.optim.AdamW, int(engine[4]), mesh=mesh, lr=0.01 * (1 + stage)
+                self.model, torch.optim.AdamW, mesh=mesh, lr=0.01 * (1 + stage), **WAYS[engine]
             )
         else:
             if engine == "ddp":
@@ -108,9 +108,9 @@ def test_dp_may_differ_and_sizes_of_parts_may_not(comm, shared: Path) -> None:
 
 
 @pytest.mark.ranks(4, exactly=True)
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 3"])
 def test_parts_of_two_data_ranks_are_loaded_by_one_each(comm, shared: Path, engine: str) -> None:
-    with training(comm, "zero2", tp=2) as first:
+    with training(comm, "stage 2", tp=2) as first:
         first.steps(1)
         first.save(shared, 1)
         first.optimizer.unwrap()
@@ -118,7 +118,7 @@ def test_parts_of_two_data_ranks_are_loaded_by_one_each(comm, shared: Path, engi
     half = comm.split(comm.rank // 2)
     with training(half, engine, seed=1, tp=2) as second:
         second.load(shared)
-        if engine == "zero3":
+        if engine == "stage 3":
             second.optimizer.unwrap()
         tp = comm.rank % 2
         assert second.mesh.rank("tp") == tp  # as it was before

@@ -55,7 +55,7 @@ def change(comm, path: Path, mode: int) -> None:
 
 @pytest.mark.parametrize("what", ["rank00000-000.safetensors", "index.json", "."])
 def test_what_must_not_be_read_is_named(comm, open_to_all: Path, what: str) -> None:
-    run = Run("zero3", comm)
+    run = Run("stage 3", comm)
     run.steps(0, 1)
     run.save(open_to_all, 1)
     run.steps(1, 2)
@@ -72,7 +72,7 @@ def test_what_must_not_be_read_is_named(comm, open_to_all: Path, what: str) -> N
 
 @pytest.mark.parametrize("background", [False, True])
 def test_where_nothing_must_be_written_the_former_checkpoint_stays(comm, open_to_all: Path, background: bool) -> None:
-    run = Run("zero3", comm)
+    run = Run("stage 3", comm)
     run.steps(0, 1)
     run.save(open_to_all, 1)
     before = sorted(path.name for path in open_to_all.iterdir())

@@ -105,7 +105,7 @@ def test_paths_that_are_none_are_refused(comm, shared: Path) -> None:
 
 
 def test_models_and_optimizers_that_do_not_belong_together_are_refused(comm, shared: Path) -> None:
-    run, other = Run("zero2", comm), Run("zero2", comm)
+    run, other = Run("stage 2", comm), Run("stage 2", comm)
     with pytest.raises(mpidl.ConfigurationError, match="is not the one that trains this model"):
         save(shared, run.model, other.optimizer)
     with pytest.raises(mpidl.ConfigurationError, match="in group 0 is no parameter of the model"):

@@ -15,8 +15,9 @@ from mpidl.checkpoint import index
 from mpidl.checkpoint.tensorfile import TensorFile
 from mpidl.gradients import buckets
 from mpidl.models.gpt2 import GPT2
-from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.checkpoint.training import Run, name_in_checkpoints
 from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh, largest_difference
+from tests.mpidl.zero.ways import ENGINES, STAGES
 
 pytestmark = pytest.mark.mpi
 SAVED, TRAINED = 2, 3  # steps
@@ -45,7 +46,8 @@ def test_any_engine_and_number_of_ranks_loads_any_other(comm, shared: Path) -> N
         run = Run(engine, groups[size], fresh(MODELS["gpt2"], rank=1))  # other weights
         for saved, on in engines_and_sizes(comm):
             loaded = run.load(shared / f"{saved}-{on}")
-            assert (loaded.step, loaded.ranks, loaded.engine, loaded.extra) == (SAVED, on, saved, {"of": saved})
+            assert (loaded.step, loaded.ranks, loaded.extra) == (SAVED, on, {"of": saved})
+            assert loaded.engine == name_in_checkpoints(saved)
             found = run.steps(SAVED, TRAINED)
             what = f"{saved} on {on} -> {engine} on {size}"
             np.testing.assert_allclose(found, losses[SAVED:], rtol=0, atol=1e-6, err_msg=what)
@@ -78,7 +80,7 @@ def test_the_same_engine_goes_on_to_the_bit(comm, shared: Path, engine: str, mod
             assert torch.equal(value, other[name]) if torch.is_tensor(value) else value == other[name], name
 
 
-@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", STAGES)
 def test_checkpoints_of_another_layout_are_loaded(comm, shared: Path, engine: str, monkeypatch) -> None:
     """Parameters side by side without padding, as they lay in earlier versions."""
     with monkeypatch.context() as patch:
@@ -102,12 +104,12 @@ def flat(state: dict[str, Any]) -> dict[Any, Any]:
 
 def test_units_that_are_gathered_go_on_to_the_bit(comm, shared: Path) -> None:
     """Stage 3 as over several nodes; saved with a unit left whole by a pass without backward."""
-    run = Run("zero3", comm, share_in_node=False)
+    run = Run("stage 3 gathered", comm)
     run.steps(0, 2)
     run.model(torch.zeros(1, 8, dtype=torch.int64))
     run.save(shared, 2)
     losses = run.steps(2, 4)
-    again = Run("zero3", comm, fresh(MODELS["gpt2"], rank=1), share_in_node=False)
+    again = Run("stage 3 gathered", comm, fresh(MODELS["gpt2"], rank=1))
     again.model(torch.zeros(1, 8, dtype=torch.int64))
     again.load(shared)
     assert again.steps(2, 4) == losses
@@ -123,7 +125,7 @@ def test_each_rank_reads_what_it_holds_and_checks_its_share(comm, shared: Path, 
         run.save(shared, 1)
         alone.close()
     comm.barrier()
-    run = Run("zero3", comm, fresh(MODELS["gpt2"], rank=1))
+    run = Run("stage 3", comm, fresh(MODELS["gpt2"], rank=1))
     nbytes = 0
     read = TensorFile.read_into
 

@@ -19,8 +19,9 @@ import mpidl
 from mpidl.checkpoint import folder, load, newest, save, tensorfile, verify, wait, writing
 from mpidl.zero import ShardedGradient
 from tests.mpidl.checkpoint.folders import names
-from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, fresh
+from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = pytest.mark.mpi
 
@@ -141,7 +142,7 @@ def test_without_hard_links_the_same_step_is_replaced_too(comm, shared: Path, mo
 def test_saving_and_loading_need_one_unit_and_one_block_of_memory(comm, shared: Path, monkeypatch) -> None:
     """Looked at whenever a block is checked, which is when most is there."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6)))  # 72 MiB with Adam's states
-    run = Run("zero3", comm, model)
+    run = Run("stage 3", comm, model)
     run.call(torch.ones(1, 1024)).sum().backward()
     run.finish()
     highest = 0.0
@@ -239,7 +240,7 @@ def test_a_program_that_changes_its_directory_saves_where_it_was(comm, shared: P
 
 
 def test_the_next_save_waits_for_the_one_before(comm, shared: Path) -> None:
-    run = Run("zero3", comm)
+    run = Run("stage 3", comm)
     for step in range(1, 5):
         run.steps(step - 1, step)
         run.save(shared, step, background=True, keep_last=2)

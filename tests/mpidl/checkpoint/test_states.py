@@ -18,8 +18,9 @@ import mpidl
 from mpidl.checkpoint import index, load, reading, save, writing
 from mpidl.data import DistributedSampler
 from mpidl.optim import PeriodicAverager, PostLocalSGDOptimizer
-from tests.mpidl.checkpoint.training import ENGINES, Run
+from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, fresh, largest_difference, sequences
+from tests.mpidl.zero.ways import ENGINES, STAGES
 
 pytestmark = pytest.mark.mpi
 
@@ -112,7 +113,7 @@ def test_the_sampler_goes_on_where_it_was_on_other_ranks_too(comm, shared: Path)
 
 
 def test_a_state_that_is_refused_leaves_the_others_as_they_were(comm, shared: Path) -> None:
-    run = Run("zero2", comm)
+    run = Run("stage 2", comm)
     run.steps(0, 1)
     run.save(shared, 1, sampler=DistributedSampler(range(10), comm))
     run.steps(1, 2)
@@ -190,7 +191,7 @@ def test_an_accumulation_goes_on_after_its_first_micro_step(comm, shared: Path, 
     again.finish()
     found = again.weights()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    for other in ("zero3", "ddp"):
+    for other in ("stage 3", "ddp"):
         across = Run(other, comm, fresh(MODELS["gpt2"], rank=1))
         across.load(shared)
         across.micro_step(1, 1, of=2)
@@ -215,7 +216,7 @@ def test_gradients_that_each_rank_has_for_itself_are_kept_for_each(comm, shared:
     again.micro_step(1, 1, of=2)
     again.finish()
     assert all(torch.equal(again.weights()[name], tensor) for name, tensor in expected.items())
-    sharded = Run("zero2", comm, fresh(MODELS["gpt2"], rank=1))  # takes their mean
+    sharded = Run("stage 2", comm, fresh(MODELS["gpt2"], rank=1))  # takes their mean
     sharded.load(shared)
     sharded.micro_step(1, 1, of=2)
     sharded.finish()
@@ -224,7 +225,7 @@ def test_gradients_that_each_rank_has_for_itself_are_kept_for_each(comm, shared:
 
 
 def test_gradients_that_zero_has_not_reduced_are_refused(comm, shared: Path) -> None:
-    run = Run("zero1", comm)
+    run = Run("stage 1", comm)
     with run.optimizer.no_sync():
         run.micro_step(0, 0, of=2)
     with pytest.raises(mpidl.TrainingError, match=r"under no_sync\(\) have not been reduced"):
@@ -253,12 +254,12 @@ class Counting(nn.Module):
         self.seen = state
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 3"])
 def test_extra_states_of_modules_come_back(comm, shared: Path, engine: str) -> None:
     run = Run(engine, comm, Counting())
     run.steps(0, 2)
     run.save(shared, 2)
-    again = Run("zero2" if engine == "ddp" else "ddp", comm, Counting())
+    again = Run("stage 2" if engine == "ddp" else "ddp", comm, Counting())
     again.load(shared)
     assert again.model.seen["batches"] == 2
     assert again.model.seen["largest"].tolist() == [1.0] * 3
@@ -381,14 +382,14 @@ def test_post_local_sgd_goes_on_with_each_rank_s_own_weights(comm, shared: Path)
         other.close()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_masters_go_to_16_bit_training_and_back(comm, shared: Path, stage: int) -> None:
+@pytest.mark.parametrize("way", STAGES)
+def test_masters_go_to_16_bit_training_and_back(comm, shared: Path, way: str) -> None:
     half = mpidl.Precision(torch.bfloat16, torch.float32)
-    run = Run(f"zero{stage}", comm, precision=half)
+    run = Run(way, comm, precision=half)
     run.steps(0, 2)
     run.save(shared, 2)
     losses = run.steps(2, 4)
-    again = Run(f"zero{stage}", comm, fresh(MODELS["gpt2"], rank=1), precision=half)
+    again = Run(way, comm, fresh(MODELS["gpt2"], rank=1), precision=half)
     again.load(shared)
     with again.optimizer.gathered(writable=False):
         assert {p.dtype for p in again.model.parameters()} == {torch.bfloat16}
@@ -397,7 +398,7 @@ def test_masters_go_to_16_bit_training_and_back(comm, shared: Path, stage: int) 
     plain = Run("ddp", comm, fresh(MODELS["gpt2"], rank=1))
     plain.load(shared)
     plain.save(shared / "again", 2)
-    run = Run(f"zero{stage}", comm, fresh(MODELS["gpt2"], rank=1), precision=half)
+    run = Run(way, comm, fresh(MODELS["gpt2"], rank=1), precision=half)
     run.load(shared / "again")
     assert run.steps(2, 4) == losses
 
@@ -415,7 +416,7 @@ def test_a_model_in_16_bits_takes_fp32_and_gives_its_own(comm, shared: Path) -> 
 
 
 def test_the_scaler_comes_back(comm, shared: Path) -> None:
-    run = Run("zero3", comm, precision=mpidl.Precision(torch.float16))
+    run = Run("stage 3", comm, precision=mpidl.Precision(torch.float16))
     scaler = mpidl.GradScaler(init_scale=2.0**40, process_group=comm)
     for step in range(3):
         x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))

@@ -11,9 +11,14 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.ways import WAYS
 
-ENGINES = ("ddp", "zero1", "zero2", "zero3")
 SETTINGS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
+
+
+def name_in_checkpoints(engine: str) -> str:
+    """The name of an engine in the index of what it saves."""
+    return f"zero{WAYS[engine]['stage']}" if engine in WAYS else engine
 
 
 class Run:
@@ -36,10 +41,9 @@ class Run:
         groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2]}]
         groups[1]["lr"] = 3e-4
         self.optimizer: Any
-        if engine.startswith("zero"):
-            self.optimizer = mpidl.ZeroOptimizer(
-                self.model, optimizer, int(engine[4]), groups, process_group=comm, **of_engine, **settings
-            )
+        if engine in WAYS:
+            given = {**WAYS[engine], **of_engine, **settings}
+            self.optimizer = mpidl.ZeroOptimizer(self.model, optimizer, params=groups, process_group=comm, **given)
         else:
             if engine == "ddp":
                 self.call = mpidl.DistributedDataParallel(self.model, process_group=comm, **of_engine)
@@ -82,7 +86,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The plain state_dict, on rank 0; copies."""
-        if self.engine.startswith("zero"):
+        if self.engine in WAYS:
             whole = self.optimizer.model_state_dict()
             return whole if self.comm.rank == 0 else {}
         return {name: value.clone() for name, value in self.model.state_dict().items() if torch.is_tensor(value)}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.mpidl.cuda.models import placed
-from tests.mpidl.small_models import ENGINES, MODELS, Recipe, fresh, largest_difference, train
+from tests.mpidl.small_models import MODELS, Recipe, fresh, largest_difference, train
 from tests.mpidl.test_parity import check_state, engine_recipe
+from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,8 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from tests.mpidl.cuda.models import placed
-from tests.mpidl.small_models import ENGINES, MODELS, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.small_models import MODELS, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -26,7 +27,7 @@ def device(comm: Communicator) -> Any:
 def engine_of(kind: str, model: nn.Module) -> tuple[Any, Any]:
     if kind == "ddp":
         return mpidl.DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, int(kind[-1]), lr=1e-2)
+    return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, **WAYS[kind])
 
 
 def losses(comm: Communicator, call: Any, optimizer: Any, dtype: torch.dtype | None, count: int = 4) -> list[float]:
@@ -94,7 +95,7 @@ class TwoStreams(nn.Module):
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_bucket_that_several_streams_fill(comm: Communicator, device: Any, kind: str) -> None:
     weights = []
-    for engine in ("zero1" if kind == "ddp" else "ddp", kind):
+    for engine in ("stage 1" if kind == "ddp" else "ddp", kind):
         torch.manual_seed(1)
         model = TwoStreams().to(device)
         call, optimizer = engine_of(engine, model)
@@ -139,8 +140,8 @@ def test_ranks_on_one_gpu_hold_one_copy(comm: Communicator, device: Any) -> None
 
 def test_memory_is_given_back(comm: Communicator, device: Any) -> None:
     """With offload and gathered units, from step to step."""
-    settings = {"share_in_node": False, "offload": "cpu"}
-    trained = train(placed(fresh(MODELS["gpt2"]), device), Recipe(steps=3, engine=settings), "zero3", comm)
+    recipe = Recipe(steps=3, engine={"offload": "cpu"})
+    trained = train(placed(fresh(MODELS["gpt2"]), device), recipe, "stage 3 gathered", comm)
     before = torch.cuda.memory_allocated(device)
     for _ in range(5):
         losses(comm, trained.model, trained.optimizer, None, 2)

@@ -15,15 +15,10 @@ import mpidl
 from collectives import Communicator
 from tests.mpidl.cuda.models import placed
 from tests.mpidl.small_models import MODELS, SMALL_GPT2, Recipe, fresh, largest_difference, sequences, train
+from tests.mpidl.zero.ways import WAYS, every_way
 
 pytestmark = pytest.mark.mpi
 
-ZERO: dict[str, tuple[str, dict[str, Any]]] = {
-    "stage 1": ("zero1", {}),
-    "stage 2": ("zero2", {}),
-    "stage 3": ("zero3", {}),
-    "stage 3 gathered": ("zero3", {"share_in_node": False}),
-}
 SHORT = Recipe(steps=3, clip=0.5)
 
 
@@ -40,13 +35,12 @@ def compared(
     return found
 
 
-@pytest.mark.parametrize("way", ZERO)
+@every_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision(comm: Communicator, place: Any, way: str, dtype: torch.dtype) -> None:
-    engine, settings = ZERO[way]
     precision = mpidl.Precision(dtype, torch.float32, [nn.LayerNorm])
-    recipe = Recipe(steps=2, clip=0.5, engine={**settings, "precision": precision})
-    found = compared(comm, place, engine, recipe, bound=2e-2)
+    recipe = Recipe(steps=2, clip=0.5, engine={"precision": precision})
+    found = compared(comm, place, way, recipe, bound=2e-2)
     assert found.model.lm_head.weight.dtype == dtype
 
 
@@ -70,12 +64,11 @@ def test_the_step_within_the_backward_pass_of_ddp(comm: Communicator, place: Any
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("way", ZERO)
+@every_way
 def test_an_optimizer_that_needs_whole_parameters(comm: Communicator, place: Any, way: str) -> None:
     """Its state goes over the ranks and back, between steps; numbers of steps stay in the host's memory."""
-    engine, settings = ZERO[way]
-    recipe = Recipe(torch.optim.Adafactor, {"lr": 1e-3}, steps=3, clip=0.5, engine=settings)
-    found = compared(comm, place, engine, recipe)
+    recipe = Recipe(torch.optim.Adafactor, {"lr": 1e-3}, steps=3, clip=0.5)
+    found = compared(comm, place, way, recipe)
     found.optimizer.load_state_dict(found.state)
     model = found.model
     for step in (3, 4):
@@ -92,7 +85,6 @@ def test_an_optimizer_that_needs_whole_parameters(comm: Communicator, place: Any
 @pytest.mark.parametrize("offload", ["cpu", "disk", "delayed", "delayed on disk", "half"])
 def test_offload(comm: Communicator, place: Any, tmp_path: Path, way: str, offload: str) -> None:
     """In sub-groups of a few parameters, so that some are copied while others are stepped on."""
-    engine, settings = ZERO[way]
     chosen = mpidl.Offload(
         "disk" if "disk" in offload else "cpu",
         path=tmp_path if "disk" in offload else None,
@@ -100,21 +92,21 @@ def test_offload(comm: Communicator, place: Any, tmp_path: Path, way: str, offlo
         delayed_update="delayed" in offload,
         delay_from=1,
     )
+    settings: dict[str, Any] = {"offload": chosen}
     if offload == "half":
-        settings = {**settings, "precision": mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])}
-    recipe = Recipe(steps=4, clip=0.5, engine={**settings, "offload": chosen})
-    found = compared(comm, place, engine, recipe, bound=2e-2 if offload == "half" else 1e-4)
+        settings["precision"] = mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])
+    recipe = Recipe(steps=4, clip=0.5, engine=settings)
+    found = compared(comm, place, way, recipe, bound=2e-2 if offload == "half" else 1e-4)
     measured = mpidl.memory.measure(found.model, found.optimizer)
     assert measured.offloaded > 8 * sum(p.numel() for p in found.model.parameters()) / comm.size * 0.99
     assert all(not part.is_cuda for part in found.optimizer.state)
 
 
-@pytest.mark.parametrize("way", ZERO)
+@every_way
 def test_whole_states_go_from_the_host_to_the_gpu_and_back(comm: Communicator, place: Any, way: str) -> None:
-    engine, settings = ZERO[way]
-    recipe = Recipe(steps=2, clip=0.5, engine=settings)
-    of_host = train(fresh(MODELS["gpt2"]), recipe, engine, comm)
-    on_gpu = train(placed(fresh(MODELS["gpt2"]), place), recipe, engine, comm)
+    recipe = Recipe(steps=2, clip=0.5)
+    of_host = train(fresh(MODELS["gpt2"]), recipe, way, comm)
+    on_gpu = train(placed(fresh(MODELS["gpt2"]), place), recipe, way, comm)
     state, weights = of_host.optimizer.state_dict(), of_host.optimizer.model_state_dict()
     on_gpu.optimizer.load_state_dict(state)
     on_gpu.optimizer.load_model_state_dict(weights)
@@ -153,7 +145,7 @@ def steps(call: Any, optimizer: Any, comm: Communicator, count: int, scaler: Any
     return losses
 
 
-@pytest.mark.parametrize("kind", ["ddp", *ZERO])
+@pytest.mark.parametrize("kind", ["ddp", *WAYS])
 def test_checkpoints_go_from_the_host_to_the_gpu_and_back(
     comm: Communicator, place: Any, tmp_path: Path, kind: str
 ) -> None:
@@ -161,8 +153,7 @@ def test_checkpoints_go_from_the_host_to_the_gpu_and_back(
         model = placed(fresh(MODELS["gpt2"]), where)
         if kind == "ddp":
             return mpidl.DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
-        settings = ZERO[kind][1]
-        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, int(kind[6]), lr=1e-2, **settings)
+        return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, **WAYS[kind])
 
     folder = mpidl.broadcast_object(comm, str(tmp_path))
     for step, (source, target) in enumerate(((torch.device("cpu"), place), (place, torch.device("cpu")))):
@@ -236,12 +227,11 @@ def test_gradients_of_sparse_embeddings(comm: Communicator, place: Any) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("way", ZERO)
+@every_way
 def test_hybrid_sharding(comm: Communicator, place: Any, way: str) -> None:
     """Shards over pairs of ranks, or single ones, which the others repeat."""
     shards = comm.split(comm.rank // 2 if comm.size > 2 else comm.rank)
-    engine, settings = ZERO[way]
-    compared(comm, place, engine, Recipe(steps=3, clip=0.5, engine={**settings, "shard_group": shards}))
+    compared(comm, place, way, Recipe(steps=3, clip=0.5, engine={"shard_group": shards}))
 
 
 def test_sync_batch_norm(comm: Communicator, place: Any) -> None:
@@ -290,12 +280,11 @@ def test_join(comm: Communicator, place: Any) -> None:
 @pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3 gathered"])
 def test_a_deferred_model_gets_its_values_on_the_device(comm: Communicator, place: Any, way: str) -> None:
     """The same as in the host's memory."""
-    settings = ZERO[way][1]
     weights = []
     for device in ("cpu", place):
         torch.manual_seed(5)
         model = mpidl.deferred_init(mpidl.models.gpt2.GPT2, SMALL_GPT2)
-        optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, int(way[6]), lr=1e-2, device=device, **settings)
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, device=device, **WAYS[way])
         weights.append(optimizer.model_state_dict())
         assert next(model.parameters()).device.type == torch.device(device).type
     if comm.rank == 0:

@@ -11,7 +11,7 @@ import transformers
 
 import mpidl
 from collectives import Communicator
-from tests.mpidl.zero import ways
+from tests.mpidl.zero.ways import WAYS
 
 STEPS, SEQUENCES, LENGTH = 4, 2, 8
 """Steps of a run, sequences that a rank takes in each, tokens of a sequence."""
@@ -19,7 +19,9 @@ STEPS, SEQUENCES, LENGTH = 4, 2, 8
 MAX_NORM = 0.05
 """Gradients have norms of about 1, so that every step clips."""
 
-WAYS = {**ways.WAYS, "stage 2": {**ways.WAYS["stage 2"], "bucket_cap_mb": 0.01}}
+ZERO = {**WAYS, "stage 2": {**WAYS["stage 2"], "bucket_cap_mb": 0.01}}
+"""Settings of each way. In one of them the model has several buckets."""
+
 ADAM = {"lr": 1e-2, "weight_decay": 0.01}
 
 
@@ -69,7 +71,7 @@ def wrapped(way: str) -> tuple[Any, Any]:
     if way == "ddp":
         called = mpidl.DistributedDataParallel(model)
         return called, torch.optim.AdamW(called.parameters(), **ADAM)
-    return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, **WAYS[way], **ADAM)
+    return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, **ZERO[way], **ADAM)
 
 
 def weights_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from tests.mpidl.frameworks.reference import (
     ADAM,
     MAX_NORM,
     SEQUENCES,
-    WAYS,
+    ZERO,
     Run,
     check,
     made,
@@ -42,7 +42,7 @@ class Module(pytorch_lightning.LightningModule):
         if self.way == "ddp":
             self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **ADAM)
         else:
-            self.optimizer = mpidl.ZeroOptimizer(self.model, torch.optim.AdamW, **WAYS[self.way], **ADAM)
+            self.optimizer = mpidl.ZeroOptimizer(self.model, torch.optim.AdamW, **ZERO[self.way], **ADAM)
         return self.optimizer
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:

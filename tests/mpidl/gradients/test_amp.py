@@ -15,10 +15,10 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
+from tests.mpidl.zero.ways import ENGINES, STAGES, zero
 
 pytestmark = pytest.mark.mpi
 
-ENGINES = ("ddp", "zero1", "zero2", "zero3")
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 
 
@@ -31,7 +31,7 @@ def wrap(model: nn.Module, engine: str, comm: Communicator, **settings: Any) -> 
     """Returns the callable and the optimizer."""
     if engine == "ddp":
         return mpidl.DistributedDataParallel(model, process_group=comm), torch.optim.SGD(model.parameters(), **settings)
-    return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, int(engine[-1]), process_group=comm, **settings)
+    return model, zero(model, comm, engine, torch.optim.SGD, **settings)
 
 
 def weights_of(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ class Net(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 1", "stage 3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_training_follows_a_single_process(comm, dtype: torch.dtype, engine: str) -> None:
     torch.manual_seed(0)
@@ -170,10 +170,10 @@ def test_an_overflow_on_one_rank_stops_the_step_on_all(comm, bad: float, kind: s
         assert torch.equal(p.detach(), torch.ones(3)) == spoiled
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_overflow_in_one_ranks_shard_stops_the_step_on_all(comm, stage: int) -> None:
+@pytest.mark.parametrize("way", STAGES)
+def test_an_overflow_in_one_ranks_shard_stops_the_step_on_all(comm, way: str) -> None:
     model = nn.Linear(8 * comm.size, 1, bias=False)
-    call, optimizer = wrap(model, f"zero{stage}", comm, lr=1.0)
+    call, optimizer = wrap(model, way, comm, lr=1.0)
     before = weights_of(model, optimizer)["weight"]
     scaler = mpidl.GradScaler(init_scale=8.0, process_group=comm)
     x = torch.ones(1, 8 * comm.size)
@@ -191,11 +191,11 @@ def test_an_overflow_in_one_ranks_shard_stops_the_step_on_all(comm, stage: int) 
     assert scaler.skipped_steps == 1
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_parameters_get_gradients_below_fp16(comm, stage: int) -> None:
+@pytest.mark.parametrize("way", STAGES)
+def test_fp16_parameters_get_gradients_below_fp16(comm, way: str) -> None:
     """A gradient of 1e-9 is zero in fp16; scaled it is not, and the fp32 masters step on it unscaled in fp32."""
     model = nn.Linear(5, 1, bias=False).half()
-    call, optimizer = wrap(model, f"zero{stage}", comm, lr=1e8)
+    call, optimizer = wrap(model, way, comm, lr=1e8)
     before = weights_of(model, optimizer)["weight"].float()
     scaler = mpidl.GradScaler(init_scale=2.0**20, process_group=comm)
     scaler.scale(call(torch.ones(1, 5, dtype=torch.float16)).float().sum() * 1e-9).backward()

@@ -33,7 +33,7 @@ class Training:
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), **zero.SGD)
         else:
             self.optimizer = made = mpidl.ZeroOptimizer(
-                self.model, torch.optim.SGD, process_group=comm, **zero.WAYS[engine], **zero.SGD
+                self.model, torch.optim.SGD, process_group=comm, **zero.SETTINGS[engine], **zero.SGD
             )
         if hook is not None:
             made.register_comm_hook(None, hook)
@@ -136,7 +136,7 @@ def test_a_pass_after_a_forgotten_step_may_be_run_again_while_the_error_is_handl
         called.step_in_backward(optimizer)
     else:
         optimizer = mpidl.ZeroOptimizer(
-            model, torch.optim.SGD, process_group=comm, step_in_backward=True, **zero.WAYS[engine], **zero.SGD
+            model, torch.optim.SGD, process_group=comm, step_in_backward=True, **zero.SETTINGS[engine], **zero.SGD
         )
     plain = zero.Plain(zero.Several, comm.size)
     for step in range(3):

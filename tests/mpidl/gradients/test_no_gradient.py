@@ -11,6 +11,7 @@ from torch import nn
 import mpidl
 from tests.mpidl.ddp.reference import check, data, follow, made
 from tests.mpidl.zero import reference as zero_reference
+from tests.mpidl.zero.ways import every_way
 
 pytestmark = pytest.mark.mpi
 
@@ -91,7 +92,7 @@ def test_none_of_a_sparse_embedding(comm, settings: dict) -> None:
     follow(comm, Table, lambda m, rank: m(data(rank).repeat(2, 1), rank).square().sum(), **settings)
 
 
-@zero_reference.every_way
+@every_way
 def test_none_on_every_rank_in_the_stages(comm, way: str) -> None:
     zero_reference.follow(comm, way, Adds, lambda m, rank, step: m(data(rank + step), rank).square().sum())
 

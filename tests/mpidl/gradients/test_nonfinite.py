@@ -14,7 +14,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl import Precision
-from tests.mpidl.zero.ways import EVERY_WAY, zero
+from tests.mpidl.zero.ways import every_way, zero
 
 pytestmark = pytest.mark.mpi
 
@@ -39,7 +39,7 @@ class Spoiler:
 SPOILT = {"1.weight", "1.bias", "0.weight", "0.bias"}
 
 
-@EVERY_WAY
+@every_way
 def test_an_overflow_on_one_rank_is_located_and_nobody_steps(comm, way: str) -> None:
     model = three_layers()
     spoiler = Spoiler(model, comm)

@@ -10,8 +10,9 @@ import torch
 
 import mpidl
 from tests.mpidl.small_models import Perceptron
+from tests.mpidl.zero.ways import zero
 
-ENGINES = ["plain", "ddp", "zero1", "zero3"]
+ENGINES = ["plain", "ddp", "stage 1", "stage 3"]
 
 
 def engine(comm, kind: str):
@@ -22,7 +23,7 @@ def engine(comm, kind: str):
     if kind == "ddp":
         model = mpidl.DistributedDataParallel(model, process_group=comm)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=int(kind[-1]), lr=0.1, process_group=comm)
+    return model, zero(model, comm, kind, torch.optim.SGD, lr=0.1)
 
 
 def backward(comm, model: torch.nn.Module, spoilt: bool) -> float:
@@ -116,14 +117,14 @@ class Normed(torch.nn.Module):
 def normed(comm, kind: str) -> tuple[Normed, torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Normed()
-    if kind == "zero3":
-        return model, model, mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.1, process_group=comm)
+    if kind == "stage 3":
+        return model, model, zero(model, comm, kind, torch.optim.SGD, lr=0.1)
     call = mpidl.DistributedDataParallel(model, process_group=comm) if kind == "ddp" else model
     return model, call, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["plain", "ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "stage 3"])
 def test_a_skipped_step_leaves_running_statistics(comm, kind: str) -> None:
     """Rank 0's batch has a NaN in one step, of two micro-steps; without that step nothing differs in what is left."""
     found = []
@@ -170,7 +171,7 @@ def test_what_is_loaded_between_steps_stays_and_validation_is_no_step(comm) -> N
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["plain", "ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "stage 3"])
 def test_beside_a_scaler_overflows_are_its_business_and_losses_the_guard_s(comm, kind: str) -> None:
     """Gradients overflow in step 0 on the last rank, the loss is no number in step 2 there."""
     model, call, optimizer = normed(comm, kind)
@@ -190,7 +191,7 @@ def test_beside_a_scaler_overflows_are_its_business_and_losses_the_guard_s(comm,
             scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        gathered = optimizer.gathered(writable=False) if kind == "zero3" else contextlib.nullcontext()
+        gathered = optimizer.gathered(writable=False) if kind == "stage 3" else contextlib.nullcontext()
         with gathered:
             weights.append(model.last.weight.detach().clone())
     assert allowed == [True, True, False, True]
@@ -222,7 +223,7 @@ def test_a_compiled_model_keeps_its_buffers_too(in_place: bool) -> None:
 
 @pytest.mark.mpi
 def test_wrong_arguments(comm) -> None:
-    model, _ = engine(comm, "zero1")
+    model, _ = engine(comm, "stage 1")
     with pytest.raises(mpidl.ConfigurationError, match="give it too"):
         mpidl.NonfiniteGuard(model, process_group=comm)
     with pytest.raises(mpidl.ConfigurationError, match="on_nan: got 'ignore'"):
@@ -240,7 +241,7 @@ def test_wrong_arguments(comm) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@pytest.mark.parametrize("kind", ["ddp", "stage 1"])
 def test_ranks_of_more_groups_than_one_skip_together(comm, kind: str) -> None:
     """As nodes do that DiLoCo averages: a step of some alone would leave the others waiting at the next exchange."""
     group = comm.split(comm.rank)

@@ -11,6 +11,7 @@ from torch import nn
 import mpidl
 from tests.mpidl.ddp.reference import check, made, mean_gradients
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import every_way
 
 pytestmark = pytest.mark.mpi
 
@@ -123,7 +124,7 @@ def test_an_output_that_is_gone_is_an_error_at_once(comm) -> None:
         a.sum().backward()
 
 
-@zero.every_way
+@every_way
 @trunks
 @pytest.mark.parametrize("accumulates", [False, True], ids=["", "accumulated"])
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["", "clipped"])

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpidl
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import WAYS, every_way
 
 pytestmark = pytest.mark.mpi
 CHANGED = r"blocks\.0\.inner\.weight: changed during the backward pass on rank \d"
@@ -51,7 +52,7 @@ def engine(comm, way: str, first: Any, then: Any, **settings: Any) -> tuple[nn.M
         called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5, **settings)
     else:
         optimizer = mpidl.ZeroOptimizer(
-            model, torch.optim.SGD, process_group=comm, **zero.WAYS[way], **zero.SGD, **settings
+            model, torch.optim.SGD, process_group=comm, **zero.SETTINGS[way], **zero.SGD, **settings
         )
     then(model)
     return called, optimizer
@@ -169,7 +170,7 @@ def test_ddp_and_a_hook_that_gives_other_memory(comm, of: str) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+@pytest.mark.parametrize("way", ["ddp", *WAYS])
 def test_on_one_rank(comm, way: str) -> None:
     def hooks(model: nn.Module) -> None:
         if comm.rank == comm.size - 1:
@@ -181,7 +182,7 @@ def test_on_one_rank(comm, way: str) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
-@zero.every_way
+@every_way
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", ""])
 def test_the_stages(comm, way: str, fused: bool) -> None:
     called, _ = engine(comm, way, lambda model: steps_in_backward(model, fused=fused), nothing)
@@ -189,7 +190,7 @@ def test_the_stages(comm, way: str, fused: bool) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+@pytest.mark.parametrize("way", ["ddp", *WAYS])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", ""])
 def test_under_no_sync_alone(comm, way: str, fused: bool) -> None:
     """On one rank, in the first pass of an accumulation: the pass that communicates refuses it, on every rank."""
@@ -216,7 +217,7 @@ def test_under_no_sync_alone(comm, way: str, fused: bool) -> None:
         called(zero.data(comm.rank)).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+@pytest.mark.parametrize("way", ["ddp", *WAYS])
 def test_passes_and_steps_under_no_sync_are_fine(comm, way: str) -> None:
     """As in local SGD; ZeRO only accumulates."""
     called, optimizer = engine(comm, way, nothing, nothing)
@@ -229,7 +230,7 @@ def test_passes_and_steps_under_no_sync_are_fine(comm, way: str) -> None:
     called(zero.data(comm.rank)).sum().backward()
 
 
-@zero.every_way
+@every_way
 def test_a_hook_that_comes_after_the_engine_s_finds_no_gradient(comm, way: str) -> None:
     called, optimizer = engine(comm, way, nothing, steps_in_backward)
     assert optimizer is not None
@@ -240,7 +241,7 @@ def test_a_hook_that_comes_after_the_engine_s_finds_no_gradient(comm, way: str) 
     zero.check(called, optimizer, plain.model)
 
 
-@zero.every_way
+@every_way
 def test_a_step_of_the_zero_optimizer_in_a_hook(comm, way: str) -> None:
     called, optimizer = engine(comm, way, nothing, nothing)
     assert optimizer is not None
@@ -250,7 +251,7 @@ def test_a_step_of_the_zero_optimizer_in_a_hook(comm, way: str) -> None:
         called(x).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+@pytest.mark.parametrize("way", ["ddp", *WAYS])
 def test_hooks_that_read_and_changes_between_passes_are_fine(comm, way: str) -> None:
     norms: list[float] = []
 

@@ -118,12 +118,12 @@ run, optimizer = model, mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=
 """
 
 
-@pytest.mark.thorough("zero2")
+@pytest.mark.thorough("stage 2")
 @pytest.mark.parametrize(
     ("engine", "waits", "where"),
     [
         pytest.param(DDP, "backward", "in the backward pass of step 2", id="ddp"),
-        pytest.param(ZERO, "forward", "in step 2", id="zero2"),
+        pytest.param(ZERO, "forward", "in step 2", id="stage 2"),
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_phase(

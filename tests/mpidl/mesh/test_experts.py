@@ -13,10 +13,11 @@ import mpidl
 from collectives import Communicator
 from mpidl import Mesh
 from mpidl.mesh import place, placement
+from tests.mpidl.zero.ways import STAGES, WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
-ENGINES = ["ddp", "ddp copied", "ddp no_sync", "ddp hook", "zero1", "zero2", "zero3"]
+ENGINES = ("ddp", "ddp copied", "ddp no_sync", "ddp hook", *STAGES)
 STEPS = 3
 
 
@@ -42,8 +43,8 @@ def train(engine: str, mesh: Mesh) -> torch.nn.Module:
     module = experts_of(ep)
     call: Any = module
     optimizer: Any
-    if engine.startswith("zero"):
-        optimizer = mpidl.ZeroOptimizer(module, torch.optim.SGD, int(engine[4]), mesh=mesh, lr=0.1, momentum=0.9)
+    if engine in WAYS:
+        optimizer = mpidl.ZeroOptimizer(module, torch.optim.SGD, mesh=mesh, lr=0.1, momentum=0.9, **WAYS[engine])
         assert optimizer.process_group is mesh["edp"]
     else:
         call = mpidl.DistributedDataParallel(module, mesh=mesh)
@@ -64,7 +65,7 @@ def train(engine: str, mesh: Mesh) -> torch.nn.Module:
                 call(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if engine.startswith("zero"):
+    if engine in WAYS:
         optimizer.unwrap()
     return module
 

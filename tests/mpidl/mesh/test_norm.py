@@ -12,6 +12,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import Mesh, TrainingError
 from mpidl.mesh import place
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
@@ -58,8 +59,8 @@ def train(engine: str, mesh: Mesh, norm_type: float) -> tuple[list[float], Part]
     else:
         data = mesh.along("dp", "cp")
         group = data.split(data.rank) if "hybrid" in engine else None  # every rank has all, and is one of the replicas
-        stage = int(engine[4])
-        optimizer = mpidl.ZeroOptimizer(part, torch.optim.SGD, stage, mesh=mesh, shard_group=group, lr=0.1)
+        way = WAYS[engine.removesuffix(" hybrid")]
+        optimizer = mpidl.ZeroOptimizer(part, torch.optim.SGD, mesh=mesh, shard_group=group, lr=0.1, **way)
     norms = []
     for step in range(3):
         data = numbers(100 * step + mesh.rank("dp", "cp") + 1, pp, tp)
@@ -92,7 +93,7 @@ def train_whole(pp: int, tp: int, data_ranks: int, norm_type: float) -> tuple[li
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.one_node
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, inf])
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero2 hybrid", "zero3"])
+@pytest.mark.parametrize("engine", [*ENGINES, "stage 2 hybrid"])
 def test_clipped_training_is_that_of_one_process(engine: str, norm_type: float, comm: Communicator) -> None:
     for sizes in SIZES[comm.size]:
         with Mesh(**sizes, comm=comm) as mesh:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpidl
 from collectives import Communicator
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -350,7 +351,7 @@ def pictures(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(12, 1, 8, 8, generator=random, dtype=torch.float64) + y.view(-1, 1, 1, 1), y
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 1", "stage 3"])
 def test_training_equals_a_single_process_on_the_whole_batch(comm, engine: str) -> None:
     torch.manual_seed(0)
     plain = Net().double()
@@ -363,7 +364,7 @@ def test_training_equals_a_single_process_on_the_whole_batch(comm, engine: str) 
         optimizer: Any = torch.optim.SGD(ours.parameters(), **settings)
     else:
         optimizer = mpidl.ZeroOptimizer(
-            ours, torch.optim.SGD, int(engine[-1]), process_group=comm, bucket_cap_mb=0.001, **settings
+            ours, torch.optim.SGD, process_group=comm, bucket_cap_mb=0.001, **WAYS[engine], **settings
         )
     for step in range(5):
         x, y = pictures(step)

@@ -20,6 +20,7 @@ from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.optim import Adam8bit, AdamW8bit
 from mpidl.optim.blockwise import BLOCK, blocks, book, decode, encode
 from tests.mpidl.small_models import fresh
+from tests.mpidl.zero.ways import WAYS, zero
 
 CPU = torch.device("cpu")
 SHAPES = ((70, 100), (4099,), (33, 3))  # the last one stays in 32 bits
@@ -227,10 +228,8 @@ class Run:
     def __init__(self, kind: str, comm: Any, rank: int = 0, **settings: Any) -> None:
         self.model = self.call = fresh(make_model, rank)
         self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
-        if kind.startswith("zero"):
-            self.optimizer: Any = mpidl.ZeroOptimizer(
-                self.model, AdamW8bit, int(kind[-1]), process_group=comm, lr=1e-3, **settings
-            )
+        if kind in WAYS:
+            self.optimizer: Any = zero(self.model, comm, kind, AdamW8bit, lr=1e-3, **settings)
             return
         if kind == "ddp":
             self.call = mpidl.DistributedDataParallel(self.model, process_group=comm)
@@ -272,13 +271,13 @@ def test_every_engine_gives_the_bits_of_ddp(comm) -> None:
         assert off.max() < 1e-3, name  # of 4 steps of 1e-3
         assert off.mean() < 1e-5, name
     for settings in (
-        {"kind": "zero1"},
-        {"kind": "zero2"},
-        {"kind": "zero2", "step_in_backward": True},
-        {"kind": "zero2", "offload": "cpu"},
-        {"kind": "zero3"},
-        {"kind": "zero3", "offload": mpidl.Offload("disk", buffer_mb=0.05)},
-        {"kind": "zero3", "share_in_node": False},
+        {"kind": "stage 1"},
+        {"kind": "stage 2"},
+        {"kind": "stage 2", "step_in_backward": True},
+        {"kind": "stage 2", "offload": "cpu"},
+        {"kind": "stage 3"},
+        {"kind": "stage 3", "offload": mpidl.Offload("disk", buffer_mb=0.05)},
+        {"kind": "stage 3 gathered"},
     ):
         run = Run(comm=comm, **settings)
         run.steps(0, 4)
@@ -287,7 +286,7 @@ def test_every_engine_gives_the_bits_of_ddp(comm) -> None:
 
 @pytest.mark.mpi
 def test_a_rank_holds_two_bytes_a_parameter_of_its_share(comm) -> None:
-    run = Run("zero2", comm)
+    run = Run("stage 2", comm)
     run.steps(0, 1)
     held = torch.tensor([sum(t.numel() * t.element_size() for t in run.optimizer.held_tensors()["optimizer"])])
     comm.all_reduce(held)
@@ -299,19 +298,19 @@ def test_a_rank_holds_two_bytes_a_parameter_of_its_share(comm) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("saved", ["zero2", "disk"])
+@pytest.mark.parametrize("saved", ["stage 2", "disk"])
 def test_a_checkpoint_of_two_ranks_goes_to_three_and_to_one(comm, tmp_path: Path, saved: str) -> None:
     path = Path(broadcast_object(comm, str(tmp_path))) / "ckpt"
     offload = {"offload": mpidl.Offload("disk", buffer_mb=0.05)}
     two = comm.split(0 if comm.rank < 2 else None)
     reference: dict[str, torch.Tensor] = {}
     if two is not None:
-        run = Run("zero2", two, **(offload if saved == "disk" else {}))
+        run = Run("stage 2", two, **(offload if saved == "disk" else {}))
         run.steps(0, 3)
         mpidl.checkpoint.save(path, run.model, run.optimizer)
         reference = run.state()
     comm.barrier()
-    for kind, settings in (("zero1", {}), ("zero3", {}), ("zero2", offload)):
+    for kind, settings in (("stage 1", {}), ("stage 3", {}), ("stage 2", offload)):
         run = Run(kind, comm, rank=1, **settings)
         mpidl.checkpoint.load(path, run.model, run.optimizer)
         same(run.state(), reference)

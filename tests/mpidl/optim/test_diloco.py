@@ -19,6 +19,7 @@ from mpidl.optim.rank_mean import RankMean
 from tests.mpidl.optim.test_post_local import equal_on_all
 from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.zero.offload.test_offload import Replaces
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 pytestmark = pytest.mark.mpi
 SHAPES = ((5, 3), (7,), (4, 2), (1,))
@@ -169,7 +170,7 @@ def test_few_bits_with_error_feedback_stay_near_full_precision(comm, compress: s
 # ---- nodes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("inside", ENGINES)
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_ranks_of_a_node_train_together(comm, inside: str, compress: str | None) -> None:
     """Of four ranks nodes of two, else nodes of one, against ranks that each have a node's batch."""
@@ -198,7 +199,7 @@ def test_ranks_of_a_node_train_together(comm, inside: str, compress: str | None)
         own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **settings)
         optimizer = DiLoCo(own, 3 if not compress else 4, comm, node, **few)
     else:
-        own = mpidl.ZeroOptimizer(model, torch.optim.SGD, int(inside[-1]), process_group=node, **settings)
+        own = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=node, **WAYS[inside], **settings)
         call, optimizer = model, DiLoCo(own, 3 if not compress else 4, comm, **few)
     train(optimizer, call, node, comm.rank // of)
     whole = own.model_state_dict() if inside != "ddp" else dict(model.state_dict())

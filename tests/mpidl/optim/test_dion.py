@@ -18,6 +18,7 @@ from mpidl.optim import Dion, DionState, dion_hook
 from mpidl.optim.dion import initial_state
 from tests.mpidl.optim.test_post_local import equal_on_all
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 SHAPES = ((12, 7), (5, 9), (6, 6))
 
@@ -101,7 +102,7 @@ def over_ddp(comm: Any, rank: int = 0) -> tuple[nn.Module, Any, Dion]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_engines_follow_a_single_process(comm, engine: str) -> None:
     expected = fresh(MODELS["gpt2"])
     reference = Dion(groups(expected))
@@ -110,7 +111,7 @@ def test_engines_follow_a_single_process(comm, engine: str) -> None:
         model, call, optimizer = over_ddp(comm, comm.rank)
     else:
         model = call = fresh(MODELS["gpt2"], comm.rank)
-        optimizer = mpidl.ZeroOptimizer(model, Dion, int(engine[-1]), groups(model), comm)
+        optimizer = mpidl.ZeroOptimizer(model, Dion, params=groups(model), process_group=comm, **WAYS[engine])
     steps(call, optimizer, comm.rank, comm.size, 0, 5)
     whole = dict(model.state_dict()) if engine == "ddp" else optimizer.model_state_dict()
     if engine == "ddp":

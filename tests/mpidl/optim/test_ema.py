@@ -15,11 +15,12 @@ import mpidl
 from mpidl.absent_state import absent_state
 from mpidl.optim import EMA
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 DECAY = 0.9
-every_engine = pytest.mark.parametrize("way", ["plain", "ddp", *zero.WAYS])
-every_sharded = pytest.mark.parametrize("way", zero.WAYS)
+every_engine = pytest.mark.parametrize("way", ["plain", "ddp", *WAYS])
+every_sharded = pytest.mark.parametrize("way", WAYS)
 HALF = mpidl.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -42,14 +43,14 @@ class Training:
     """One step after another, of an engine on this rank's data, or of a plain model on everybody's."""
 
     def __init__(self, comm, way: str, make: Callable[[], nn.Module] = zero.Several, **settings: Any) -> None:
-        self.model: Any = zero.made(make, comm.rank if way in zero.WAYS else 0)
+        self.model: Any = zero.made(make, comm.rank if way in WAYS else 0)
         self.ranks = range(comm.size) if way == "plain" else [comm.rank]
         self.called = self.model
         if way == "ddp":
             self.called = mpidl.DistributedDataParallel(self.model, process_group=comm)
-        if way in zero.WAYS:
+        if way in WAYS:
             kind = torch.optim.SGD
-            settings = {**zero.WAYS[way], **zero.SGD, **settings}
+            settings = {**zero.SETTINGS[way], **zero.SGD, **settings}
             self.optimizer: Any = mpidl.ZeroOptimizer(self.model, kind, process_group=comm, **settings)
         else:
             trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -106,7 +107,7 @@ def test_the_average_is_that_of_torch(comm, way: str, every: int) -> None:
     expected = by_torch(comm, 5, every=every).module
     before = training.weights()
     state = ema.model_state_dict()
-    if comm.rank == 0 or way not in zero.WAYS:
+    if comm.rank == 0 or way not in WAYS:
         assert state.keys() == expected.state_dict().keys()
         check(state, expected)
     else:
@@ -208,11 +209,11 @@ def test_weights_changed_inside_on_one_rank(comm, way: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in training.weights().items())
 
 
-@pytest.mark.parametrize("way", ["plain", "ddp", *zero.WAYS])
+@pytest.mark.parametrize("way", ["plain", "ddp", *WAYS])
 def test_16_bit_parameters_have_an_average_in_fp32(comm, way: str) -> None:
-    settings = {"precision": HALF} if way in zero.WAYS else {}
+    settings = {"precision": HALF} if way in WAYS else {}
     training = Training(comm, way, **settings)
-    if way not in zero.WAYS:
+    if way not in WAYS:
         training.model.to(torch.bfloat16)
     ema = EMA(training.model if way == "plain" else training.called, DECAY)
     for _ in range(3):
@@ -227,7 +228,7 @@ def test_16_bit_parameters_have_an_average_in_fp32(comm, way: str) -> None:
     assert all(torch.equal(inside[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("way", ["ddp", *zero.WAYS])
+@pytest.mark.parametrize("way", ["ddp", *WAYS])
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_buffers_frozen_and_tied_parameters(comm, way: str, use_buffers: bool) -> None:
     training = Training(comm, way, Model)
@@ -250,7 +251,7 @@ def test_buffers_frozen_and_tied_parameters(comm, way: str, use_buffers: bool) -
         torch.testing.assert_close(state["norm.running_mean"], expected)
 
 
-@pytest.mark.parametrize("way", zero.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_parameters_unfrozen_later(comm, way: str) -> None:
     training = Training(comm, way, Model)
     ema = EMA(training.model, DECAY)

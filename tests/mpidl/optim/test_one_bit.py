@@ -21,7 +21,7 @@ from mpidl.optim.one_bit.exchange import OneBitExchange
 from tests.mpidl.optim import one_bit_reference as reference
 from tests.mpidl.small_models import MODELS, fresh
 
-ENGINES = ("ddp", "zero1")
+ENGINES = ("ddp", "stage 1")
 SHAPES = [(5, 3), (40,), (1,), (9, 11)]
 engines = pytest.mark.parametrize("engine", ENGINES)
 
@@ -256,7 +256,7 @@ def test_training_goes_on_from_a_state(comm: Communicator, engine: str, name: st
                 p.copy_(q)
         second = Training(comm, other, CLASSES[name][0], model, lr=0.01, **CLASSES[name][1])
         given = state
-        if other == "ddp" and engine == "zero1":
+        if other == "ddp" and engine == "stage 1":
             given = broadcast_object(comm, state)
         second.optimizer.load_state_dict(given)
         assert torch.equal(second.weights(), weights)

@@ -65,7 +65,7 @@ def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
                 whole = broadcast_object(comm, [p.detach().clone() for p in first.model.parameters()])
                 for p, q in zip(second.model.parameters(), whole, strict=True):
                     p.copy_(q)
-            if engine == "zero1":
+            if engine == "stage 1":
                 second.optimizer.load_model_state_dict(second.model.state_dict())
             second.optimizer.load_state_dict(state)
         second.run(saved_at, 6)
@@ -132,7 +132,7 @@ def test_states_of_16_bit_parameters_come_back_in_fp32(
 
 
 def test_weights_and_gradients_of_each_rank_are_not_the_model_s(comm: Communicator) -> None:
-    training = trained(comm, "zero1", "zero_one", 0)
+    training = trained(comm, "stage 1", "zero_one", 0)
     ema = mpidl.optim.EMA(training.model, decay=0.9)
     for step in range(9):
         apart = comm.size > 1 and not training.inner.is_synchronised

@@ -9,6 +9,7 @@ import torch
 import mpidl
 from mpidl.replicas.checksums import checksum
 from tests.mpidl.small_models import Mixture
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 
 def trained(comm, engine: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -18,7 +19,7 @@ def trained(comm, engine: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = mpidl.DistributedDataParallel(model, process_group=comm, find_unused_parameters=True)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     else:
-        optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=int(engine[-1]), lr=0.1, process_group=comm)
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, process_group=comm, **WAYS[engine])
     for step in range(2):
         x = torch.arange(12).reshape(2, 6).add(comm.rank + step) % 37
         model(x, x).backward()
@@ -28,7 +29,7 @@ def trained(comm, engine: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_training_leaves_is_the_same_everywhere(comm, engine: str) -> None:
     model, optimizer = trained(comm, engine)
     mpidl.check_replicas(model, optimizer, buffers=True)
@@ -67,7 +68,7 @@ def test_a_state_of_the_optimizer_is_found_by_its_parameter_s_name(comm) -> None
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 3"])
 def test_a_learning_rate_that_differs_is_found(comm, engine: str) -> None:
     _, optimizer = trained(comm, engine)
     optimizer.param_groups[0]["lr"] = 0.2 if comm.rank == comm.size - 1 else 0.1
@@ -128,7 +129,7 @@ def test_wrong_arguments(comm) -> None:
         mpidl.check_replicas([], process_group=comm)
     with pytest.raises(mpidl.ConfigurationError, match="nothing to compare"):
         mpidl.check_replicas(process_group=comm)
-    model, _ = trained(comm, "zero1")
+    model, _ = trained(comm, "stage 1")
     with pytest.raises(mpidl.ConfigurationError, match="give it too"):
         mpidl.check_replicas(model, process_group=comm)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero import ways
+from tests.mpidl.zero.ways import with_buckets
 
-# The small models here have several buckets.
-WAYS = {way: given if given["stage"] == 3 else {**given, "bucket_cap_mb": 1e-5} for way, given in ways.WAYS.items()}
+SETTINGS = with_buckets(1e-5)
 SGD = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}
 
 Loss = Callable[[Any, int, int], torch.Tensor]
@@ -36,7 +34,7 @@ def made(make: Make, rank: int = 0) -> nn.Module:
 
 def engine(comm, make: Make, way: str, **settings: Any) -> tuple[nn.Module, mpidl.ZeroOptimizer]:
     model = made(make, comm.rank)
-    return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD, **settings)
+    return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD, **settings)
 
 
 class Plain:
@@ -102,12 +100,6 @@ class Several(nn.Module):
 
 def plainly(m: Any, rank: int, step: int) -> torch.Tensor:
     return m(data(rank, step)).square().sum()
-
-
-every_way = pytest.mark.parametrize("way", WAYS)
-# Each way to keep parameters (whole, in shared memory, in shards) and each to keep gradients (whole, in shards).
-# Stage 2 alone brings nothing new: it has the parameters of stage 1 and the gradients of stage 3.
-every_part = pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3 gathered"])
 
 
 def after_failure(

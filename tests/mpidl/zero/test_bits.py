@@ -23,12 +23,12 @@ pytestmark = pytest.mark.mpi
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp, small buckets": ("ddp", {"bucket_cap_mb": 0.003}),
-    "stage 1": ("zero1", {}),
-    "stage 1, small buckets": ("zero1", {"bucket_cap_mb": 0.001}),
-    "stage 2": ("zero2", {}),
-    "stage 2, small buckets": ("zero2", {"bucket_cap_mb": 0.003}),
-    "stage 3": ("zero3", {}),
-    "stage 3 gathered": ("zero3", {"share_in_node": False}),
+    "stage 1": ("stage 1", {}),
+    "stage 1, small buckets": ("stage 1", {"bucket_cap_mb": 0.001}),
+    "stage 2": ("stage 2", {}),
+    "stage 2, small buckets": ("stage 2", {"bucket_cap_mb": 0.003}),
+    "stage 3": ("stage 3", {}),
+    "stage 3 gathered": ("stage 3 gathered", {}),
 }
 ADAMW: dict[str, Any] = {"settings": {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}}
 SGD: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_every_engine_gives_the_same_bits(comm, case: str) -> None:
 def test_stages_agree_when_each_of_several_passes_is_reduced(comm) -> None:
     """DDP averages the sum so far in every pass, as torch's does, and so rounds in another order."""
     training = {**ADAMW, "micro": 3}
-    expected = run(comm, "zero1", "gpt2", training)
+    expected = run(comm, "stage 1", "gpt2", training)
     found = {}
     for name in ("stage 2, small buckets", "stage 3", "stage 3 gathered"):
         engine, settings = ENGINES[name]

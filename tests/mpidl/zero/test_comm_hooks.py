@@ -12,9 +12,10 @@ import mpidl
 from mpidl import comm_hooks
 from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
-ways = pytest.mark.parametrize("way", zero.WAYS)
+ways = pytest.mark.parametrize("way", WAYS)
 Trained = dict[str, torch.Tensor]
 
 
@@ -34,7 +35,7 @@ def train(comm, way: str, hook: Any = None, micro: int = 1, **settings: Any) -> 
     """The weights after three steps, whole on every rank."""
     model = fresh(MODELS["gpt2"], comm.rank)
     made = mpidl.ZeroOptimizer(
-        model, torch.optim.SGD, process_group=comm, lr=0.1, momentum=0.9, **{**zero.WAYS[way], **settings}
+        model, torch.optim.SGD, process_group=comm, lr=0.1, momentum=0.9, **{**zero.SETTINGS[way], **settings}
     )
     if hook is not None:
         made.register_comm_hook(comm, hook)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import SGD, WAYS, Plain, Several, check, engine, follow, made, plainly
+from tests.mpidl.zero.reference import SETTINGS, SGD, Plain, Several, check, engine, follow, made, plainly
 
 # The compiler sees one rank's model; it takes ten seconds to import.
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -52,7 +52,7 @@ def test_a_model_that_was_compiled_before(comm, way: str) -> None:
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
         compiled = torch.compile(made(Several, comm.rank), backend="aot_eager")
-        optimizer = mpidl.ZeroOptimizer(compiled, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+        optimizer = mpidl.ZeroOptimizer(compiled, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
         plain = Plain(Several, comm.size)
         for step in range(2):
             plain.step(lambda m, rank, step=step: plainly(m, rank, step).backward())  # type: ignore[misc]
@@ -63,7 +63,7 @@ def test_a_model_that_was_compiled_before(comm, way: str) -> None:
         whole = optimizer.model_state_dict()
         assert comm.rank or list(whole) == list(plain.model.state_dict())
         with pytest.raises(mpidl.ConfigurationError, match="trains it already"):
-            mpidl.ZeroOptimizer(compiled, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+            mpidl.ZeroOptimizer(compiled, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
 
 
 class Block(nn.Module):
@@ -95,7 +95,7 @@ def test_no_hook_cuts_a_compiled_unit_into_pieces(comm, way: str) -> None:
     model = Blocks()
     for block in model.blocks:
         block.compile(backend="eager")
-    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
     for _ in range(2):
         model(torch.randn(3, 4)).backward()
         optimizer.step()

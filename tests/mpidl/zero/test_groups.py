@@ -12,6 +12,7 @@ import mpidl
 from mpidl.absent_state import absent_state
 from tests.mpidl.small_models import MODELS, Recipe, fresh, largest_difference, sequences, train
 from tests.mpidl.test_parity import check_state
+from tests.mpidl.zero.ways import STAGES
 
 pytestmark = pytest.mark.mpi
 
@@ -21,7 +22,7 @@ def group_of(comm):
     return comm.split(comm.rank // 2 if comm.size % 2 == 0 else comm.rank)
 
 
-@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", STAGES)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_losses_weights_and_state_equal_single_process_training(comm, engine: str, half: bool) -> None:
     settings = {"precision": mpidl.Precision(torch.bfloat16, torch.float32)} if half else {}

@@ -13,10 +13,10 @@ import mpidl
 from collectives import Communicator
 from mpidl import broadcast_object
 from mpidl.errors import ConfigurationError
-from tests.mpidl.zero.reference import WAYS, Plain, check, data, engine
+from tests.mpidl.zero.reference import Plain, check, data, engine
+from tests.mpidl.zero.ways import every_way
 
 pytestmark = pytest.mark.mpi
-every_way = pytest.mark.parametrize("way", WAYS)
 
 
 class Tied(nn.Module):

@@ -18,20 +18,17 @@ import mpidl
 from mpidl import Offload
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from tests.mpidl.small_models import fresh, sequences
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
+STAGE_2 = {**WAYS["stage 2"], "bucket_cap_mb": 0.5}
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "stage 2": {"stage": 2, "bucket_cap_mb": 0.5},
-    "stage 2, bfloat16": {"stage": 2, "bucket_cap_mb": 0.5, "precision": mpidl.Precision(torch.bfloat16)},
-    "stage 2, offloaded": {
-        "stage": 2,
-        "bucket_cap_mb": 0.5,
-        "offload": Offload("cpu", delayed_update=True, delay_from=2),
-    },
-    "stage 3": {"stage": 3},
-    "stage 3 gathered": {"stage": 3, "share_in_node": False},
+    "stage 2": STAGE_2,
+    "stage 2, bfloat16": {**STAGE_2, "precision": mpidl.Precision(torch.bfloat16)},
+    "stage 2, offloaded": {**STAGE_2, "offload": Offload("cpu", delayed_update=True, delay_from=2)},
+    **{way: WAYS[way] for way in ("stage 3", "stage 3 gathered")},
 }
 STEPS = 50
 HOOKS = (

@@ -25,15 +25,11 @@ from tests.mpidl.small_models import (
     small_gpt2,
     train,
 )
+from tests.mpidl.zero.ways import WAYS, with_buckets
 
 pytestmark = pytest.mark.mpi
 
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "stage 1": ("zero1", {"bucket_cap_mb": 0.002}),
-    "stage 2": ("zero2", {"bucket_cap_mb": 0.002}),
-    "stage 3": ("zero3", {}),
-    "stage 3 gathered": ("zero3", {"share_in_node": False}),
-}
+SETTINGS = with_buckets(0.002)
 
 
 class Experts(nn.Module):
@@ -143,9 +139,8 @@ def test_training_equals_that_on_the_whole_batch(comm, case: str, fewer: Callabl
     assert largest_difference(start, expected.weights) > 0.005  # it does train
     found = {}
     for way in ways:
-        engine, settings = WAYS[way]
         model = mpidl.SyncBatchNorm.convert_sync_batchnorm(fresh(make, comm.rank), comm)
-        found[way] = train(model, Recipe(steps=steps, engine=settings, **training), engine, comm)
+        found[way] = train(model, Recipe(steps=steps, engine=SETTINGS[way], **training), way, comm)
     largest = max(float(w.abs().max()) for w in expected.weights.values())
     for way, trained in found.items():
         np.testing.assert_allclose(

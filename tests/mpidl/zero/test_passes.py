@@ -13,20 +13,19 @@ from torch import nn
 
 import mpidl
 from tests.mpidl.zero.reference import (
+    SETTINGS,
     SGD,
-    WAYS,
     Plain,
     Several,
     after_failure,
     check,
     data,
     engine,
-    every_part,
-    every_way,
     follow,
     made,
     plainly,
 )
+from tests.mpidl.zero.ways import every_part, every_way
 
 pytestmark = pytest.mark.mpi
 
@@ -211,7 +210,7 @@ def test_sparse_gradients_are_refused_by_name(comm, way: str) -> None:
 
     model = made(Words)
     with pytest.raises(mpidl.ConfigurationError, match=r"table\.weight.*sparse=True"):
-        mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+        mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
     model, optimizer = engine(comm, lambda: Words(False), way)
     with pytest.raises(mpidl.TrainingError, match=r"table\.weight.*sparse"):
         plainly(model, comm.rank, 0).backward()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import SGD, WAYS, Plain, Several, check, data, made
+from tests.mpidl.zero.reference import SETTINGS, SGD, Plain, Several, check, data, made
 
 pytestmark = pytest.mark.mpi
 
@@ -28,7 +28,7 @@ def loss(inner: Any, outer: Any, rank: int, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("replicas", [False, True], ids=["", "replicas"])
 def test_ranks_may_fill_the_buckets_of_each_in_another_order(comm, way: str, replicas: bool) -> None:
     group = comm.split(comm.rank) if replicas else None  # each rank is one
-    settings = {"process_group": comm, "shard_group": group, **WAYS[way], **SGD}
+    settings = {"process_group": comm, "shard_group": group, **SETTINGS[way], **SGD}
     models: list[nn.Module] = [made(Several, comm.rank) for _ in range(2)]
     optimizers = [mpidl.ZeroOptimizer(m, torch.optim.SGD, **settings) for m in models]
     plain = [made(Several) for _ in range(2)]
@@ -48,7 +48,7 @@ def test_ranks_may_fill_the_buckets_of_each_in_another_order(comm, way: str, rep
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", pytest.param("stage 3", marks=pytest.mark.one_node)])
 def test_ranks_may_call_independent_models_in_another_order(comm, way: str, hook: str | None) -> None:
     """Backward goes through all of one model before the other begins, which is another one on every second rank."""
-    order, settings = [0, 1] if comm.rank % 2 == 0 else [1, 0], {"process_group": comm, **WAYS[way], **SGD}
+    order, settings = [0, 1] if comm.rank % 2 == 0 else [1, 0], {"process_group": comm, **SETTINGS[way], **SGD}
     if hook == "topk:1":
         settings["compress"] = hook
 

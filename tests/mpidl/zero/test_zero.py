@@ -181,7 +181,7 @@ def test_both_ways_of_stage_3_train_the_same_bits(comm) -> None:
     weights = []
     for share in (True, False):
         recipe = Recipe(steps=5, clip=0.5, engine={"share_in_node": share})
-        weights.append(train(fresh(MODELS["mixture"], comm.rank), recipe, "zero3", comm).weights)
+        weights.append(train(fresh(MODELS["mixture"], comm.rank), recipe, "stage 3", comm).weights)
     assert comm.rank or all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -277,7 +277,7 @@ def test_own_units_train_alike(comm) -> None:
     expected = train(fresh(MODELS["gpt2"]), Recipe(steps=3)).losses
     for rule in (lambda module: isinstance(module, nn.LayerNorm), lambda module: False):
         recipe = Recipe(steps=3, engine={"units": rule})
-        found = train(fresh(MODELS["gpt2"], comm.rank), recipe, "zero3", comm).losses
+        found = train(fresh(MODELS["gpt2"], comm.rank), recipe, "stage 3", comm).losses
         assert found == pytest.approx(expected, rel=1e-5)
 
 

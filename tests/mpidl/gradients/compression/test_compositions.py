@@ -20,11 +20,12 @@ from mpidl.gradients.compression.undo import reductions_of
 from mpidl.mesh import Mesh
 from mpidl.zero import Precision
 from tests.mpidl.mesh.test_experts import STEPS, experts_of, tokens, train_alone
-from tests.mpidl.small_models import ENGINES, MODELS, Branching, Mixture, Recipe, fresh, sequences, train
+from tests.mpidl.small_models import MODELS, Branching, Mixture, Recipe, fresh, sequences, train
+from tests.mpidl.zero.ways import ENGINES, STAGES, WAYS
 
 pytestmark = pytest.mark.mpi
 engines = pytest.mark.parametrize("engine", ENGINES)
-zeros = pytest.mark.parametrize("engine", ENGINES[1:])
+zeros = pytest.mark.parametrize("engine", STAGES)
 # Of bf16 the mean alone is rounded; int8 feeds back what it rounds.
 FEEDING_BACK = Compression("int8", where="everywhere")
 
@@ -103,7 +104,7 @@ def test_parameters_that_get_no_gradient(comm: Communicator, static: bool) -> No
         follow(comm, "ddp", make=Mixture, arguments={"static_graph": True})
     else:
         follow(comm, "ddp", make=Branching, arguments={"find_unused_parameters": True})
-    follow(comm, "zero2", make=Branching)
+    follow(comm, "stage 2", make=Branching)
 
 
 @zeros
@@ -244,7 +245,7 @@ def test_complex_parameters_are_refused(comm: Communicator, engine: str) -> None
     settings: dict[str, Any] = {"process_group": comm, "compress": "int8"}
     make: Any = partial(mpidl.DistributedDataParallel, model, **settings)
     if engine != "ddp":
-        make = partial(mpidl.ZeroOptimizer, model, torch.optim.SGD, int(engine[-1]), lr=0.1, **settings)
+        make = partial(mpidl.ZeroOptimizer, model, torch.optim.SGD, lr=0.1, **WAYS[engine], **settings)
     with pytest.raises(mpidl.ConfigurationError, match="complex"):
         make()
 
@@ -278,7 +279,7 @@ def test_a_frozen_complex_parameter_has_no_gradient_to_be_refused(comm: Communic
 
 
 @pytest.mark.ranks(2, 4, exactly=True)
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
 def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Communicator, engine: str) -> None:
     def made(mesh: Mesh, compress: Any) -> Any:
         model = mpidl.parallelize(fresh(MODELS["gpt2"]), mesh)
@@ -304,7 +305,7 @@ def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Comm
 
 @pytest.mark.ranks(4, exactly=True)
 @pytest.mark.filterwarnings("ignore:Mesh")
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
 def test_experts_are_compressed_over_their_replicas(comm: Communicator, engine: str) -> None:
     """In double precision, of which the compressor sees fp32."""
     with Mesh(ep=2, comm=comm) as mesh:

@@ -23,6 +23,7 @@ from mpidl.job.objects import all_gather_object
 from tests.mpidl.gradients.compression.methods import contribution, exchange_over, reduce_section
 from tests.mpidl.gradients.compression.test_engines import Training, check_equal_on_all_ranks
 from tests.mpidl.small_models import sequences
+from tests.mpidl.zero.ways import WAYS
 
 ELEMENTS, MU, LR, PART = 1500, 0.7, 0.05, 0.05
 METHOD = f"dgc:{PART},momentum={MU}"
@@ -108,7 +109,7 @@ def test_engines_train_by_the_formula(comm: Communicator, engine: str) -> None:
         called = mpidl.DistributedDataParallel(model, **settings)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR)
     else:
-        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, int(engine[-1]), lr=LR, **settings)
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=LR, **WAYS[engine], **settings)
     compressed = (called if engine == "ddp" else optimizer).compressed
     expected, reference = np.zeros(ELEMENTS), None
     for step in range(6):

@@ -12,7 +12,8 @@ from collectives import Communicator
 from mpidl import Compression
 from tests.mpidl.gradients.compression.methods import LOSS_TOLERANCES, METHODS
 from tests.mpidl.small_models import MODELS, fresh, sequences
-from tests.mpidl.zero.reference import WAYS
+from tests.mpidl.zero.reference import SETTINGS
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 ENGINES = ("ddp", *WAYS)
@@ -35,9 +36,8 @@ class Training:
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), **sgd)
             self.compressed = self.called.compressed
         else:
-            self.optimizer = mpidl.ZeroOptimizer(
-                self.model, torch.optim.SGD, process_group=comm, compress=compress, **WAYS[engine], **sgd, **settings
-            )
+            given = {"process_group": comm, "compress": compress, **SETTINGS[engine], **sgd, **settings}
+            self.optimizer = mpidl.ZeroOptimizer(self.model, torch.optim.SGD, **given)
             self.compressed = self.optimizer.compressed
 
     def run(self, steps: int, first: int = 0) -> list[float]:

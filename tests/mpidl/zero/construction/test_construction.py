@@ -30,16 +30,13 @@ from tests.mpidl.small_models import (
     small_gpt2,
     train,
 )
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
 # Stage 1 keeps parameters as stage 2 does, and values go into parameters alone.
-WAYS = {
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3},
-    "stage 3 gathered": {"stage": 3, "share_in_node": False},
-}
-EVERY_WAY = pytest.mark.parametrize("way", WAYS)
+CHOSEN = ("stage 2", "stage 3", "stage 3 gathered")
+every_chosen = pytest.mark.parametrize("way", CHOSEN)
 BF16 = mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])
 
 
@@ -108,7 +105,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 CASES = [
     pytest.param(name, way, marks=[pytest.mark.ranks(3)] if name.startswith("transformers") else [])
     for name in MODELS
-    for way in (WAYS if name in ("mixture", "initialisers") else ["stage 3 gathered"])
+    for way in (CHOSEN if name in ("mixture", "initialisers") else ["stage 3 gathered"])
 ]
 
 
@@ -152,12 +149,9 @@ def test_deferred_values_are_those_of_an_ordinary_construction(comm, name: str, 
 
 @pytest.mark.parametrize(("name", "way"), [("gpt2", "stage 2"), ("mixture", "stage 3"), ("gpt2", "stage 3 gathered")])
 def test_training_goes_as_after_an_ordinary_construction(comm, name: str, way: str) -> None:
-    engine = f"zero{WAYS[way]['stage']}"
-    settings = {k: v for k, v in WAYS[way].items() if k != "stage"}
-    recipe = Recipe(steps=3, engine=settings)
+    recipe = Recipe(steps=3)
     runs = [
-        train(seeded(7, make), recipe, engine, comm)
-        for make in (MODELS[name], lambda: mpidl.deferred_init(MODELS[name]))
+        train(seeded(7, make), recipe, way, comm) for make in (MODELS[name], lambda: mpidl.deferred_init(MODELS[name]))
     ]
     assert runs[0].losses.tolist() == runs[1].losses.tolist()
     assert_same(runs[1].weights, runs[0].weights, comm)
@@ -204,7 +198,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-@EVERY_WAY
+@every_chosen
 def test_modules_reset_their_own_parameters(comm, way: str) -> None:
     ordinary = seeded(7, Plain)
     torch.manual_seed(7 + comm.rank)
@@ -212,7 +206,7 @@ def test_modules_reset_their_own_parameters(comm, way: str) -> None:
     assert_same(optimizer.model_state_dict(), ordinary.state_dict(), comm)
 
 
-@EVERY_WAY
+@every_chosen
 def test_a_function_sets_what_modules_do_not(comm, way: str) -> None:
     def init(module: nn.Module) -> None:
         for p in module.parameters(recurse=False):

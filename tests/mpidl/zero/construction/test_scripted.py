@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import SGD, WAYS, every_way, follow, made, plainly
+from tests.mpidl.zero.reference import SETTINGS, SGD, follow, made, plainly
+from tests.mpidl.zero.ways import every_way
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
@@ -45,6 +46,6 @@ def test_those_with_parameters_are_refused_before_the_model_changes(
     model = made(make)
     before = {key: values.clone() for key, values in model.state_dict().items()}
     with pytest.raises(mpidl.ConfigurationError, match=f"model: {name} is a scripted or traced module"):
-        mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+        mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
     assert all(torch.equal(model.state_dict()[key], values) for key, values in before.items())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

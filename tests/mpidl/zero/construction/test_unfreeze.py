@@ -12,7 +12,7 @@ from torch import nn
 
 import mpidl
 from mpidl import Precision
-from tests.mpidl.zero.ways import ADAM, EVERY_WAY, zero
+from tests.mpidl.zero.ways import ADAM, every_way, zero
 
 pytestmark = pytest.mark.mpi
 
@@ -37,7 +37,7 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
-@EVERY_WAY
+@every_way
 def test_frozen_parameters_can_be_added_later(comm, way: str, precision: Precision | None) -> None:
     plain, model = frozen_blocks(), frozen_blocks()
     reference = torch.optim.AdamW(plain[3].parameters(), **ADAM)
@@ -65,7 +65,7 @@ def test_frozen_parameters_can_be_added_later(comm, way: str, precision: Precisi
     assert [group["lr"] for group in state["param_groups"]] == [1e-2, 1e-3]
 
 
-@EVERY_WAY
+@every_way
 def test_groups_that_cannot_be_added_are_refused(comm, way: str) -> None:
     model = frozen_blocks()
     optimizer = zero(model, comm, way)

@@ -14,20 +14,21 @@ from torch import nn
 import mpidl
 from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
 BF16 = {"precision": mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "stage 1": ("zero1", {}),
-    "stage 2": ("zero2", {}),
-    "stage 3": ("zero3", {}),
-    "stage 3 gathered": ("zero3", {"share_in_node": False}),
-    "stage 3 by nodes": ("zero3", {"shard_group": "node"}),
-    "stage 1 bf16": ("zero1", BF16),
-    "stage 3 bf16": ("zero3", BF16),
-    "stage 2 disk": ("zero2", {"offload": "disk"}),
-    "stage 3 disk bf16": ("zero3", {"offload": "disk", **BF16}),
+    "stage 1": ("stage 1", {}),
+    "stage 2": ("stage 2", {}),
+    "stage 3": ("stage 3", {}),
+    "stage 3 gathered": ("stage 3 gathered", {}),
+    "stage 3 by nodes": ("stage 3", {"shard_group": "node"}),
+    "stage 1 bf16": ("stage 1", BF16),
+    "stage 3 bf16": ("stage 3", BF16),
+    "stage 2 disk": ("stage 2", {"offload": "disk"}),
+    "stage 3 disk bf16": ("stage 3", {"offload": "disk", **BF16}),
 }
 
 
@@ -70,7 +71,7 @@ def test_the_model_is_a_plain_one_again_and_goes_on_to_the_bit(comm, case: str, 
     twin(*sequences(2, 0)).backward()
     assert any(p.grad is not None and p.grad.any() for p in twin.parameters())
     precision = {name: settings[name] for name in BF16 if name in settings}
-    again = Run("zero1" if engine == "zero3" else "zero3", comm, plain, **precision)
+    again = Run("stage 1" if WAYS[engine]["stage"] == 3 else "stage 3", comm, plain, **precision)
     again.optimizer.load_state_dict(states)
     again.schedule.load_state_dict(run.schedule.state_dict())
     assert again.steps(2, 4) == whole.steps(2, 4)
@@ -79,7 +80,7 @@ def test_the_model_is_a_plain_one_again_and_goes_on_to_the_bit(comm, case: str, 
 def test_it_can_be_wrapped_in_anything(comm) -> None:
     model = fresh(MODELS["gpt2"])
     losses = []
-    for engine in ("zero3", "zero1", "zero3", "ddp"):
+    for engine in ("stage 3", "stage 1", "stage 3", "ddp"):
         run = Run(engine, comm, model)
         losses += run.steps(0, 1)
         if engine != "ddp":
@@ -92,7 +93,7 @@ def test_it_can_be_wrapped_in_anything(comm) -> None:
     assert losses == sorted(losses, reverse=True)  # of the same batch
 
 
-@pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=pytest.mark.one_node)])
+@pytest.mark.parametrize("engine", ["stage 1", pytest.param("stage 3", marks=pytest.mark.one_node)])
 def test_what_cannot_be_unwrapped_goes_on(comm, engine: str) -> None:
     run, other = (Run(engine, comm, fresh(MODELS["gpt2"])) for _ in range(2))
     run.steps(0, 1)

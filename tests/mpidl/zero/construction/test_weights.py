@@ -20,10 +20,10 @@ from tests.mpidl.elements_read import count_elements_read
 from tests.mpidl.small_models import Branching, Mixture, SmoothImages, small_gpt2
 from tests.mpidl.zero.construction.test_construction import (
     BF16,
-    EVERY_WAY,
-    WAYS,
+    CHOSEN,
     Initialisers,
     assert_same,
+    every_chosen,
     on_meta,
     seeded,
     zero,
@@ -72,7 +72,7 @@ def test_a_model_without_values_reads_them(comm, save, name: str, way: str) -> N
     assert_same(optimizer.model_state_dict(), saved.state_dict(), comm)
 
 
-@EVERY_WAY
+@every_chosen
 def test_a_plain_model_on_the_meta_device_and_a_real_one_read_them(comm, save, way: str) -> None:
     saved = seeded(3, small_gpt2)
     path = save(saved.state_dict()) / "model.safetensors"
@@ -81,7 +81,7 @@ def test_a_plain_model_on_the_meta_device_and_a_real_one_read_them(comm, save, w
         assert_same(optimizer.model_state_dict(), saved.state_dict(), comm)
 
 
-@EVERY_WAY
+@every_chosen
 def test_they_are_read_at_any_time_also_in_other_dtypes_and_under_other_names(comm, save, way: str) -> None:
     saved = seeded(3, Mixture).state_dict()
     halves = {f"model.{n}": t.to(torch.float16) if t.is_floating_point() else t for n, t in saved.items()}
@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("what", "way"), list(zip(WRONG, [*WAYS, "stage 2"], strict=True)))
+@pytest.mark.parametrize(("what", "way"), list(zip(WRONG, [*CHOSEN, "stage 2"], strict=True)))
 def test_files_that_do_not_fit_are_refused_and_change_nothing(comm, save, what: str, way: str) -> None:
     tensors = {n: t.clone() for n, t in seeded(3, Mixture).state_dict().items() if n != "head.weight"}
     change, message = WRONG[what]
@@ -207,7 +207,7 @@ ADAPTER = ("down", "up.weight")
 
 
 @pytest.mark.parametrize("build", [mpidl.deferred_init, on_meta, lambda make: make()], ids=["deferred", "meta", "real"])
-@EVERY_WAY
+@every_chosen
 def test_files_may_lack_what_is_said_to_be_missing(comm, save, way: str, build: Callable[[Any], nn.Module]) -> None:
     saved, other = seeded(3, Adapted).state_dict(), seeded(8, Adapted).state_dict()
     folder = save({name: t for name, t in saved.items() if name not in ADAPTER})
@@ -221,7 +221,7 @@ def test_files_may_lack_what_is_said_to_be_missing(comm, save, way: str, build: 
     assert_same(found, expected, comm)
 
 
-@EVERY_WAY
+@every_chosen
 def test_an_init_fn_sets_what_files_lack(comm, save, way: str) -> None:
     saved = seeded(3, Adapted).state_dict()
 
@@ -236,7 +236,7 @@ def test_an_init_fn_sets_what_files_lack(comm, save, way: str) -> None:
     assert_same(found, {n: torch.ones_like(t) if n in ADAPTER else t for n, t in saved.items()}, comm)
 
 
-@EVERY_WAY
+@every_chosen
 def test_later_loading_leaves_what_files_lack(comm, save, way: str) -> None:
     saved, other = seeded(3, Adapted).state_dict(), seeded(8, Adapted).state_dict()
     folder = save({name: t for name, t in saved.items() if name not in ADAPTER})

@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import mpidl
 from collectives import Communicator, MismatchError
 from mpidl.memory import measure
-from tests.mpidl.zero.reference import Plain, Several, check, data, engine, every_part, every_way, made, plainly
-from tests.mpidl.zero.ways import WAYS
+from tests.mpidl.zero.reference import Plain, Several, check, data, engine, made, plainly
+from tests.mpidl.zero.ways import WAYS, every_part, every_way
 
 pytestmark = pytest.mark.mpi
 

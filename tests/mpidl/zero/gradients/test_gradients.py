@@ -11,7 +11,8 @@ from torch import nn
 
 import mpidl
 from mpidl.absent_state import absent_state
-from tests.mpidl.zero.reference import Plain, Several, check, data, engine, every_part, every_way, plainly
+from tests.mpidl.zero.reference import Plain, Several, check, data, engine, plainly
+from tests.mpidl.zero.ways import every_part, every_way
 
 pytestmark = pytest.mark.mpi
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import mpidl
-from tests.mpidl.zero.reference import Several, check, data, engine, every_part, every_way, made, plainly
-from tests.mpidl.zero.ways import WAYS
+from tests.mpidl.zero.reference import SETTINGS, Several, check, data, engine, made, plainly
+from tests.mpidl.zero.ways import every_part, every_way
 
 pytestmark = pytest.mark.mpi
 
@@ -42,8 +42,7 @@ def own_order(order: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
 def follow(comm, way: str, orders: list[tuple[int, ...]], by_model: bool, passes: int = 1, **settings: Any) -> None:
     """Trains with AdamW, whose steps count and decay, next to a plain model with the mean of all ranks' gradients."""
     model = made(Several, comm.rank)
-    given = {**WAYS[way], **({} if WAYS[way]["stage"] == 3 else {"bucket_cap_mb": 1e-5})}
-    optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, process_group=comm, **given, **ADAMW, **settings)
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, process_group=comm, **SETTINGS[way], **ADAMW, **settings)
     plain = made(Several)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     for step, order in enumerate(orders):

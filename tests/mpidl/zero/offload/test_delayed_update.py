@@ -17,7 +17,8 @@ from mpidl import Offload
 from mpidl.memory import measure
 from mpidl.zero.offload.swap_file import SwapFile
 from tests.mpidl.small_models import MODELS, fresh, sequences
-from tests.mpidl.zero.offload.test_offload import PRECISIONS, WAYS, differences, everything, go_on, whole, zero
+from tests.mpidl.zero.offload.test_offload import PRECISIONS, differences, everything, go_on, whole, zero
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-6}

@@ -26,14 +26,10 @@ from mpidl.zero.offload import offloaded_slice
 from mpidl.zero.offload.swap_file import Extent, SwapFile, arrange, merged
 from mpidl.zero.offload.triple_buffering import TripleBuffering
 from tests.mpidl.small_models import MODELS, Branching, fresh, sequences
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
-WAYS: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2, "bucket_cap_mb": 0.003},
-    "stage 3": {"stage": 3},
-    "stage 3 gathered": {"stage": 3, "share_in_node": False},
-}
+SETTINGS = {**WAYS, "stage 2": {**WAYS["stage 2"], "bucket_cap_mb": 0.003}}  # one with several buckets
 PRECISIONS = {
     "fp32": None,
     "bf16": mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm]),
@@ -55,7 +51,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def zero(comm, model: nn.Module, way: str = "stage 1", optimizer: Any = torch.optim.AdamW, **settings: Any) -> Any:
     settings = {**({"lr": 1e-2} if "lr" not in settings else {}), **settings}
     params = settings.pop("params", groups_of(model))
-    return mpidl.ZeroOptimizer(model, optimizer, params=params, process_group=comm, **WAYS[way], **settings)
+    return mpidl.ZeroOptimizer(model, optimizer, params=params, process_group=comm, **SETTINGS[way], **settings)
 
 
 def whole(optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import Several, check, engine, every_part, made
-from tests.mpidl.zero.ways import EVERY_WAY, zero
+from tests.mpidl.zero.reference import Several, check, engine, made
+from tests.mpidl.zero.ways import every_part, every_way, zero
 
 pytestmark = pytest.mark.mpi
 
@@ -91,7 +91,7 @@ def test_changes_of_one_rank_go_to_all_where_asked(comm, what: str, way: str) ->
     check(model, optimizer, plain)
 
 
-@EVERY_WAY
+@every_way
 def test_masters_and_frozen_parameters_follow_one_rank(comm, way: str) -> None:
     model = made(Several)
     model.head.bias.requires_grad_(False)

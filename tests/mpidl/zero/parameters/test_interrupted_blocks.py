@@ -15,7 +15,8 @@ from mpidl.zero.parameters import round_waits
 from mpidl.zero.parameters.gathered_unit import FlatParameters
 from mpidl.zero.parameters.held_units import HeldUnits
 from mpidl.zero.parameters.sharded import ShardedParameters
-from tests.mpidl.zero.reference import Several, after_failure, check, engine, every_part, made
+from tests.mpidl.zero.reference import Several, after_failure, check, engine, made
+from tests.mpidl.zero.ways import every_part
 
 pytestmark = pytest.mark.mpi
 

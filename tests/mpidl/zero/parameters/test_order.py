@@ -10,20 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
-from tests.mpidl.zero.reference import (
-    SGD,
-    WAYS,
-    Several,
-    after_failure,
-    check,
-    data,
-    engine,
-    every_part,
-    every_way,
-    follow,
-    made,
-    plainly,
-)
+from tests.mpidl.zero.reference import SETTINGS, SGD, Several, after_failure, check, data, engine, follow, made, plainly
+from tests.mpidl.zero.ways import every_part, every_way
 
 pytestmark = pytest.mark.mpi
 
@@ -85,7 +73,7 @@ def test_a_hook_that_fails_before_forward_leaves_nothing_running(comm, way: str)
 
     model = made(Several, comm.rank)
     handle = model.register_forward_pre_hook(refuse)
-    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **WAYS[way], **SGD)
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
     with pytest.raises(Refused):
         plainly(model, comm.rank, 0)
     handle.remove()

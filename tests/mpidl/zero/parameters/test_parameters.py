@@ -11,7 +11,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpidl.zero.parameters.units import cut
-from tests.mpidl.zero.reference import Block, Several, data, engine, every_part, follow, made, plainly
+from tests.mpidl.zero.reference import Block, Several, data, engine, follow, made, plainly
+from tests.mpidl.zero.ways import every_part
 
 pytestmark = pytest.mark.mpi
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import mpidl
 from mpidl.zero.parameters.units import cut
-from tests.mpidl.zero.reference import SGD, WAYS, Block, Several, engine, follow, made, plainly
+from tests.mpidl.zero.reference import SGD, Block, Several, engine, follow, made, plainly
+from tests.mpidl.zero.ways import zero
 
 pytestmark = pytest.mark.mpi
 
@@ -143,7 +144,7 @@ class Heap(nn.Module):
 def test_a_large_model_of_one_unit_warns_once(comm, make: Callable, settings: dict, expected: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mpidl.ZeroOptimizer(make(), torch.optim.SGD, process_group=comm, **WAYS["stage 3 gathered"], **SGD, **settings)
+        zero(make(), comm, "stage 3 gathered", torch.optim.SGD, **SGD, **settings)
     said = [str(each.message) for each in caught if "units" in str(each.message)]
     assert len(said) == (expected and comm.rank == 0 and comm.size > 1)
     assert all("100% of the 4,003,000 parameters of Heap" in each for each in said)

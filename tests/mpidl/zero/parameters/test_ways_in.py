@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 import mpidl
+from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
 
 WIDTH = 6
-WAYS: dict[str, dict[str, Any]] = {
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3},
-    "stage 3 gathered": {"stage": 3, "share_in_node": False},
-    "stage 3 gathered, kept": {"stage": 3, "share_in_node": False, "reshard_after_forward": False},
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{way: WAYS[way] for way in ("stage 2", "stage 3", "stage 3 gathered")},
+    "stage 3 gathered, kept": {**WAYS["stage 3 gathered"], "reshard_after_forward": False},
 }
 
 
@@ -111,14 +110,14 @@ class Weight(Net):
         return super().forward(torch.tanh(x @ weight) @ weight.t())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SETTINGS)
 @pytest.mark.parametrize("make", [WrittenInto, Attribute, FrozenExit, Container, Weight])
 def test_weights_are_whole_whichever_way_a_gradient_comes(comm, make: Callable[[], Net], way: str) -> None:
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
     model = make()
-    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **WAYS[way])
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **SETTINGS[way])
     for _ in range(2):
         plain.zero_grad()
         optimizer.zero_grad()
@@ -157,14 +156,14 @@ def test_a_gradient_that_nobody_could_foresee_is_refused_by_name(comm) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SETTINGS)
 def test_parameters_may_be_frozen_between_passes(comm, way: str) -> None:
     """As a discriminator is while a generator trains: any of them, also the first."""
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)
     model = Net()
-    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **WAYS[way])
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **SETTINGS[way])
     stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for frozen in ((), (0,), (0, 1, 2), (1,), ()):

@@ -12,7 +12,7 @@ from torch import nn
 
 import mpidl
 from tests.mpidl.zero.reference import Plain, Several, check, engine, made, plainly
-from tests.mpidl.zero.ways import EVERY_WAY, zero
+from tests.mpidl.zero.ways import every_way, zero
 
 pytestmark = pytest.mark.mpi
 
@@ -165,7 +165,7 @@ def test_buffers_may_be_loaded(comm) -> None:
     assert (model[1].running_mean == 2).all()
 
 
-@EVERY_WAY
+@every_way
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_module_that_came_later_is_named(comm, way: str, frozen: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -236,7 +236,7 @@ def test_what_is_no_weight_stays_free(comm, way: str) -> None:
     trains_as_new(comm, model, optimizer)
 
 
-@EVERY_WAY
+@every_way
 def test_a_model_of_which_another_engine_trains_a_part_is_refused(comm, way: str) -> None:
     inner = nn.Linear(3, 3)
     first = zero(inner, comm, way)
@@ -266,7 +266,7 @@ def test_a_frozen_part_that_is_not_cut_may_be_shared(comm) -> None:
         optimizer.step()
 
 
-@EVERY_WAY
+@every_way
 def test_who_would_wrap_a_part_of_the_model_is_told_who_trains_it(comm, way: str) -> None:
     inner = nn.Linear(3, 3)
     optimizer = zero(inner, comm, way)
@@ -280,7 +280,7 @@ def test_who_would_wrap_a_part_of_the_model_is_told_who_trains_it(comm, way: str
         mpidl.DistributedDataParallel(inner, process_group=comm)
 
 
-@EVERY_WAY
+@every_way
 def test_a_distributed_data_parallel_is_refused(comm, way: str) -> None:
     wrapped = mpidl.DistributedDataParallel(nn.Linear(3, 3), process_group=comm)
     for model, name in ((wrapped, "it"), (nn.Sequential(nn.Linear(3, 3), wrapped), "1")):

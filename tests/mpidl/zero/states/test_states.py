@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import WAYS, Block, Several, check, engine, every_part, made, plainly
+from tests.mpidl.zero.reference import SETTINGS, Block, Several, check, engine, made, plainly
+from tests.mpidl.zero.ways import every_part
 
 pytestmark = pytest.mark.mpi
 
@@ -38,7 +39,7 @@ class Scaled(nn.Module):
 def test_a_parameter_of_no_dimensions(comm, method: Any, alone: bool, way: str) -> None:
     """Its state looks like the count of steps, which is no state of an element."""
     model, plain = made(lambda: Scaled(alone), comm.rank), made(lambda: Scaled(alone))
-    optimizer = mpidl.ZeroOptimizer(model, method, process_group=comm, lr=0.1, **WAYS[way])
+    optimizer = mpidl.ZeroOptimizer(model, method, process_group=comm, lr=0.1, **SETTINGS[way])
     reference = method([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     for step in range(4):
         for m, o in ((plain, reference), (model, optimizer)):

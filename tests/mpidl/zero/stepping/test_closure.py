@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import mpidl
-from tests.mpidl.zero.reference import WAYS, Plain, Several, check, engine, every_way, made, plainly
+from tests.mpidl.zero.reference import Plain, Several, check, engine, made, plainly
+from tests.mpidl.zero.ways import WAYS, every_way
 
 pytestmark = pytest.mark.mpi
 

@@ -17,7 +17,7 @@ from mpidl.memory import estimate, model_state_bytes
 from mpidl.models.gpt2 import GPT2, GPT2Config, parameter_count
 from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.zero.stepping import precision_reference
-from tests.mpidl.zero.ways import EVERY_WAY, WAYS, zero
+from tests.mpidl.zero.ways import WAYS, every_way, zero
 
 pytestmark = pytest.mark.mpi
 
@@ -94,7 +94,7 @@ class Floats(nn.Module):
         return {"out": self.last(h), "which": extra["which"]}
 
 
-@EVERY_WAY
+@every_way
 def test_inputs_and_outputs_are_cast_where_the_policy_says(comm, way: str) -> None:
     model, inside = Floats(), []
     model.norm[1].register_forward_hook(lambda _, inputs, __: inside.append(inputs[0].dtype))
@@ -148,7 +148,7 @@ def test_bytes_of_model_state_a_rank_follow_the_formulas(comm, stage: int, reduc
 
 
 @pytest.mark.parametrize("sync_each", [True, False])
-@EVERY_WAY
+@every_way
 def test_small_gradients_of_many_passes_add_up_in_fp32(comm, way: str, sync_each: bool) -> None:
     """In bf16, 1 + 1 / 512 is 1."""
     model = nn.Linear(4, 2, bias=False)
@@ -169,7 +169,7 @@ def test_small_gradients_of_many_passes_add_up_in_fp32(comm, way: str, sync_each
         torch.testing.assert_close(before["weight"] - after["weight"], torch.full((2, 4), 1 + 8 / 512))
 
 
-@EVERY_WAY
+@every_way
 def test_clipping_is_in_fp32(comm, way: str) -> None:
     """A third is no bf16 number."""
     model = nn.Linear(9, 1, bias=False)
@@ -193,7 +193,7 @@ def test_clipping_is_in_fp32(comm, way: str) -> None:
 # ---- states -----------------------------------------------------------------------------------------------------
 
 
-@EVERY_WAY
+@every_way
 def test_masters_begin_with_the_values_before_rounding(comm, way: str) -> None:
     model = fresh(MODELS["gpt2"])
     plain = fresh(MODELS["gpt2"]).state_dict()
@@ -219,7 +219,7 @@ def steps_of(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
 
 
-@EVERY_WAY
+@every_way
 def test_training_goes_on_from_states_to_the_bit(comm, way: str) -> None:
     precision = Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])
     model, other = fresh(MODELS["mixture"]), fresh(MODELS["mixture"], rank=1)

@@ -15,6 +15,7 @@ from mpidl.memory.counted import storage_bytes
 from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.step_in_backward import CallsBlocksTwice, Counts, Decays, Deep, ReadsLastWeight, check_equal, decayed
 from tests.mpidl.zero import reference as zero
+from tests.mpidl.zero.ways import every_way
 
 pytestmark = pytest.mark.mpi
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -42,7 +43,7 @@ def train(
     """Losses, weights and the optimizer's state, whole on rank 0."""
     made = fresh(MODELS[model], comm.rank)
     kind, given = OPTIMIZERS[optimizer]
-    settings = {**zero.WAYS[way], **settings}
+    settings = {**zero.SETTINGS[way], **settings}
     if settings.get("bucket_cap_mb"):
         settings["bucket_cap_mb"] = 0.002
     zeros = mpidl.ZeroOptimizer(
@@ -63,7 +64,7 @@ def train(
     return losses, zeros.model_state_dict(), zeros.state_dict()
 
 
-@zero.every_way
+@every_way
 @pytest.mark.parametrize(
     "case",
     [
@@ -91,7 +92,7 @@ def test_shards_in_groups(comm, way: str) -> None:
 def peak(comm, way: str, in_backward: bool) -> tuple[float, float]:
     """Bytes of gradients, of all kinds, at their most within a pass and after it, by those of the parameters."""
     model = zero.made(Deep, comm.rank)
-    settings = {**zero.WAYS[way], **({"bucket_cap_mb": 1e-6} if way in ("stage 1", "stage 2") else {})}
+    settings = {**zero.SETTINGS[way], **({"bucket_cap_mb": 1e-6} if way in ("stage 1", "stage 2") else {})}
     optimizer = mpidl.ZeroOptimizer(
         model, torch.optim.AdamW, process_group=comm, step_in_backward=in_backward, **settings, **ADAMW
     )
@@ -114,7 +115,7 @@ def peak(comm, way: str, in_backward: bool) -> tuple[float, float]:
     return max(seen) / every, storage_bytes(optimizer.held_tensors()["gradients"]) / every
 
 
-@zero.every_way
+@every_way
 def test_gradients_take_a_few_units_worth(comm, way: str) -> None:
     before = peak(comm, way, False)
     within, after = peak(comm, way, True)
@@ -123,14 +124,14 @@ def test_gradients_take_a_few_units_worth(comm, way: str) -> None:
     assert before[0] >= (1 if way == "stage 1" else 1 / comm.size)
 
 
-@zero.every_way
+@every_way
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_activations(comm, way: str, reentrant: bool) -> None:
     found = []
     for in_backward in (False, True):
         model = zero.made(lambda: Deep(8, reentrant), comm.rank)
         optimizer = mpidl.ZeroOptimizer(
-            model, torch.optim.AdamW, process_group=comm, step_in_backward=in_backward, **zero.WAYS[way], **ADAMW
+            model, torch.optim.AdamW, process_group=comm, step_in_backward=in_backward, **zero.SETTINGS[way], **ADAMW
         )
         for step in range(3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + comm.rank)).requires_grad_()
@@ -141,7 +142,7 @@ def test_checkpointed_activations(comm, way: str, reentrant: bool) -> None:
     check_equal(*found)
 
 
-@zero.every_way
+@every_way
 def test_ranks_that_reach_other_parameters(comm, way: str) -> None:
     """Those that no rank reaches stay as they are, weight decay or not."""
 
@@ -151,7 +152,7 @@ def test_ranks_that_reach_other_parameters(comm, way: str) -> None:
     zero.follow(comm, way, zero.Several, loss, step_in_backward=True)
 
 
-@zero.every_way
+@every_way
 def test_a_closure_and_gradients_that_count_as_zero(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     plain = zero.Plain(zero.Several, comm.size)
@@ -168,7 +169,7 @@ def test_a_closure_and_gradients_that_count_as_zero(comm, way: str) -> None:
     optimizer.step()  # without a pass
 
 
-@zero.every_way
+@every_way
 def test_a_second_pass_before_step_is_refused(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     zero.plainly(model, comm.rank, 0).backward()
@@ -180,7 +181,7 @@ def test_a_second_pass_before_step_is_refused(comm, way: str) -> None:
     zero.plainly(model, comm.rank, 1).backward()
 
 
-@zero.every_way
+@every_way
 def test_a_pass_through_a_frozen_model_makes_no_step(comm, way: str) -> None:
     """The loop of a GAN: the second model, frozen, passes on the gradients of the first one's pass."""
     models, optimizers = zip(
@@ -206,7 +207,7 @@ def test_a_pass_through_a_frozen_model_makes_no_step(comm, way: str) -> None:
         zero.check(each, optimizer, expected.model)
 
 
-@zero.every_way
+@every_way
 def test_a_gradient_that_no_pass_has_given_is_refused_by_the_next_pass(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     zero.plainly(model, comm.rank, 0).backward()
@@ -223,7 +224,7 @@ def test_a_gradient_that_no_pass_has_given_is_refused_by_the_next_pass(comm, way
     optimizer.step()
 
 
-@zero.every_way
+@every_way
 def test_passes_under_no_sync_alone_make_no_step(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     with optimizer.no_sync():
@@ -232,7 +233,7 @@ def test_passes_under_no_sync_alone_make_no_step(comm, way: str) -> None:
         optimizer.step()
 
 
-@zero.every_way
+@every_way
 def test_what_needs_all_gradients_is_refused(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     zero.plainly(model, comm.rank, 0).backward()
@@ -255,7 +256,7 @@ def test_what_needs_all_gradients_is_refused(comm, way: str) -> None:
         guard.allows(float("nan"))
 
 
-@zero.every_way
+@every_way
 @pytest.mark.parametrize("of", ["mpidl", "torch"])
 def test_loss_scaling_is_refused(comm, way: str, of: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
@@ -265,11 +266,11 @@ def test_loss_scaling_is_refused(comm, way: str, of: str) -> None:
         scaler.step(optimizer)
 
 
-@zero.every_way
+@every_way
 def test_buffers_of_rank_0_come_with_the_step(comm, way: str) -> None:
     model = zero.made(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), comm.rank)
     optimizer = mpidl.ZeroOptimizer(
-        model, torch.optim.SGD, process_group=comm, step_in_backward=True, **zero.WAYS[way], **zero.SGD
+        model, torch.optim.SGD, process_group=comm, step_in_backward=True, **zero.SETTINGS[way], **zero.SGD
     )
     model(zero.data(comm.rank)).sum().backward()
     optimizer.step()
@@ -297,14 +298,14 @@ def test_what_cannot_be_stepped_part_by_part_is_refused(comm, kind: Any, setting
         mpidl.ZeroOptimizer(model, kind, 2, process_group=comm, **given)
 
 
-@zero.every_way
+@every_way
 def test_late_gradients_are_refused(comm, way: str) -> None:
     model, _ = zero.engine(comm, CallsBlocksTwice, way, step_in_backward=True)
     with pytest.raises(mpidl.TrainingError, match=r"a gradient of blocks\.\d.* came after the step on it"):
         model(zero.data(comm.rank).requires_grad_()).sum().backward()
 
 
-@zero.every_way
+@every_way
 def test_weights_read_after_their_gradient_are_an_error_of_torch(comm, way: str) -> None:
     model, _ = zero.engine(comm, ReadsLastWeight, way, step_in_backward=True)
     x = model(zero.data(comm.rank).requires_grad_())
@@ -312,7 +313,7 @@ def test_weights_read_after_their_gradient_are_an_error_of_torch(comm, way: str)
         x.sum().backward()
 
 
-@zero.every_way
+@every_way
 def test_damage_is_refused_before_a_step(comm, way: str) -> None:
     model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
     before = optimizer.model_state_dict()

@@ -15,7 +15,8 @@ from mpidl.absent_state import absent_state
 from mpidl.job.objects import broadcast_object
 from mpidl.zero.stepping import whole_steps
 from tests.mpidl.small_models import Mixture, fresh, sequences
-from tests.mpidl.zero.reference import WAYS, every_way
+from tests.mpidl.zero.reference import SETTINGS
+from tests.mpidl.zero.ways import WAYS, every_way
 
 pytestmark = pytest.mark.mpi
 STEPS = 4
@@ -224,7 +225,7 @@ def go_on(model: Any, optimizer: Any, rank: int, steps: range) -> None:
 def zero(comm, method: str, way: str, **more: Any) -> tuple[nn.Module, mpidl.ZeroOptimizer]:
     make, cls, settings = METHODS[method]
     model = fresh(make, comm.rank)
-    return model, mpidl.ZeroOptimizer(model, cls, process_group=comm, **WAYS[way], **settings, **more)
+    return model, mpidl.ZeroOptimizer(model, cls, process_group=comm, **SETTINGS[way], **settings, **more)
 
 
 def ddp(comm, method: str) -> tuple[nn.Module, torch.optim.Optimizer]:
