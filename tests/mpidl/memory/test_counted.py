@@ -19,6 +19,7 @@ from mpidl.memory import (
     estimate,
     measure,
     measure_activations,
+    model_state_bytes,
     peak_rss_mib,
     pss_mib,
     rss_mib,
@@ -147,6 +148,8 @@ def test_counted_bytes_agree_with_the_estimate(comm, stage: int, dtype: str) -> 
     for category in ("parameters", "gradients", "optimizer", "model_state"):
         assert getattr(found, category) == pytest.approx(getattr(expected, category), rel=0.02), category
     assert found.activations == 0
+    held = model_state_bytes(call, optimizer)
+    assert held == {category: getattr(found, category) for category in held}
     if comm.nodes == 1:
         assert found.buckets <= 1.02 * expected.buckets
 
@@ -187,15 +190,16 @@ def test_counted_bytes_of_a_step_in_backward_agree_with_the_estimate(comm, stage
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("own", "dtype", "reduce"), [("fp32", "bf16", "fp32"), ("fp32", None, "bf16"), ("bf16", None, "fp32")]
+    ("own", "dtype", "reduce"),
+    [("fp32", "bf16", None), ("fp32", "bf16", "fp32"), ("fp32", None, "bf16"), ("bf16", None, "fp32")],
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_counted_bytes_agree_with_the_estimate_whatever_gradients_are_reduced_in(
-    comm, stage: int, own: str, dtype: str | None, reduce: str
+    comm, stage: int, own: str, dtype: str | None, reduce: str | None
 ) -> None:
     """Within 2 %, each category, for a model of dtype `own` with Precision(dtype, reduce)."""
     model = GPT2(MEMORY_GPT2).to(DTYPES[own])
-    precision = mpidl.Precision(None if dtype is None else DTYPES[dtype], DTYPES[reduce])
+    precision = mpidl.Precision(*(None if name is None else DTYPES[name] for name in (dtype, reduce)))
     settings = {"dtype": dtype, "reduce_dtype": reduce, "bucket_cap_mb": 0.2}
     expected = estimate(model, comm.size, comm.nodes, stage, **settings)
     call, optimizer = engine(model, comm, stage, precision)

@@ -90,6 +90,13 @@ def test_stages_agree_when_each_of_several_passes_is_reduced(comm) -> None:
     assert found == {name: [] for name in found}
 
 
+def test_both_ways_of_stage_3_clip_to_the_same_bits(comm) -> None:
+    """Other engines add up the norm over other shards."""
+    training = {**FOREACH, "clip": 0.5}
+    expected, found = (run(comm, way, "mixture", training) for way in ("stage 3", "stage 3 gathered"))
+    assert differences(expected, found) == []
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_kernels_on_slices_give_the_bits_of_the_whole(optimizer: type[torch.optim.Optimizer]) -> None:
     """The reason for the tests above: foreach for any cut, fused for cuts between whole vectors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import mpidl
 from mpidl import Offload
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from tests.mpidl.small_models import fresh, sequences
-from tests.mpidl.zero.ways import WAYS
+from tests.mpidl.zero.ways import STAGES, WAYS
 
 pytestmark = pytest.mark.mpi
 
@@ -143,10 +144,12 @@ def test_engines_one_after_the_other_give_all_back(comm, engine: str) -> None:
         training = Training(comm, engine)
         for number in range(2):
             training.step(number)
+        gone = weakref.ref(training.model), weakref.ref(training.optimizer)
         del training
         until = monotonic() + 5
         while counts and monotonic() < until and any(now > then for now, then in zip(left(), counts[-1], strict=True)):
             sleep(0.01)
         comm.barrier()
         counts.append(left())
+        assert engine not in STAGES or [each() for each in gone] == [None, None]
     assert all(later <= earlier for earlier, later in zip(counts[1], counts[2], strict=True))

@@ -113,7 +113,7 @@ def test_evaluation_between_forward_and_backward(comm, way: str) -> None:
 
 
 @every_part
-@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+@pytest.mark.parametrize("where", ["forward", "backward", "head", "output"])
 def test_an_exception_in_the_middle_of_a_pass(comm, way: str, where: str) -> None:
     """All ranks see it; what was launched is awaited, and the next step is right."""
     model, optimizer = engine(comm, Several, way)
@@ -125,8 +125,10 @@ def test_an_exception_in_the_middle_of_a_pass(comm, way: str, where: str) -> Non
         handle = model.blocks[1].inner.register_forward_hook(fail)
     elif where == "backward":
         handle = model.blocks[0].inner.bias.register_hook(fail)
-    else:
+    elif where == "head":
         handle = model.head.register_full_backward_hook(fail)
+    else:
+        handle = model.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
     with pytest.raises(RuntimeError, match="deliberate"):
         plainly(model, comm.rank, 0).backward()
     handle.remove()

@@ -89,17 +89,26 @@ def test_clipping_where_groups_of_ranks_hold_the_same_shards(comm) -> None:
     follow_clipped(comm, "stage 2", CLIPS["norm"], shard_group=comm.split(comm.rank // 2))
 
 
+PRECISIONS = {
+    "fp32": None,
+    "bf16": mpidl.Precision(torch.bfloat16),
+    "bf16 reduced in fp32": mpidl.Precision(torch.bfloat16, torch.float32),
+}
+
+
 @every_part
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_clipping_sixteen_bits_is_the_optimizers_own(comm, way: str, reduce_dtype: torch.dtype | None) -> None:
-    precision = mpidl.Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+def test_clipping_by_torch_is_the_optimizers_own(comm, way: str, precision: mpidl.Precision | None) -> None:
     (first, by_torch), (second, by_itself) = (engine(comm, Several, way, precision=precision) for _ in range(2))
     for step in range(3):
         for model in (first, second):
             plainly(model, comm.rank, step).float().backward()
+        largest = get_total_norm([p.grad for p in first.parameters()], math.inf)
+        assert by_itself.clip_grad_norm_(1e9, math.inf) == pytest.approx(float(largest), rel=1e-6)
         norm = clip_grad_norm_(first.parameters(), MAX)
         assert norm.dtype == torch.float32
         assert float(norm) == pytest.approx(by_itself.clip_grad_norm_(MAX), rel=1e-6)
+        assert by_itself.clip_grad_norm_(1e9) == pytest.approx(MAX, rel=1e-3)
         for optimizer in (by_torch, by_itself):
             optimizer.step()
             optimizer.zero_grad()

@@ -11,10 +11,11 @@ from torch import nn
 
 import mpidl
 from mpidl.zero.parameters.units import cut
+from tests.mpidl.small_models import small_gpt2
 from tests.mpidl.zero.reference import SGD, Block, Several, engine, follow, made, plainly
 from tests.mpidl.zero.ways import zero
 
-pytestmark = pytest.mark.mpi
+mpi = pytest.mark.mpi
 
 
 class Other(Block):
@@ -82,6 +83,27 @@ LISTS = {
 }
 
 
+def test_units_are_the_blocks_and_the_rest() -> None:
+    model = small_gpt2()
+    units = cut(model)
+    assert [unit.name for unit in units] == ["transformer.h.0", "transformer.h.1", "transformer.h.2", ""]
+    everything = [p for unit in units for p in unit.parameters]
+    assert set(everything) == set(model.parameters())
+    assert len(everything) == len(set(everything))
+    by_class = cut(model, [nn.LayerNorm])
+    assert [unit.name for unit in by_class][:2] == ["transformer.h.0.ln_1", "transformer.h.0.ln_2"]
+
+
+def test_marked_modules_are_units_in_place_of_the_blocks_or_in_addition_to_a_rule() -> None:
+    model = small_gpt2()
+    block = model.transformer["h"][1]
+    assert mpidl.zero.unit(block.mlp) is block.mlp
+    assert [unit.name for unit in cut(model)] == ["transformer.h.1.mlp", ""]
+    names = {unit.name for unit in cut(model, [type(block.attn)])}
+    assert names == {"", "transformer.h.1.mlp", *(f"transformer.h.{number}.attn" for number in range(3))}
+
+
+@mpi
 @pytest.mark.parametrize("name", LISTS)
 def test_blocks_are_units_whatever_else_is_in_their_list(comm, name: str) -> None:
     make, number = LISTS[name]
@@ -105,10 +127,11 @@ class Apart(nn.Module):
         self.halves = nn.ModuleList([Block(), Other()])
 
 
-def test_what_is_no_stack_of_blocks_belongs_to_the_model(comm) -> None:
+def test_what_is_no_stack_of_blocks_belongs_to_the_model() -> None:
     assert [unit.name for unit in cut(Apart())] == ["parts.blocks.0", "parts.blocks.1", ""]
 
 
+@mpi
 @pytest.mark.parametrize("way", ["stage 1", "stage 3 gathered"])
 @pytest.mark.parametrize("units", [nn.LSTM, [nn.LSTM, nn.GRU], [], "Block"], ids=str)
 def test_units_that_no_module_is_are_refused_in_every_stage(comm, way: str, units: object) -> None:
@@ -116,6 +139,7 @@ def test_units_that_no_module_is_are_refused_in_every_stage(comm, way: str, unit
         engine(comm, Several, way, units=units)
 
 
+@mpi
 def test_units_may_be_classes_of_which_some_match_also_from_an_iterator(comm) -> None:
     _, optimizer = engine(comm, Several, "stage 3 gathered", units=iter([nn.LSTM, Block]))
     if comm.size > 1:
@@ -131,6 +155,7 @@ class Heap(nn.Module):
         self.first, self.second = nn.Linear(2000, 1000), nn.Linear(1000, 2000)
 
 
+@mpi
 @pytest.mark.parametrize(
     ("make", "settings", "expected"),
     [

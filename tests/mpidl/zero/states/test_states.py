@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import mpidl
+from mpidl.absent_state import absent_state
 from tests.mpidl.zero.reference import SETTINGS, Block, Several, check, engine, made, plainly
 from tests.mpidl.zero.ways import every_part
 
@@ -64,6 +65,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "got nothing; needs what a state_dict"),
     "half": ({"state": {}}, "got 'state'; needs what a state_dict"),
     "a group of no parameters": (groups(param_groups=[{"lr": 1.0}]), "param_groups: needs dictionaries with 'params'"),
+    "no group": (groups(param_groups=[]), r"got groups of \[\] parameters; needs \[8\]"),
     "other groups": (groups(param_groups=[{"params": [0]}]), r"got groups of \[1\] parameters; needs \[8\]"),
     "a name": (groups(state={"head.bias": {}}), "got a state of parameter 'head.bias', which is in no group"),
     "a number too high": (groups(state={8: {}}), "got a state of parameter 8, which is in no group"),
@@ -85,10 +87,16 @@ WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
     "a list": (lambda state: list(state.values()), "got list; needs a dictionary"),
     "no tensor": (lambda state: {**state, "head.bias": 3.0}, "head.bias is of type float; needs a tensor"),
     "a shape": (lambda state: {**state, "head.bias": torch.ones(9)}, r"head.bias has shape \(9,\); needs \(2,\)"),
+    "missing": (lambda _: {"nonsense": torch.ones(1)}, r"missing names \['blocks"),
+    "of a rank without it": (
+        lambda _: absent_state(1),
+        r"got on rank 0 what model_state_dict\(\) gave on rank 1, which holds no state",
+    ),
     "a number as name": (lambda state: {**state, 3: torch.ones(2)}, r"missing names \[\], unexpected names \['3'\]"),
 }
 
 
+@pytest.mark.each("what")
 @pytest.mark.parametrize("what", WRONG)
 def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(comm, what: str) -> None:
     given, message = WRONG[what]
@@ -101,6 +109,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
 
 
 @every_part
+@pytest.mark.each("what")
 @pytest.mark.parametrize("what", WRONG_WEIGHTS)
 def test_weights_that_do_not_fit_are_refused_on_every_rank_and_change_nothing(comm, what: str, way: str) -> None:
     change, message = WRONG_WEIGHTS[what]
