@@ -158,16 +158,20 @@ def test_values_are_the_nearest_multiples_of_their_blocks_scale(comm: Communicat
                 assert np.abs(seen / scale - np.rint(seen / scale)).max() < 1e-4, name
 
 
-def test_ways_to_gather_change_no_bit(comm: Communicator) -> None:
+@pytest.mark.parametrize("method", [None, "int8"])
+def test_ways_to_gather_change_no_bit(comm: Communicator, method: str | None) -> None:
     found = []
     for settings in (
         {},
-        {"prefetch": 3},
+        {"reshard_after_forward": False},
+        {"prefetch": 0},
         {"prefetch": 0, "reshard_after_forward": False},
-        {"share_in_node": False, "step_in_backward": True},
+        {"prefetch": 3},
+        {"prefetch": 3, "reshard_after_forward": False},
+        {"step_in_backward": True},
         {"offload": "cpu"},
     ):
-        model, optimizer = made(comm, **settings)
+        model, optimizer = made(comm, compress_parameters=method, **settings)
         train(comm, model, optimizer)
         found.append(weights_of(model, optimizer))
     for other in found[1:]:

@@ -101,15 +101,9 @@ def test_each_unit_is_gathered_once_forward_and_once_backward(comm, ranks_in_ste
         assert step["gathers"] == (BLOCKS + 1) + (BLOCKS - whole)
         assert step["gathered_bytes"] == (2 * BLOCKS - whole) * block + head
     assert optimizer.traffic().peak_bytes == whole * block + head
-    if prefetch:
-        assert seen[-1]["ahead"] >= 2 * BLOCKS - 1
-
-
-def test_units_are_gathered_ahead_once_their_order_is_known(comm, ranks_in_step) -> None:
-    _, _, seen = trained(comm)
-    if comm.size > 1:
+    if prefetch == 1:
         assert seen[0]["ahead"] < BLOCKS
-        # All but the model's own; the last block is asked for in backward when it is there already.
+    if prefetch:  # all but the model's own; the last block is asked for in backward when it is there already
         assert seen[-1]["ahead"] >= 2 * BLOCKS - 1
 
 
@@ -155,22 +149,6 @@ def test_a_rank_with_more_rounds_than_others_uses_what_these_have_gathered(comm,
         _, optimizer, _ = trained(comm, model=model, before_backward=before_backward, prefetch=prefetch)
         weights.append(optimizer.model_state_dict())
     assert comm.rank or all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-def test_ways_to_gather_change_no_bit(comm) -> None:
-    weights = []
-    for settings in (
-        {},
-        {"reshard_after_forward": False},
-        {"share_in_node": True},
-        {"prefetch": 0},
-        {"prefetch": 3},
-        {"prefetch": 3, "reshard_after_forward": False},
-    ):
-        _, optimizer, _ = trained(comm, **settings)
-        weights.append(optimizer.model_state_dict())
-    for other in weights[1:]:
-        assert comm.rank or all(torch.equal(value, other[name]) for name, value in weights[0].items())
 
 
 def test_memory_goes_back_when_a_step_is_over(comm, pages_made: list[Any]) -> None:
