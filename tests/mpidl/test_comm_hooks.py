@@ -1,7 +1,8 @@
-"""Communication hooks of DistributedDataParallel."""
+"""Communication hooks in DDP and in every way of ZeRO."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,122 @@ from torch import nn
 
 import mpidl
 from mpidl import comm_hooks
+from tests.mpidl.small_models import MODELS, fresh, sequences
+from tests.mpidl.zero.reference import SETTINGS
+from tests.mpidl.zero.ways import WAYS, every_way
 
 pytestmark = pytest.mark.mpi
+every_engine = pytest.mark.parametrize("engine", ["ddp", *WAYS])
+
+
+def made(comm, engine: str, model: nn.Module, **settings: Any) -> tuple[Any, Any, Any]:
+    """Returns what to call, the optimizer, and the one of them that takes a hook."""
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    if engine == "ddp":
+        wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=0.005, **settings)
+        return wrapped, torch.optim.SGD(model.parameters(), **sgd), wrapped
+    given = {**SETTINGS[engine], **sgd, **settings}
+    optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **given)
+    return model, optimizer, optimizer
+
+
+def train(
+    comm, engine: str, hook: Any = None, micro: int = 1, steps: int = 3, state: Any = None, **settings: Any
+) -> dict[str, torch.Tensor]:
+    """Returns the weights after some steps, whole on every rank. state: of the hook, by default the Communicator."""
+    model = fresh(MODELS["gpt2"], comm.rank)
+    called, optimizer, owner = made(comm, engine, model, **settings)
+    if hook is not None:
+        owner.register_comm_hook(comm if state is None else state, hook)
+    for step in range(steps):
+        for number in range(micro):
+            x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, number))
+            with owner.no_sync() if number % 2 == 0 and number < micro - 1 else contextlib.nullcontext():
+                called(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with contextlib.nullcontext() if engine == "ddp" else optimizer.gathered(writable=False):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def check_equal_on_all_ranks(comm, values: torch.Tensor) -> None:
+    theirs = values.clone()
+    comm.broadcast(theirs)
+    assert torch.equal(theirs, values)
+
+
+def whole_bucket(comm: Any, bucket: comm_hooks.GradBucket) -> Any:
+    """Reduces all of a bucket, as users write it for DistributedDataParallel."""
+    return comm.all_reduce(bucket.buffer(), "avg", async_op=True)
+
+
+def new_values(comm: Any, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
+    """Returns a handle that gives another array than the bucket's, complete at once."""
+    values = bucket.buffer().clone()
+    comm.all_reduce(values, "avg")
+    return comm_hooks.completed(values)
+
+
+@pytest.mark.each("engine")
+@pytest.mark.parametrize(("engine", "micro"), [("ddp", 1), *((way, micro) for way in WAYS for micro in (1, 3))])
+def test_the_plain_mean_as_a_hook_changes_no_bit(comm, engine: str, micro: int) -> None:
+    plain, hooked = train(comm, engine, micro=micro), train(comm, engine, comm_hooks.allreduce, micro)
+    assert all(torch.equal(plain[name], hooked[name]) for name in plain)
+
+
+@every_way
+@pytest.mark.parametrize("hook", [whole_bucket, new_values])
+def test_hooks_that_reduce_whole_buckets_are_right(comm, way: str, hook: Any) -> None:
+    torch.testing.assert_close(train(comm, way, hook), train(comm, way), rtol=1e-5, atol=1e-6)
+
+
+every_compression = pytest.mark.parametrize(
+    ("hook", "error"), [(comm_hooks.fp16_compress, 2e-3), (comm_hooks.bf16_compress, 2e-2)], ids=["fp16", "bf16"]
+)
+
+
+@every_way
+@every_compression
+def test_compressed_training_is_near_and_equal_on_all_ranks(comm, way: str, hook: Any, error: float) -> None:
+    exact, found = train(comm, way), train(comm, way, hook)
+    torch.testing.assert_close(found, exact, rtol=error, atol=error)
+    assert any(not torch.equal(found[name], exact[name]) for name in exact)
+    for values in found.values():
+        check_equal_on_all_ranks(comm, values)
+
+
+@every_way
+def test_with_steps_in_the_backward_pass(comm, way: str) -> None:
+    plain = train(comm, way)
+    hooked = train(comm, way, comm_hooks.allreduce, step_in_backward=True)
+    assert all(torch.equal(plain[name], hooked[name]) for name in plain)
+
+
+@pytest.mark.each("engine")
+@every_engine
+def test_what_a_hook_sees(comm, engine: str) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def hook(state: str, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
+        assert state == "state"
+        seen.append((bucket.index(), bucket.is_last()))
+        assert bucket.buffer().dim() == 1
+        assert sum(g.count_nonzero() for g in bucket.gradients()) == bucket.buffer().count_nonzero()
+        for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert g.shape == p.shape or not p.numel()
+        with pytest.raises(mpidl.TrainingError, match=r"bucket\.reduce: got values of shape \(1,\)"):
+            bucket.reduce(torch.zeros(1))
+        needed = bucket.buffer()[bucket.needed()].numel()
+        assert needed * (1 if engine == "ddp" else comm.size) >= bucket.buffer().numel()
+        return bucket.reduce(process_group=comm)
+
+    train(comm, engine, hook, steps=1, state="state")
+    assert [index for index, _ in seen] == list(range(len(seen)))
+    assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
+    assert len(seen) > 1
+
+
+# ---- what a hook may do, with DDP ----------------------------------------------------------------------------------
 
 
 def net() -> nn.Module:
@@ -31,41 +146,20 @@ def gradients(comm, hook: Any = None, state: Any = None, passes: int = 3) -> lis
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_the_plain_mean_as_a_hook_changes_no_bit(comm) -> None:
-    for plain, hooked in zip(gradients(comm), gradients(comm, comm_hooks.allreduce, comm), strict=True):
-        assert torch.equal(plain, hooked)
-
-
-@pytest.mark.parametrize(
-    ("hook", "error"), [(comm_hooks.fp16_compress, 2e-3), (comm_hooks.bf16_compress, 2e-2)], ids=["fp16", "bf16"]
-)
+@every_compression
 def test_compressed_means_are_near_and_equal_on_all_ranks(comm, hook: Any, error: float) -> None:
     for exact, found in zip(gradients(comm), gradients(comm, hook), strict=True):
         torch.testing.assert_close(found, exact, rtol=error, atol=error * float(exact.abs().max()))
         assert not torch.equal(found, exact)
-        theirs = found.clone()
-        comm.broadcast(theirs)
-        assert torch.equal(theirs, found)
+        check_equal_on_all_ranks(comm, found)
 
 
-def test_what_a_hook_sees(comm) -> None:
-    seen: list[comm_hooks.GradBucket] = []
-
-    def hook(state: str, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
-        assert state == "state"
-        seen.append(bucket)
-        assert bucket.buffer().dim() == 1
-        assert sum(g.count_nonzero() for g in bucket.gradients()) == bucket.buffer().count_nonzero()
-        for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            assert g.shape == p.shape
+def test_a_hook_sets_the_bucket_and_returns_other_values(comm) -> None:
+    def hook(_: Any, bucket: comm_hooks.GradBucket) -> comm_hooks.Handle:
         bucket.set_buffer(torch.full_like(bucket.buffer(), 2.0))
         return comm_hooks.completed(bucket.buffer() * 3)
 
-    found = gradients(comm, hook, "state", passes=1)
-    assert all((g == 6).all() for g in found)
-    assert [b.index() for b in seen] == list(range(len(seen)))
-    assert [b.is_last() for b in seen] == [False] * (len(seen) - 1) + [True]
-    assert len(seen) > 1
+    assert all((g == 6).all() for g in gradients(comm, hook, passes=1))
 
 
 def test_data_that_a_hook_sets_is_not_the_bucket_s(comm) -> None:
@@ -120,21 +214,33 @@ def test_after_a_hook_that_raised_the_buckets_begin_anew(comm) -> None:
         assert torch.equal(p.grad, expected)
 
 
-def test_one_hook_and_before_training(comm) -> None:
-    wrapped = mpidl.DistributedDataParallel(net(), process_group=comm)
-    with pytest.raises(TypeError, match="needs a callable") as caught:
-        wrapped.register_comm_hook(None, "allreduce")  # type: ignore[arg-type]
+@pytest.mark.each("engine")
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
+def test_one_hook_and_before_training(comm, engine: str) -> None:
+    _, _, owner = made(comm, engine, net())
+    with pytest.raises(TypeError, match="register_comm_hook: got 'allreduce' as the hook; needs a callable") as caught:
+        owner.register_comm_hook(None, "allreduce")
     assert isinstance(caught.value, mpidl.ConfigurationError)
     with pytest.raises(TypeError, match=r"the hook is <lambda>\(bucket\); needs .* hook\(state, bucket\)"):
-        wrapped.register_comm_hook(None, lambda bucket: bucket)  # type: ignore[misc, arg-type]
-    wrapped.register_comm_hook(None, comm_hooks.allreduce)
+        owner.register_comm_hook(None, lambda bucket: bucket)
+    owner.register_comm_hook(None, comm_hooks.allreduce)
     with pytest.raises(RuntimeError, match="has a hook already") as again:
-        wrapped.register_comm_hook(None, comm_hooks.allreduce)
+        owner.register_comm_hook(None, comm_hooks.allreduce)
     assert isinstance(again.value, mpidl.ConfigurationError)
-    begun = mpidl.DistributedDataParallel(net(), process_group=comm)
-    begun(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(mpidl.ConfigurationError, match="training has begun"):
+    called, optimizer, begun = made(comm, engine, net())
+    called(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="training has begun") as late:
         begun.register_comm_hook(None, comm_hooks.allreduce)
+    assert isinstance(late.value, mpidl.ConfigurationError)
+    optimizer.step()
+
+
+def test_a_result_of_another_size_is_refused(comm) -> None:
+    called, _, owner = made(comm, "stage 2", fresh(MODELS["gpt2"], comm.rank))
+    owner.register_comm_hook(None, lambda _, bucket: comm_hooks.completed(bucket.buffer()[:3]))
+    loss = called(*(part.chunk(comm.size)[comm.rank] for part in sequences(0, 0)))
+    with pytest.raises(mpidl.TrainingError, match="result has 3 elements; needs the bucket's"):
+        loss.backward()
 
 
 def wrong_bucket(state: Any, bucket: int) -> comm_hooks.Handle:
@@ -161,7 +267,7 @@ def future_of_int(state: Any, bucket: comm_hooks.GradBucket) -> torch.futures.Fu
     raise NotImplementedError
 
 
-def beside_unknown(state: Unknown, bucket: int) -> Any:  # type: ignore[name-defined]  # noqa: F821
+def next_to_unknown(state: Unknown, bucket: int) -> Any:  # type: ignore[name-defined]  # noqa: F821
     raise NotImplementedError
 
 
@@ -181,7 +287,7 @@ class Called:
         (list_of_buckets, r"bucket is annotated as list\["),
         (maybe_tensor, r"bucket is annotated as torch.Tensor \| None"),
         (future_of_int, r"annotated to return torch.*Future\[int\]"),
-        (beside_unknown, "bucket is annotated as int"),
+        (next_to_unknown, "bucket is annotated as int"),
     ],
     ids=["bucket", "second", "return", "object", "partial", "list", "optional", "future", "unknown"],
 )
