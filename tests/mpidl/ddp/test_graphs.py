@@ -20,28 +20,24 @@ from torch.utils.checkpoint import checkpoint
 import collectives
 import mpidl
 from tests.mpidl.ddp.reference import Several, check, data, follow, made, mean_gradients
+from tests.mpidl.graphs import GRAPHS
 
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.each("name")
+@pytest.mark.parametrize("name", GRAPHS)
+def test_gradients_are_the_mean_of_each_ranks_pass(comm, name: str) -> None:
+    graph = GRAPHS[name]
+    settings = {"find_unused_parameters": True} if graph.unused else {}
+    follow(comm, graph.make, lambda m, rank: graph.loss(m, rank, 0), **settings)
+
+
 @pytest.mark.at_most(4)
 @pytest.mark.parametrize("settings", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_ranks_that_use_different_parameters(comm, settings: dict) -> None:
+def test_ranks_that_use_different_parameters_and_one_that_none_uses(comm, settings: dict) -> None:
     orders = [(0,), (2, 1), (0, 0), (1,)]
     follow(comm, lambda: Several(4), lambda m, rank: m(data(rank), orders[rank]).sum(), **settings)
-
-
-def test_a_rank_that_reaches_no_parameter_at_all(comm) -> None:
-    class Sometimes(Several):
-        def forward(self, x, rank):
-            return x * 2 if rank == 0 else super().forward(x, (0,))
-
-    follow(
-        comm,
-        Sometimes,
-        lambda m, rank: m(data(rank).requires_grad_(), rank).sum(),
-        find_unused_parameters=True,
-    )
 
 
 def test_what_no_rank_uses_keeps_its_gradient_to_the_bit(comm) -> None:
@@ -58,10 +54,6 @@ def test_what_no_rank_uses_keeps_its_gradient_to_the_bit(comm) -> None:
     weight = model.layers[2].weight.detach().clone()
     torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5).step()
     assert torch.equal(model.layers[2].weight, weight)
-
-
-def test_a_parameter_used_twice(comm) -> None:
-    follow(comm, Several, lambda m, rank: m(data(rank), (0, 1, 0, 2, 0)).sum())
 
 
 def test_a_graph_that_changes_is_named_under_static_graph(comm) -> None:
@@ -272,7 +264,7 @@ def test_outputs_of_any_form(comm, pack: Callable[..., Any]) -> None:
     follow(comm, Packs, loss)
 
 
-def test_several_forward_passes_before_one_backward(comm) -> None:
+def test_several_forward_passes_of_a_model_with_running_statistics(comm) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,18 +278,6 @@ def test_several_forward_passes_before_one_backward(comm) -> None:
         return (a * b).sum() + a.square().sum()
 
     follow(comm, Normed, loss)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "re-entrant"])
-def test_activation_checkpoints(comm, reentrant: bool) -> None:
-    class Checkpointed(Several):
-        def forward(self, x, order):
-            x = self.layers[order[0]](x)
-            for number in order[1:]:
-                x = checkpoint(self.layers[number], x, use_reentrant=reentrant)
-            return x
-
-    follow(comm, Checkpointed, lambda m, rank: m(data(rank), (0, 1, 2)).sum())
 
 
 @pytest.mark.parametrize("retained", [False, True], ids=["two forward passes", "a retained graph"])
@@ -335,29 +315,21 @@ def test_the_whole_model_in_a_checkpoint(comm, reentrant: bool) -> None:
     follow(comm, Several, loss)
 
 
-def shared_in_checkpoints(m: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    x = x.requires_grad_()
-    for number in (0, 1, 0):
-        x = checkpoint(m.layers[number], x, use_reentrant=reentrant)
-    return m.layers[2](x)
+class Shares(Several):
+    """A layer in two re-entrant checkpoints."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = x.requires_grad_()
+        for number in (0, 1, 0):
+            x = checkpoint(self.layers[number], x, use_reentrant=True)
+        return self.layers[2](x)
 
 
-@pytest.mark.parametrize("settings", [{}, {"static_graph": True}], ids=["", "static"])
-def test_a_parameter_shared_by_checkpoints(comm, settings: dict) -> None:
-    reentrant = "static_graph" in settings
-
-    class Shares(Several):
-        def forward(self, x):
-            return shared_in_checkpoints(self, x, reentrant)
-
-    follow(comm, Shares, lambda m, rank: m(data(rank)).sum(), **settings)
+def test_a_parameter_in_two_re_entrant_checkpoints_of_a_static_graph(comm) -> None:
+    follow(comm, Shares, lambda m, rank: m(data(rank)).sum(), static_graph=True)
 
 
 def test_a_gradient_that_comes_too_late_is_refused_with_the_setting_that_helps(comm) -> None:
-    class Shares(Several):
-        def forward(self, x):
-            return shared_in_checkpoints(self, x, True)
-
     wrapped = mpidl.DistributedDataParallel(made(Shares), process_group=comm, bucket_cap_mb=1e-6)
     with pytest.raises(mpidl.TrainingError, match=r"layers\.0.*arrived twice.*static_graph=True"):
         wrapped(data(comm.rank)).sum().backward()
@@ -367,18 +339,6 @@ def test_functional_call(comm) -> None:
     def loss(m: Any, rank: int) -> torch.Tensor:
         scaled = {name: p * 2 for name, p in m.named_parameters()}
         return torch.func.functional_call(m, scaled, (data(rank), (0, 1, 2))).sum()
-
-    follow(comm, Several, loss)
-
-
-def test_gradients_of_inputs_leave_the_parameters_alone(comm) -> None:
-    """torch.autograd.grad to an input is no synchronised pass, and a penalty on it is part of the next one."""
-
-    def loss(m: Any, rank: int) -> torch.Tensor:
-        x = data(rank).requires_grad_()
-        out = m(x, (0, 1, 2))
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return slope.square().sum() + out.sum()
 
     follow(comm, Several, loss)
 

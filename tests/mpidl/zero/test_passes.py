@@ -162,19 +162,6 @@ def test_gradients_of_gradients_are_refused(comm, way: str) -> None:
 
 
 @every_part
-def test_a_penalty_on_the_slope_at_the_input(comm, way: str) -> None:
-    """torch.autograd.grad to an input is no synchronised pass."""
-
-    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
-        x = data(rank, step).requires_grad_()
-        out = m(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return slope.square().sum() + out.sum()
-
-    follow(comm, way, Several, loss)
-
-
-@every_part
 def test_gradients_by_transforms_are_nobodys_pass(comm, way: str) -> None:
     """torch.func's gradients of functions of other tensors, as of each sample by itself."""
     model, optimizer = engine(comm, Several, way)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mpidl
+from tests.mpidl.graphs import GRAPHS
 from tests.mpidl.zero.reference import SETTINGS, SGD, Several, after_failure, check, data, engine, follow, made, plainly
 from tests.mpidl.zero.ways import every_part, every_way
 
@@ -26,15 +27,16 @@ class Buffered(Several):
 
 
 @every_way
-def test_units_called_several_times_or_not_at_all_in_another_order_each_step(comm, way: str) -> None:
-    orders = [(0, 1, 2), (2, 0, 2, 2), (1,), (), (2, 1, 0)]
-    follow(comm, way, Several, lambda m, rank, step: m(data(rank), orders[step]).square().sum(), steps=5)
+@pytest.mark.each("name")
+@pytest.mark.parametrize("name", GRAPHS)
+def test_training_is_that_of_one_process(comm, name: str, way: str) -> None:
+    follow(comm, way, GRAPHS[name].make, GRAPHS[name].loss)
 
 
 @every_way
-def test_units_called_on_some_ranks_only(comm, way: str) -> None:
-    orders = [(0,), (2, 1), (0, 0), (1,)]
-    follow(comm, way, Several, lambda m, rank, step: m(data(rank), orders[(rank + step) % 4]).square().sum())
+def test_units_called_several_times_or_not_at_all_in_another_order_each_step(comm, way: str) -> None:
+    orders = [(0, 1, 2), (2, 0, 2, 2), (1,), (), (2, 1, 0)]
+    follow(comm, way, Several, lambda m, rank, step: m(data(rank), orders[step]).square().sum(), steps=5)
 
 
 @every_part
@@ -84,15 +86,6 @@ def test_a_hook_that_fails_before_forward_leaves_nothing_running(comm, way: str)
 
 
 @every_part
-def test_a_rank_that_reaches_no_parameter_at_all(comm, way: str) -> None:
-    class Sometimes(Several):
-        def forward(self, x, idle):
-            return x * 2 if idle else super().forward(x)
-
-    follow(comm, way, Sometimes, lambda m, rank, step: m(data(rank).requires_grad_(), rank == step).square().sum())
-
-
-@every_part
 def test_several_outputs_of_which_some_are_used(comm, way: str) -> None:
     @dataclass
     class Output:
@@ -122,46 +115,12 @@ def test_a_loss_that_does_not_come_from_the_output(comm, way: str) -> None:
 
 
 @every_part
-def test_several_forward_passes_before_one_backward(comm, way: str) -> None:
-    def loss(m: Any, rank: int, step: int) -> torch.Tensor:
-        a, b = m(data(rank), (0, 1)), m(data(rank + 10), (1, 2))
-        return (a * b).sum() + a.square().sum()
-
-    follow(comm, way, Several, loss)
-
-
-@every_part
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "re-entrant"])
-def test_activation_checkpoints(comm, way: str, reentrant: bool) -> None:
-    class Checkpointed(Several):
-        def forward(self, x):
-            x = self.blocks[0](x)
-            for block in self.blocks[1:]:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return self.head(x)
-
-    follow(comm, way, Checkpointed, plainly)
-
-
-@every_part
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "re-entrant"])
 def test_the_whole_model_in_a_checkpoint(comm, way: str, reentrant: bool) -> None:
     def loss(m: Any, rank: int, step: int) -> torch.Tensor:
         return checkpoint(m, data(rank, step).requires_grad_(), use_reentrant=reentrant).square().sum()
 
     follow(comm, way, Buffered, loss)
-
-
-@every_part
-def test_a_parameter_shared_by_checkpoints(comm, way: str) -> None:
-    class Shares(Several):
-        def forward(self, x):
-            x = x.requires_grad_()
-            for number in (0, 1, 0, 2):
-                x = checkpoint(self.blocks[number], x, use_reentrant=False)
-            return self.head(x)
-
-    follow(comm, way, Shares, plainly)
 
 
 @every_part
