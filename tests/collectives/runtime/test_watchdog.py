@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
-from mpi4py import MPI
 
-from collectives import ArgumentError, Communicator
-from collectives.base.buffers import inspect
-from collectives.group.details import of_arrays, of_list
 from collectives.process import cores
-from collectives.runtime import watchdog
-from collectives.runtime.positions import ANY, END, Position, Positions, words
-from collectives.runtime.watchdog import TAGS, Guard, limit_of, report
 
 HEAD = """
 import os, signal, sys, time
@@ -112,16 +100,6 @@ def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> 
     ), text
 
 
-@pytest.mark.parametrize(
-    ("counts", "words"), [([2, 2, 1], ""), ([4, 0, 1], " in parts of 4, 0, 1"), ([100_001, 0, 100_000], " in parts #")]
-)
-def test_words_have_counts_that_are_not_the_default(counts: list[int], words: str) -> None:
-    x = inspect(np.ones(sum(counts)), "x", writable=False)
-    found = of_arrays("ring", [x, counts]).decode().rstrip("\0")
-    assert re.fullmatch(rf"of {sum(counts)} float64 by ring{words}[0-9a-f]*", found)
-    assert found != of_arrays("ring", [x, counts[::-1]]).decode().rstrip("\0") or counts == counts[::-1]
-
-
 @pytest.mark.thorough
 def test_reductions_of_parts_are_told_apart(job: Callable) -> None:
     """As those of DDP where the ranks fill the cores."""
@@ -181,90 +159,6 @@ def test_a_rank_that_closes_after_an_exception_does_not_wait_for_the_others(job:
     assert seconds < LONG / 2
     assert "ValueError: the reason" in text
     assert "not arrived: rank 1, which is at the end of its program" in text
-
-
-IN_FOURTH = Position(4, "all_reduce", inside=True, detail="sum of 5 float32 by ring")
-
-
-def test_a_report_names_what_differs_between_operations_of_one_kind() -> None:
-    known = {0: IN_FOURTH, 1: replace(IN_FOURTH, detail="sum of 6 float32 by mpi"), 2: replace(IN_FOURTH, inside=False)}
-    text = report(0, [0, 1, 2], 3, IN_FOURTH, 9, known, {})
-    assert (
-        "in different operations: all_reduce sum of 5 float32 by ring on ranks 0, 2, all_reduce sum of 6 float32 by "
-        "mpi on rank 1;" in text
-    )
-
-
-def test_the_words_for_a_list_name_its_dtypes() -> None:
-    arrays = [
-        inspect(np.ones(n, dtype), "x", writable=False)
-        for n, dtype in [(5, np.float32), (6, np.float64), (7, np.float32)]
-    ]
-    assert of_list("sum", arrays, 0, False, ["ring", "mpi", "ring"]) == words(
-        "sum of 3 arrays of 18 by ring, mpi: float32, float64"
-    )
-    assert of_list(None, arrays[:1], 2, True, ["tree"]) == words("of 1 arrays of 5 root 2 by tree: float32")
-
-
-def test_a_report_says_which_rank_has_completed_another_operation_in_its_place() -> None:
-    for there in (replace(IN_FOURTH, inside=False), Position(6, "the end of its program", inside=False)):
-        text = report(1, [0, 1], 2, IN_FOURTH, 9, {0: there, 1: IN_FOURTH}, {})
-        assert f"has left it: rank 0, which {there}; its operation may have been another one" in text
-        assert "one of them hangs" not in text
-        assert "not arrived" not in text
-    text = report(1, [0, 1], 2, IN_FOURTH, 9, {0: replace(there, number=4), 1: IN_FOURTH}, {})
-    assert "not arrived: rank 0, which is at the end of its program" in text
-
-
-def test_a_report_says_which_rank_has_left_by_an_exception() -> None:
-    known = {0: IN_FOURTH, 1: replace(IN_FOURTH, inside=False, failed=True)}
-    text = report(0, [0, 1], 2, IN_FOURTH, 9, known, {})
-    assert "not arrived: rank 1, which is out of all_reduce (operation 4), by an exception\n" in text
-    assert "one of them hangs" not in text
-
-
-def test_a_report_of_a_group_has_the_world_s_ranks() -> None:
-    known = {6: IN_FOURTH, 2: replace(IN_FOURTH, number=3, inside=False)}
-    text = report(6, [6, 2], 8, IN_FOURTH, 9, known, {})
-    assert "rank 6 of 8 has waited 9 s in all_reduce (operation 4 of the communicator of ranks 2, 6)\n" in text
-    assert "not arrived: rank 2, which is after all_reduce (operation 3)\n" in text
-
-
-def test_a_report_has_the_name_of_the_group() -> None:
-    text = report(0, [0, 1], 4, IN_FOURTH, 9, {0: IN_FOURTH}, {}, "dp")
-    assert "rank 0 of 4 has waited 9 s in all_reduce (operation 4 of communicator 'dp' of ranks 0, 1)\n" in text
-    receiving = Position(3, "barrier", inside=False, message="recv", peer=ANY)
-    text = report(0, [0, 1, 2], 3, receiving, 9, {0: receiving, 1: IN_FOURTH}, {}, "dp")
-    assert "rank 0 of 3 has waited 9 s in recv from any rank (communicator 'dp')\n" in text
-    assert "not arrived: rank 1, which is in all_reduce (operation 4)\n" in text
-    assert "not arrived: rank 2, which has not answered\n" in text
-
-
-def test_a_report_has_what_programs_do_and_the_coordinates_of_ranks() -> None:
-    def at(rank: int, **changed: Any) -> Position:
-        return replace(IN_FOURTH, place=f"dp=1, tp={rank}", phase="in the backward pass of step 7", **changed)
-
-    late = {rank: at(rank, number=3, inside=False) for rank in (1, 2)}
-    text = report(0, [0, 1, 2, 3], 4, at(0), 9, {0: at(0), **late, 3: replace(late[1], operation=END)}, {})
-    assert (
-        "rank 0 of 4 (dp=1, tp=0) has waited 9 s in all_reduce (operation 4 of this communicator), in the back" in text
-    )
-    assert (
-        "not arrived: ranks 1, 2 (dp=1, tp=1; dp=1, tp=2), which is after all_reduce (operation 3), in the backward "
-        "pass of step 7\n"
-    ) in text
-    assert "which is at the end of its program, after 2 operations\n" in text
-
-
-def test_what_a_program_does_is_on_its_page() -> None:
-    page = Positions(bytearray(Positions.nbytes(2)), 1, 2)
-    page.enter(3, "barrier")
-    page.beat("dp=1, tp=0", "in step 4")
-    own = Positions.decode(page.snapshot())[1]
-    assert (own.number, own.detail, own.place, own.phase, own.beat) == (3, "", "dp=1, tp=0", "in step 4", 1)
-    page.beat("", "x" * 1000)
-    assert page.own().phase.startswith("xxx")
-    assert page.all()[0].phase == ""
 
 
 @pytest.mark.thorough
@@ -506,89 +400,3 @@ def test_no_limit_and_long_operations_that_move_on_are_left_alone(job: Callable)
     )
     assert status == 0, text
     assert text.count("well") == 3
-
-
-def test_limits_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert limit_of(None) == 600
-    assert limit_of(0) == float("inf")
-    monkeypatch.setenv("MPIDL_TIMEOUT", "20")
-    assert limit_of(None) == 20
-    assert limit_of(3) == 3
-    monkeypatch.setenv("MPIDL_TIMEOUT", "soon")
-    with pytest.raises(ArgumentError, match="MPIDL_TIMEOUT: got 'soon'; needs a number of seconds"):
-        limit_of(None)
-    with pytest.raises(ArgumentError, match="timeout: got -1"):
-        limit_of(-1)
-
-
-def over_nodes(comm: Communicator, ranks: int) -> Guard:
-    """The guard of a group of which every rank here is the first of another node's so many, and the others idle."""
-    here = [comm.rank, *(comm.size + comm.rank * ranks + number for number in range(ranks - 1))]
-    positions = Positions(bytearray(Positions.nbytes(ranks)), 0, ranks)
-    return Guard(comm.mpi.Dup(), positions, here, list(range(comm.size * (ranks + 1))), 4.0)
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2, exactly=True)
-def test_answers_to_other_nodes_last_until_they_are_taken(comm: Communicator) -> None:
-    """With 64 ranks on a node MPI reads an answer from its memory later; the program allocates and frees meanwhile."""
-    guard, known = over_nodes(comm, 64), set()
-    enough, both = time.monotonic() + 0.3, None
-    while both is None or not both.Test():  # the other rank may still ask
-        known |= set(guard.positions_of_all())
-        if both is None and len(known) == 2 * 64 and time.monotonic() > enough:
-            both = guard.messages.Ibarrier()
-        junk = [bytes([0xEE]) * size for size in range(7000, 30000, 61)]
-        time.sleep(0.005)
-    assert len(known) == 2 * 64
-    assert junk
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2, exactly=True)
-def test_late_messages_of_a_group_that_is_gone_are_forgotten(comm: Communicator) -> None:
-    """MPI gives its place to another group, which may have fewer ranks."""
-    guard = over_nodes(comm, 3)
-    old = Guard(guard.messages, Positions(bytearray(Positions.nbytes(1)), 0, 1), [7], list(range(8)), 4.0, group=(0, 5))
-    other = 1 - comm.rank
-    old.positions.enter(3, "barrier")
-    answer = old.group, old.ranks, old.positions.snapshot(), [0.0]
-    sent = [guard.messages.Isend(np.array(old.group), other, TAGS[0]), guard.messages.isend(answer, other, TAGS[1])]
-    enough, known = time.monotonic() + 1.0, set[int]()
-    both = None
-    while both is None or not both.Test():
-        known |= set(guard.positions_of_all())
-        if both is None and time.monotonic() > enough:
-            both = guard.messages.Ibarrier()
-        time.sleep(0.01)
-    MPI.Request.Waitall(sent)
-    assert len(known) == 6
-    assert 7 not in known
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2, exactly=True)
-def test_without_threads_in_mpi_other_nodes_are_not_asked(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = over_nodes(comm, 2)
-    guard.messages = SimpleNamespace(size=4)  # type: ignore[assignment]  # which can send nothing
-    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_FUNNELED)
-    for now in (0.0, 1.0, 2.0):
-        assert set(guard.positions_of_all()) == set(guard.ranks)
-        guard.look(now, "", "")
-
-
-def test_a_watchdog_that_could_not_be_started_is_started_with_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(thread: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    group: Any = SimpleNamespace()
-    begun: list[Any] = []
-    monkeypatch.setattr(watchdog, "_guards", {})
-    monkeypatch.setattr(watchdog, "_thread", [])
-    monkeypatch.setattr(watchdog.threading.Thread, "start", fails)
-    with pytest.raises(RuntimeError, match="new thread"):
-        watchdog.watch(group)
-    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda thread: begun.append(thread))
-    for _ in range(2):
-        watchdog.watch(group)
-    assert len(begun) == 1
