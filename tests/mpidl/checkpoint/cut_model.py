@@ -11,6 +11,7 @@ norm       whole on every rank
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import mpidl
+from collectives import Communicator
 from mpidl import Mesh
 from mpidl.mesh import Cut, place, placement
 from tests.mpidl.zero.ways import WAYS
@@ -147,6 +149,15 @@ class Training:
                     yield key
         if not torch.equal(self.model.mean, whole["mean"]):
             yield "mean"
+
+
+Layout = tuple[int, int]  # tp, dp
+
+
+@contextmanager
+def training(engine: str, layout: Layout, group: Communicator, **more: Any) -> Iterator[Training]:
+    with Mesh(tp=layout[0], dp=layout[1], comm=group) as mesh:
+        yield Training(engine, group, mesh, **more)
 
 
 FIRST = ("heads", "fused", "experts", "norm")

@@ -1,119 +1,30 @@
-"""Optimizers that send one bit an element, against float64 numpy that simulates all ranks; DDP and ZeRO-1 alike."""
+"""1-bit Adam against float64 numpy that simulates all ranks; states and clipping of all optimizers of one bit."""
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import mpidl
 from collectives import Communicator
-from mpidl.gradients.buckets import layout_of
 from mpidl.job.objects import broadcast_object
-from mpidl.optim.one_bit import OneBitOptimizer
-from mpidl.optim.one_bit.exchange import OneBitExchange
 from tests.mpidl.optim import one_bit_reference as reference
-from tests.mpidl.small_models import MODELS, fresh
-
-ENGINES = ("ddp", "stage 1")
-SHAPES = [(5, 3), (40,), (1,), (9, 11)]
-engines = pytest.mark.parametrize("engine", ENGINES)
-
-
-class Slopes(nn.Module):
-    """Parameters whose gradients are what a forward pass is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        random = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterList([torch.randn(shape, generator=random) for shape in SHAPES])
-
-    def forward(self, slopes: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(w * g).sum() for w, g in zip(self.weights, slopes, strict=True)]).sum()
-
-
-def slopes(step: int, rank: int) -> list[torch.Tensor]:
-    """Gradients of sizes that differ, with elements that are always zero."""
-    random = np.random.default_rng([step, rank])
-    made = [torch.from_numpy(random.normal(size=shape) * 10.0**n + 0.3) for n, shape in enumerate(SHAPES)]
-    made[3][4] = 0.0
-    return made
-
-
-class Training:
-    """An engine with an optimizer on slopes."""
-
-    def __init__(
-        self, comm: Communicator, engine: str, optimizer_class: Any, model: nn.Module, **settings: Any
-    ) -> None:
-        self.comm, self.model, self.called = comm, model, model
-        if engine == "ddp":
-            wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
-            self.called = wrapped
-            self.inner: OneBitOptimizer = optimizer_class(model.parameters(), process_group=comm, **settings)
-            self.optimizer: Any = self.inner
-            wrapped.register_comm_hook(self.inner, mpidl.optim.one_bit_hook)
-        else:
-            self.optimizer = mpidl.ZeroOptimizer(model, optimizer_class, stage=1, process_group=comm, **settings)
-            self.inner = self.optimizer.inner_optimizer
-
-    def step(self, *inputs: Any, scale: float = 1.0) -> None:
-        (self.called(*inputs) * scale).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def run(self, first: int, steps: int) -> None:
-        for step in range(first, first + steps):
-            self.step([g.float() for g in slopes(step, self.comm.rank)])
-
-    def state(self) -> dict[str, Any]:
-        """The state_dict, of mean errors."""
-        self.inner.gather_errors()
-        found: dict[str, Any] = self.optimizer.state_dict()
-        return found
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
-
-    def check_equal_on_all_ranks(self) -> None:
-        theirs = self.weights().clone()
-        self.comm.broadcast(theirs)
-        assert torch.equal(theirs, self.weights())
-
-
-def nodes_of(comm: Communicator, where: str | None) -> int:
-    return comm.nodes if where == "between_nodes" else comm.size
-
-
-def of_nodes(step: int, ranks: int, nodes: int) -> list[list[np.ndarray]]:
-    """The gradients of each node: the means of its ranks'."""
-    local = ranks // nodes
-    everyone = [[g.float().double().numpy() for g in slopes(step, rank)] for rank in range(ranks)]
-    groups = [everyone[node * local : (node + 1) * local] for node in range(nodes)]
-    return [[np.mean(each, 0) for each in zip(*group, strict=True)] for group in groups]
-
-
-def check_against(training: Training, expected: Any, steps: int, nodes: int, rtol: float = 2e-4) -> None:
-    """Steps, and compares the weights with the reference's after each."""
-    for step in range(steps):
-        training.run(step, 1)
-        expected.step(of_nodes(step, training.comm.size, nodes))
-        for p, w in zip(training.model.parameters(), expected.w, strict=True):
-            np.testing.assert_allclose(p.detach().double().numpy(), w, rtol=rtol, atol=rtol)
-        training.check_equal_on_all_ranks()
-
-
-def start() -> list[np.ndarray]:
-    return [p.detach().double().numpy() for p in Slopes().parameters()]
-
-
-# ---- 1-bit Adam ----------------------------------------------------------------------------------------------------
+from tests.mpidl.optim.one_bit_training import (
+    CLASSES,
+    ENGINES,
+    SHAPES,
+    Slopes,
+    Training,
+    check_against,
+    classes,
+    engines,
+    nodes_of,
+    slopes,
+    start,
+)
 
 
 @pytest.mark.mpi
@@ -160,14 +71,6 @@ def test_v_is_frozen_when_it_is_steady_after_the_warm_up_of_the_rate(comm: Commu
     for size in sizes[: found + 4]:
         late.step([torch.full(shape, size) for shape in SHAPES])
     assert late.inner.progress["frozen_at"] == found + 4
-
-
-CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adam": (mpidl.optim.OneBitAdam, {"freeze_step": 4}),
-    "zero_one": (mpidl.optim.ZeroOneAdam, {"renewals": 2, "local_after": 6}),
-    "lamb": (mpidl.optim.OneBitLamb, {"freeze_step": 4}),
-}
-classes = pytest.mark.parametrize("name", CLASSES)
 
 
 @pytest.mark.mpi
@@ -370,196 +273,3 @@ def test_checkpoints_keep_states_and_the_mean_errors(comm: Communicator, name: s
             second.check_equal_on_all_ranks()
             made.append(second.weights())
         assert torch.equal(*made)
-
-
-# ---- 0/1 Adam ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.mpi
-@engines
-@pytest.mark.parametrize("where", ["everywhere", "between_nodes"])
-def test_zero_one_adam_follows_the_papers_formulas(comm: Communicator, engine: str, where: str) -> None:
-    """Every interval of v up to 4, then local steps of 1, 2 and 4; weights are compared where they are the same."""
-    nodes = nodes_of(comm, where)
-    schedule = {"renewals": 2, "local_after": 12, "local_interval_steps": 2, "max_local_interval": 4}
-    exchange = reference.Exchange(SHAPES, comm.size, nodes)
-    expected = reference.ZeroOne(start(), exchange, 0.01, 0.1, *schedule.values())
-    settings = {"lr": 0.01, "weight_decay": 0.1, "where": where, **schedule}
-    training = Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), **settings)
-    exchanged = 0
-    for step in range(26):
-        training.run(step, 1)
-        expected.step(of_nodes(step, comm.size, nodes))
-        own = comm.rank // (comm.size // nodes)
-        for p, w in zip(training.model.parameters(), expected.of_nodes[own], strict=True):
-            np.testing.assert_allclose(p.detach().double().numpy(), w, rtol=5e-4, atol=5e-4)
-        assert training.inner.is_synchronised == (expected.since == 0)  # type: ignore[attr-defined]
-        if training.inner.is_synchronised:  # type: ignore[attr-defined]
-            exchanged += 1
-            training.check_equal_on_all_ranks()
-    assert exchanged == 12 + 2 + 1 + 2
-
-
-@pytest.mark.mpi
-@engines
-def test_zero_one_adam_gives_no_state_between_exchanges(comm: Communicator, engine: str) -> None:
-    settings = {"local_after": 2, "local_interval_steps": 1, "max_local_interval": 4}
-    training = Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), **settings)
-    training.run(0, 4)  # an exchange at step 3, the next one at step 5
-    with pytest.raises(mpidl.TrainingError, match="a state after step 4, when each rank has weights of its own; needs"):
-        training.optimizer.state_dict()
-    training.run(4, 1)
-    training.state()
-
-
-# ---- 1-bit LAMB ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.mpi
-@engines
-@pytest.mark.parametrize("where", ["everywhere", "between_nodes"])
-def test_lamb_follows_the_papers_formulas(comm: Communicator, engine: str, where: str) -> None:
-    nodes = nodes_of(comm, where)
-    expected = reference.Lamb(start(), reference.Exchange(SHAPES, comm.size, nodes), freeze_step=6, lr=0.01, wd=0.1)
-    settings = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 6, "where": where}
-    check_against(Training(comm, engine, mpidl.optim.OneBitLamb, Slopes(), **settings), expected, 16, nodes)
-
-
-@pytest.mark.mpi
-def test_lamb_corrects_the_trust_ratio_by_the_steps_that_gave_one(comm: Communicator) -> None:
-    """Before the freeze the first parameter has no gradient, the second one in the first step alone."""
-
-    class Some(Slopes):
-        def forward(self, slopes: list[torch.Tensor], reached: list[int]) -> torch.Tensor:  # type: ignore[override]
-            return torch.stack([(self.weights[n] * slopes[n]).sum() for n in reached]).sum()
-
-    model, lr, decay, eps = Some(), 0.01, 0.1, 1e-6
-    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, find_unused_parameters=True)
-    own = mpidl.optim.OneBitLamb(
-        model.parameters(), lr=lr, weight_decay=decay, eps=eps, freeze_step=3, process_group=comm
-    )
-    wrapped.register_comm_hook(own, mpidl.optim.one_bit_hook)
-    never, once = list(model.parameters())[:2]
-    former, first = never.detach().clone(), once.detach().clone()
-    for step, reached in enumerate([[1, 2, 3], [2, 3], [2, 3], [1, 2, 3]]):
-        before = once.detach().clone()
-        wrapped([g.float() for g in slopes(step, comm.rank)], reached).backward()
-        own.step()
-        own.zero_grad()
-    torch.testing.assert_close(never.detach(), (1 - lr * decay) * former, rtol=1e-5, atol=1e-6)
-    mean = torch.stack([slopes(0, rank)[1].float() for rank in range(comm.size)]).mean(0)
-    measured = first.norm() / (mean / (mean.abs() + eps) + decay * first).norm()
-    m, v = (own.state[once][key] for key in ("exp_avg", "exp_avg_sq"))
-    update = m / (1 - 0.9**4) / ((v / (1 - 0.999**3)).sqrt() + eps) + decay * before
-    found = (before - once.detach()).norm() / (lr * update.norm())
-    assert found.item() == pytest.approx(measured.item() * own.progress["factors"][1], rel=1e-2)
-
-
-@pytest.mark.mpi
-def test_the_warm_up_is_lamb(comm: Communicator) -> None:
-    ours = Training(comm, "ddp", mpidl.optim.OneBitLamb, Slopes(), lr=0.01, freeze_step=100)
-    ours.run(0, 5)
-    plain = Slopes()
-    lamb = mpidl.optim.LAMB(plain.parameters(), lr=0.01)
-    for step in range(5):
-        for n, p in enumerate(plain.parameters()):
-            p.grad = torch.stack([slopes(step, rank)[n].float() for rank in range(comm.size)]).mean(0)
-        lamb.step()
-    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
-    torch.testing.assert_close(ours.weights(), expected, rtol=1e-5, atol=1e-5)
-
-
-# ---- learning and bytes --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.mpi
-@classes
-def test_a_step_after_the_freeze_sends_97_percent_less(comm: Communicator, name: str) -> None:
-    """Of fp32 gradients, and 94 % less of 16-bit ones: counted, against the all-reduce's 2 (N-1)/N elements."""
-    if comm.size == 1:
-        return
-    model = nn.Linear(300, 300)
-    training = Training(comm, "ddp", CLASSES[name][0], model, where="everywhere", **CLASSES[name][1])
-    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(comm.rank))
-    sent = []
-    for _ in range(8):
-        training.called(x).square().mean().backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        sent.append(training.inner.sent_bytes)
-    steps = [after - before for before, after in pairwise(sent) if after > before]
-    assert steps
-    elements = sum(p.numel() for p in model.parameters())
-    all_reduce = 2 * (comm.size - 1) / comm.size * elements
-    for each in steps:
-        assert 1 - each / (4 * all_reduce) == pytest.approx(0.97, abs=0.005)
-        assert 1 - each / (2 * all_reduce) == pytest.approx(0.94, abs=0.005)
-
-
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random walk over 37 tokens in steps of -1, 0 or 1."""
-    random = np.random.default_rng([7, step, rank])
-    walk = (random.integers(37, size=(8, 1)) + random.integers(-1, 2, size=(8, 9)).cumsum(1)) % 37
-    tokens = torch.from_numpy(walk)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def learned(comm: Communicator, optimizer_class: Any, steps: int, **settings: Any) -> float:
-    """The mean loss of the last steps of a small GPT-2 on random walks."""
-    model = fresh(MODELS["gpt2"], 0)
-    training = Training(comm, "ddp", optimizer_class, model, **settings)
-    losses = []
-    for step in range(steps):
-        x, y = batch(step, comm.rank)
-        loss = training.called(x, y)
-        loss.backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        losses.append(loss.detach())
-    mean = torch.stack(losses[-20:]).mean()
-    comm.all_reduce(mean, "avg")
-    return float(mean)
-
-
-_FULL: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99)}
-LEARNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of full precision, and of bits
-    "adam": ({**_FULL, "freeze_step": 1000}, {**_FULL, "freeze_step": 80}),
-    "zero_one": (
-        {**_FULL, "renewals": 1000},
-        {**_FULL, "renewals": 16, "local_after": 60, "local_interval_steps": 20, "max_local_interval": 4},
-    ),
-    "lamb": ({**_FULL, "lr": 1e-2, "freeze_step": 1000}, {**_FULL, "lr": 1e-2, "freeze_step": 80}),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", LEARNING)
-def test_a_language_model_learns_most_of_what_it_learns_in_full_precision(comm: Communicator, name: str) -> None:
-    full, bits = (learned(comm, CLASSES[name][0], 120, **settings) for settings in LEARNING[name])
-    start = math.log(37)
-    assert full < 0.8 * start
-    assert start - bits > 0.65 * (start - full)
-
-
-@pytest.mark.mpi
-def test_without_error_feedback_the_mean_of_many_exchanges_is_another_one(comm: Communicator) -> None:
-    if comm.size == 1:
-        return
-    layout = layout_of([torch.empty(1000)], comm.size)
-    random = np.random.default_rng(comm.rank)
-    own = torch.zeros(layout.padded)
-    own[:1000] = torch.from_numpy(random.normal(size=1000)).float()
-    expected = own.clone()
-    comm.all_reduce(expected, "avg")
-    left = []
-    for feeds_back in (True, False):
-        exchange = OneBitExchange(comm, "everywhere", feeds_back)
-        errors, summed = exchange.errors_of(layout, own.device), torch.zeros(layout.padded)
-        errors.mask((own == 0).nonzero().flatten())
-        for _ in range(60):
-            array = own.clone()
-            exchange.start(array, errors).wait()
-            summed += array / 60
-        left.append(float((summed - expected).norm() / expected.norm()))
-    assert left[0] < 0.1
-    assert left[1] > 5 * left[0]

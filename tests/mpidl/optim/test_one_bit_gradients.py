@@ -9,7 +9,7 @@ import torch
 
 import mpidl
 from collectives import Communicator
-from tests.mpidl.optim.test_one_bit import CLASSES, ENGINES, Slopes, Training, classes, slopes
+from tests.mpidl.optim.one_bit_training import CLASSES, ENGINES, Slopes, Training, classes, slopes
 
 
 @pytest.mark.mpi

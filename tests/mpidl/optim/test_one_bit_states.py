@@ -12,7 +12,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl.job.objects import broadcast_object
-from tests.mpidl.optim.test_one_bit import CLASSES, Slopes, Training, classes, engines, slopes
+from tests.mpidl.optim.one_bit_training import CLASSES, Slopes, Training, classes, engines, slopes
 
 pytestmark = pytest.mark.mpi
 
