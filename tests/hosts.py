@@ -37,10 +37,12 @@ ADDRESS = "10.77.0.{}"
 SWITCH = 254  # the last part of its address; the hosts count from 1
 
 # setpriv has the kernel end unshare when this program ends, and --kill-child all that is inside when unshare does.
-APART = shlex.split("setpriv --pdeathsig KILL unshare --net --mount --ipc --uts --pid --fork --kill-child --mount-proc")
+ISOLATED = shlex.split(
+    "setpriv --pdeathsig KILL unshare --net --mount --ipc --uts --pid --fork --kill-child --mount-proc"
+)
 HOST = shlex.split("unshare --net --mount --ipc --uts")
 ENTER = "--net --mount --ipc --uts"
-INSIDE = "inside"  # the first argument of the program that APART starts
+INSIDE = "inside"  # the first argument of the program that ISOLATED starts
 
 # Root, and more ranks than cores: Open MPI wants to be told that they are meant, in 5 and in 4. MPICH ignores these.
 OPEN_MPI = {
@@ -101,7 +103,7 @@ def obstacle() -> str | None:
     if mpirun is None or "HYDRA" not in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout:
         return f"{mpirun or 'mpirun'} is not MPICH's"
     attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add switch type bridge && ip link add host1 type veth"
-    done = subprocess.run([*APART, "sh", "-c", attempt], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run([*ISOLATED, "sh", "-c", attempt], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return f"namespaces are not allowed here: {_one_line(done.stderr)}" if done.returncode else None
 
 
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     if reason:
         raise CannotError(reason)
     signal.signal(signal.SIGTERM, _leave)
-    process = subprocess.Popen([*APART, sys.executable, __file__, INSIDE, *arguments])
+    process = subprocess.Popen([*ISOLATED, sys.executable, __file__, INSIDE, *arguments])
     try:
         return _status(process.wait())
     except KeyboardInterrupt:  # mpirun was interrupted with this program and ends its ranks

@@ -176,7 +176,7 @@ def main() -> int:
     if hosts.obstacle() is None and not os.environ.get(INSIDE):
         again = [sys.executable, __file__, *sys.argv[1:], "--seed", str(options.seed)]
         setup = 'mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec "$@"'
-        return subprocess.call([*hosts.APART, "sh", "-c", setup, "sh", *again], env={**os.environ, INSIDE: "1"})
+        return subprocess.call([*hosts.ISOLATED, "sh", "-c", setup, "sh", *again], env={**os.environ, INSIDE: "1"})
     print(f"seed {options.seed}", flush=True)
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="mpidl-kill-") as name:
@@ -227,7 +227,7 @@ def compare(training: Training, reference: dict[str, Any], before: set[str], tol
             wrong.append(f"after kill {number} it went on from step {began}, but step {seen} was complete")
     left = [*(set(os.listdir(folder / "tmp")) - before), *os.listdir(folder / "shm")]
     if os.environ.get(INSIDE):
-        # A kill within MPI_Init may leave MPICH's own file before anybody could have seen whose it is.
+        # A kill within MPI_Init may leave MPICH's own file before its owner can be seen.
         ours = [name for name in os.listdir("/dev/shm") if not name.startswith("mpich_shm_")]
         unseen = len(os.listdir("/dev/shm")) - len(ours)
         left += ours + [f"{unseen} of MPICH's files"] * (unseen > training.starts)

@@ -69,7 +69,7 @@ def test_a_failure_on_some_ranks_fails_the_test_once_with_their_tracebacks_and_t
             print("printed by", rank)
             if rank == 2:
                 raise RuntimeError("only here")
-        def test_alike():
+        def test_equal():
             world.Barrier()
             assert rank < 0, "everywhere"
         @pytest.fixture

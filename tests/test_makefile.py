@@ -104,7 +104,7 @@ def test_when_the_first_process_fails_the_others_are_ended_and_heard(folder: Pat
     assert written.count("a test of another process") == 2
 
 
-def test_tests_on_one_rank_run_beside_the_others_and_are_heard_at_the_end(folder: Path) -> None:
+def test_tests_on_one_rank_run_with_the_others_and_are_heard_at_the_end(folder: Path) -> None:
     status, phases, written = make_test(folder, 0, 0, "1")
     assert status == 0, written
     assert sorted(phases) == ["mpi", "shared", "shared", "shared"]

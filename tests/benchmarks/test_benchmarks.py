@@ -22,7 +22,7 @@ ENGINES = ("ddp", "zero1", "zero2", "zero3", "torch-ddp", "fsdp2")
 DEEPSPEED = find_spec("deepspeed") is not None
 
 
-def test_engines_train_alike(mpirun, tmp_path: Path, brief: bool) -> None:
+def test_engines_train_the_same(mpirun, tmp_path: Path, brief: bool) -> None:
     engines = ["ddp", "zero3", "torch-ddp", "fsdp2"] if brief else [*ENGINES]
     path, picture = tmp_path / "rows.json", tmp_path / "picture.png"
     done = mpirun(
@@ -127,7 +127,7 @@ def test_wrong_options_of_turns_are_one_line_and_status_2(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not DEEPSPEED, reason="DeepSpeed is not installed")
-def test_deepspeed_trains_alike_and_leaves_nothing_behind(mpirun, tmp_path: Path) -> None:
+def test_deepspeed_trains_the_same_and_leaves_nothing_behind(mpirun, tmp_path: Path) -> None:
     path, caches = tmp_path / "rows.json", tmp_path / "built"
     done = mpirun(
         2,
@@ -179,7 +179,7 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
     assert (done.returncode, done.stderr.count("error: --engines: DeepSpeed is not installed")) == (2, 1)
 
 
-def test_barriers_are_timed_beside_mpi_s(mpirun) -> None:
+def test_barriers_are_timed_against_mpi_s(mpirun) -> None:
     done = mpirun(2, "benchmarks/bench_barrier.py", "--rounds=3", "--calls=20")
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0].strip() for line in done.stdout.splitlines()[1:]] == ["counters", "MPI"]
@@ -201,7 +201,7 @@ def test_offload_is_measured_and_changes_no_bit(mpirun, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_checkpoints_are_timed_beside_copies_and_peers(mpirun, tmp_path: Path) -> None:
+def test_checkpoints_are_timed_against_copies_and_peers(mpirun, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     arguments = [f"--dir={tmp_path / 'disk'}", "--model=tiny", "--rounds=1", f"--json={path}"]
     done = mpirun(2, "benchmarks/bench_checkpoint.py", *arguments, timeout=100)

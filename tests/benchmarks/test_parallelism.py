@@ -1,4 +1,4 @@
-"""`bench_parallelism.py` trains alike by all libraries, and refuses wrong options."""
+"""`bench_parallelism.py` trains the same by all libraries, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parallelism(*options: str, timeout: float = 200) -> subprocess.CompletedProc
 
 @pytest.mark.thorough
 @pytest.mark.limit(240)
-def test_all_libraries_train_alike(tmp_path: Path) -> None:
+def test_all_libraries_train_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     steps = ("--steps=3", "--warmup=1", "--launches=1")
     done = parallelism(f"--engines={','.join(ENGINES)}", "--shapes=2x8x128x1", *steps, f"--json={path}")
@@ -39,8 +39,8 @@ def test_all_libraries_train_alike(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not MEGATRON, reason="Megatron-Core is not installed")
 @pytest.mark.limit(240)
-def test_megatron_trains_alike(tmp_path: Path) -> None:
-    """Of parts of all layers, which it has fused of queries, keys and values."""
+def test_megatron_trains_the_same(tmp_path: Path) -> None:
+    """Its weights are parts of all layers, fused of queries, keys and values."""
     path = tmp_path / "rows.json"
     steps = ("--steps=4", "--warmup=1", "--launches=1")
     engines = "threads,tp,torch-tp,megatron"

@@ -19,16 +19,16 @@ def is_picture(path: Path) -> bool:
 
 @pytest.mark.thorough
 def test_predictions_and_measurements_are_drawn_and_written(mpirun, tmp_path: Path) -> None:
-    drawn, beside, path = tmp_path / "prices.png", tmp_path / "measured.png", tmp_path / "rows.json"
+    drawn, compared, path = tmp_path / "prices.png", tmp_path / "measured.png", tmp_path / "rows.json"
     done = mpirun(
         2,
         PROGRAM,
-        *(f"--output={drawn}", f"--prediction={beside}", f"--json={path}", "--ranks=4,16", "--ranks-per-node=4"),
+        *(f"--output={drawn}", f"--prediction={compared}", f"--json={path}", "--ranks=4,16", "--ranks-per-node=4"),
         *("--min-bytes=1K", "--max-bytes=1M", "--measured-max-bytes=32K", "--factor=32", "--iters=2"),
     )
     assert done.returncode == 0, done.stderr
     assert is_picture(drawn)
-    assert is_picture(beside)
+    assert is_picture(compared)
     written, names = json.loads(path.read_text()), list(ALGORITHMS["all_reduce"])
     found = [(row["ranks"], row["algorithm"], row["bytes"]) for row in written["predicted"]]
     assert found == [(ranks, name, 1 << k) for ranks in (4, 16) for name in names for k in (10, 15, 20)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def test_a_step_is_beside_the_one_without_communication() -> None:
+def test_a_step_is_compared_with_the_one_without_communication() -> None:
     import training_report
 
     for step, verdict in ((108.0, "kept"), (111.0, "MISSED")):

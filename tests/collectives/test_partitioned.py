@@ -45,7 +45,7 @@ def node(comm: Communicator, request: pytest.FixtureRequest) -> Iterator[Communi
 
 @pytest.fixture
 def shared(comm: Communicator) -> Iterator[Communicator]:
-    """Of two ranks or more, who share the work."""
+    """Group of two ranks or more, which share the work."""
     group = group_of(comm, full=True)
     assert group.partitioned_all_reduce([symmetric(group, torch.ones(1))]).waits
     yield group
@@ -118,7 +118,7 @@ def test_who_comes_first_does_the_others_share(shared: Communicator) -> None:
 
 
 @two_or_more
-def test_nobody_reduces_before_one_waits(shared: Communicator) -> None:
+def test_no_rank_reduces_before_one_waits(shared: Communicator) -> None:
     x = symmetric(shared, torch.full((1000,), float(shared.rank)))
     made = shared.partitioned_all_reduce([x])
     made.hand_in(x)
@@ -142,7 +142,7 @@ def test_what_is_handed_in_late_is_waited_for(shared: Communicator) -> None:
     assert all((part == shared.size).all() for part in parts)
 
 
-def test_operations_between_are_in_nobodys_way(node: Communicator) -> None:
+def test_operations_between_do_no_harm(node: Communicator) -> None:
     x, y = symmetric(node, torch.ones(10)), torch.ones(3)
     made = node.partitioned_all_reduce([x])
     for _ in range(3):

@@ -127,7 +127,7 @@ def test_one_node_stands_for_all_where_many_messages_come_to_a_port_at_once(node
 
 
 @pytest.mark.parametrize(("operation", "name"), [("all_reduce", "ring"), ("all_to_all", "pairwise")])
-def test_what_is_alike_is_followed_on_one_node_only(operation: str, name: str) -> None:
+def test_equal_nodes_are_followed_on_one_node_only(operation: str, name: str) -> None:
     made = schedule(operation, name, 32)
     assert [Pricing(made, replace(CLUSTER, ranks_per_node=n)).followed for n in (1, 4, 32, 64)] == [1, 4, 1, 1]
     assert Pricing(made, replace(CLUSTER, ranks_per_node=5)).followed == 32  # the last node is not full
@@ -139,7 +139,7 @@ def exchanges(rank: int) -> list[Round]:
     return [(send(whole, rank ^ bit), reduce(0, 1, rank ^ bit)) for bit in (1, 2, 4, 8)]
 
 
-def test_nodes_are_alike_by_exclusive_or() -> None:
+def test_nodes_are_equal_by_exclusive_or() -> None:
     made = Schedule("exchanges", "all_reduce", 16, 1, exchanges)
     short, full = (Pricing(made, CLUSTER, symmetry=s) for s in (True, False))
     assert (short.followed, full.followed) == (4, 16)

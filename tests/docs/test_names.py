@@ -1,4 +1,4 @@
-"""What a snippet uses is defined on its page before it, or told to be the reader's own; tests see every block."""
+"""Names in snippets are defined on their page before, or told to be the reader's own; tests see every block."""
 
 from __future__ import annotations
 

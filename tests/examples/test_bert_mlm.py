@@ -85,7 +85,7 @@ def series(entries: list[dict], name: str = "loss") -> list[float]:
 
 
 def follows(found: dict, expected: dict) -> None:
-    """The same losses to 1e-5, and as many right."""
+    """Compares losses to 1e-5, and how many are right."""
     for part in ("steps", "held_out"):
         np.testing.assert_allclose(series(found[part]), series(expected[part]), rtol=1e-5)
         np.testing.assert_allclose(series(found[part], "accuracy"), series(expected[part], "accuracy"), atol=1e-9)

@@ -98,7 +98,7 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory, brief: boo
 
 
 def figures(done: SimpleNamespace, *names: str) -> list[list[float]]:
-    """Of each epoch; all that do not depend on the time it took, unless named."""
+    """Figures of each epoch: by default all that do not depend on the time it took."""
     epochs = done.results["epochs"]
     return [[epoch[name] for name in names or epoch.keys() - {"seconds"}] for epoch in epochs]
 

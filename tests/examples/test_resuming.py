@@ -37,7 +37,7 @@ def run(ranks: int, name: str, *lines: list[Any]) -> list[SimpleNamespace]:
 
 
 def figures(path: Path) -> list[dict[str, float]]:
-    """What does not depend on time, of each step or epoch, and of what was held out at the end."""
+    """Figures that do not depend on time: of each step or epoch, and of what was held out at the end."""
     results = json.loads(path.read_text())
     found = [*results.get("epochs", results.get("steps", [])), *results.get("held_out", [])[-1:]]
     return [{name: value for name, value in entry.items() if name not in ("ms", "seconds")} for entry in found]

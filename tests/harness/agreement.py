@@ -15,7 +15,7 @@ _HEAD_START = 3.0  # seconds by which a rank that failed gives up before those t
 _LONGEST_PAUSE = 2e-3  # seconds between two looks; ranks that still compute need the cores
 
 
-class ApartError(Exception):
+class DivergedError(Exception):
     """The ranks cannot agree: some failed and others do not come, or they are not at the same test.
 
     failed: the ranks that are known to have failed.
@@ -44,7 +44,7 @@ class Agreement:
         """All ranks' values, in rank order.
 
         what: what the exchange is about, the same on all ranks. failed: whether it failed on this rank.
-        Raises ApartError if the ranks come for different reasons, and if a failure is known and some rank
+        Raises DivergedError if the ranks come for different reasons, and if a failure is known and some rank
         does not arrive within the grace period; a rank that did not fail itself waits a little longer, so
         that the one that did speaks first.
         """
@@ -67,10 +67,10 @@ class Agreement:
             self.missing = [rank for rank in others if rank not in values]
             if len(set(reasons.values())) > 1:
                 told = ", ".join(f"rank {rank} comes from {reasons[rank]}" for rank in sorted(reasons))
-                raise ApartError(f"the ranks are no longer in step: {told}", sorted(failures))
+                raise DivergedError(f"the ranks are no longer in step: {told}", sorted(failures))
             if self.missing and known_since and time.monotonic() - known_since > patience:
                 failed_on, missing = listed(sorted(failures)), listed(self.missing)
-                raise ApartError(
+                raise DivergedError(
                     f"{what} failed on rank {failed_on}, and rank {missing} did not come to an end",
                     sorted(failures),
                 )

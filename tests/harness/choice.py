@@ -35,7 +35,7 @@ import pytest
 _CASES = 2
 _ROUND = (2, 3, 2, 2, 4, 2)  # more ranks than cores take two and four times as long
 _WITH_1 = 3  # what 1 rank runs: a world of one shows little beyond what others do
-_OTHERS = (1, 3, 4)  # beside 2, with --twice
+_OTHERS = (1, 3, 4)  # in addition to 2, with --twice
 
 
 def left_out_of_twice(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:

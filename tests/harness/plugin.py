@@ -31,7 +31,7 @@ from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
 
 from . import launch
-from .agreement import Agreement, ApartError, listed
+from .agreement import Agreement, DivergedError, listed
 from .choice import left_out, left_out_of_twice
 from .last_words import show_last_words
 from .limit import LIMIT, Limit
@@ -197,12 +197,12 @@ class Harness:
         assert self._agreement
         try:
             return self._agreement.exchange(what, value, bool(failures))
-        except ApartError as apart:
-            if not apart.failed or self._agreement.rank == apart.failed[0]:
+        except DivergedError as diverged:
+            if not diverged.failed or self._agreement.rank == diverged.failed[0]:
                 self._tell_failed_before()
             for failure in failures:
                 self._stderr.write(f"\n{self._headed([self._agreement.rank], failure)}\n")
-            self._stderr.write(f"\n{apart}; ending the run\n")
+            self._stderr.write(f"\n{diverged}; ending the run\n")
             self._agreement.abort()
             raise
 

@@ -64,7 +64,7 @@ class Single:
         self.first = copy.deepcopy(self.plain.model)
 
     def step(self, step: int, how: str) -> torch.Tensor:
-        """What rank 0 finds before the step."""
+        """Makes a step; returns what rank 0 finds before it."""
         found = evaluate(self.first, how)
         self.first(data(0, step))
         self.plain.step(lambda m, rank: m(data(rank, step)).square().mean().backward())

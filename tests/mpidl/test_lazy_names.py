@@ -13,7 +13,7 @@ LATER = ("activations", "checkpoint", "data", "memory", "tensor")
 
 
 def outcome(program: str) -> str:
-    """What a program of its own prints."""
+    """Output of a program of its own."""
     done = run([sys.executable, "-c", program], 60, ROOT, environment())
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

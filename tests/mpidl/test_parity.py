@@ -64,7 +64,7 @@ def check_state(expected: dict, found: dict) -> None:
     [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adamax],
     ids=lambda c: c.__name__,
 )
-def test_other_torch_optimizers_are_sharded_alike(comm, optimizer: type[torch.optim.Optimizer]) -> None:
+def test_other_torch_optimizers_are_sharded_too(comm, optimizer: type[torch.optim.Optimizer]) -> None:
     recipe = Recipe(optimizer, {"lr": 1e-3, "eps": 1e-6}, steps=3)
     expected = train(fresh(MODELS["gpt2"]), recipe)
     trained = train(fresh(MODELS["gpt2"], comm.rank), recipe, "stage 3", comm)

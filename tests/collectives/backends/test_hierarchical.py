@@ -358,8 +358,8 @@ def test_auto_takes_a_reduce_over_two_nodes(nodes: tuple[Communicator, Nodes]) -
     chosen = [
         comm._dispatch.choose("reduce", "auto", float32, nbytes, check("sum", float32)) for nbytes in (1 << 10, 4 << 20)
     ]
-    alike = "hierarchical" in comm.algorithms("all_reduce")
-    assert chosen == ["mpi", "hierarchical" if len(layout) == 2 else "mpi" if alike else "double_tree"]
+    served = "hierarchical" in comm.algorithms("all_reduce")
+    assert chosen == ["mpi", "hierarchical" if len(layout) == 2 else "mpi" if served else "double_tree"]
     for operation in ("all_to_all", "gather", "scatter"):
         assert comm._dispatch.choose(operation, "auto", float32, 4 << 20) == "mpi"
 
@@ -430,8 +430,8 @@ def test_of_the_arrays_of_a_node_some_may_be_symmetric(
     assert backend is not None
     for number in range(2 * comm.size):
         x, private = comm.empty(size, np.float32), np.empty(size, np.float32)
-        alike = (comm.rank == number // 2) == (number % 2 == 0)
-        given = inspect(x if alike else private, "x", writable=True)
+        shares = (comm.rank == number // 2) == (number % 2 == 0)
+        given = inspect(x if shares else private, "x", writable=True)
         for turn in range(3):
             given.flat[:] = comm.rank + turn
             comm.mpi.Barrier()

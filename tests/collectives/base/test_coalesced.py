@@ -148,7 +148,7 @@ SHARING: dict[str, Lists] = {
 @pytest.mark.parametrize("size", [4, 1 << 19])
 @pytest.mark.parametrize("what", SHARING)
 def test_what_is_written_shares_no_memory_with_another_array(comm: Communicator, what: str, size: int) -> None:
-    """Of small arrays and of large ones, which are read and written at other times."""
+    """Small arrays and large ones are read and written at other times."""
     x, y, part = (np.ones(n, np.float32) for n in (size * comm.size, size * comm.size, size))
     with pytest.raises(ArgumentError, match=r"arrays \d and \d of the list share memory"):
         SHARING[what](comm, x, y, part)
@@ -168,7 +168,7 @@ def test_what_is_read_may_be_given_twice_and_own_parts_in_place(comm: Communicat
     comm.all_reduce([x[:n], x[n:], x[:0]])
 
 
-def test_batches_hold_no_more_than_the_memory_and_keep_large_arrays_apart() -> None:
+def test_batches_hold_no_more_than_the_memory_and_large_arrays_alone() -> None:
     dtype = describe("float32")
     sizes = [10, 200_000, 262_144, 5] + [200_000] * 10
     items = [Item(Buffer(np.empty(size, np.float32), dtype), None, (size,)) for size in sizes]

@@ -71,7 +71,7 @@ def test_a_way_is_asked_for_and_what_was_asked_comes_back(monkeypatch: pytest.Mo
 
 
 @pytest.mark.thorough
-def test_collectives_by_ways_beside_the_limit(mpirun, tmp_path: Path) -> None:
+def test_collectives_by_ways_against_the_limit(mpirun, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     sizes = ("--minbytes=1K", "--maxbytes=1K", "--iters=2", f"--json={path}")
     done = mpirun(2, "-c", ON_THE_HOST, "--device=cuda", "--compare=mpi,gloo,nccl,copy", *sizes)

@@ -19,7 +19,7 @@ def lines_of(out: str) -> list[list[str]]:
     return [line.split() for line in out.splitlines() if not line.startswith("#")]
 
 
-def test_all_operations_beside_the_peers(mpirun, tmp_path: Path) -> None:
+def test_all_operations_against_the_peers(mpirun, tmp_path: Path) -> None:
     path, picture = tmp_path / "rows.json", tmp_path / "picture.png"
     sizes = ("-b", 100, "-e", 100, "-n", 1, "-w", 0)
     sides = ("--algorithms=auto,symmetric,ring,tree,pairwise", "--compare=mpi,gloo,copy")

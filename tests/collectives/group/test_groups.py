@@ -200,7 +200,7 @@ def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator)
 
 
 def test_ranks_are_translated_between_groups(comm: Communicator) -> None:
-    """As MPI_Group_translate_ranks does it."""
+    """Ranks are those of MPI_Group_translate_ranks."""
     assert comm.world_ranks == tuple(range(comm.size))
     reversed_ = comm.split(0, key=-comm.rank)
     part = comm.split(comm.rank % 2)

@@ -66,7 +66,7 @@ def test_discarded_pages_are_free_for_others(comm) -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
 def test_huge_pages_bring_no_byte_beyond_what_is_reserved(comm) -> None:
-    """Of private memory, as the system counts it for this mapping; other regions of it stay as they are."""
+    """Private bytes of this mapping, as the system counts them; other regions of it stay as they are."""
     size, huge = 9 << 20, 2 << 20
     pages = Pages.private(4 * size)
 

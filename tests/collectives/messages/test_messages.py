@@ -53,7 +53,7 @@ def test_a_message_whose_handle_is_dropped_keeps_its_memory(comm: Communicator) 
     comm.barrier()
 
 
-def test_tags_tell_messages_apart(comm: Communicator) -> None:
+def test_tags_distinguish_messages(comm: Communicator) -> None:
     if comm.size == 1:
         return
     if comm.rank == 0:

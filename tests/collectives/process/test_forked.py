@@ -131,7 +131,9 @@ else:
 
 @pytest.mark.thorough("4")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_forked_child_is_refused_and_ends_beside_its_parent(mpirun: Callable, tmp_path: Path, ranks: int) -> None:
+def test_a_forked_child_is_refused_and_ends_while_its_parent_goes_on(
+    mpirun: Callable, tmp_path: Path, ranks: int
+) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     done = mpirun(ranks, path, timeout=60)

@@ -51,7 +51,7 @@ def test_a_late_rank_is_named_with_the_operation_and_where_it_is(job: Callable, 
     assert "# so late" in text
 
 
-def test_ranks_in_different_operations_are_told_apart(job: Callable) -> None:
+def test_ranks_in_different_operations_are_named(job: Callable) -> None:
     status, text, _ = job(
         """
         if rank == 1:
@@ -72,7 +72,7 @@ def test_ranks_in_different_operations_are_told_apart(job: Callable) -> None:
 
 
 @pytest.mark.thorough
-def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_told_apart(job: Callable) -> None:
+def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_named(job: Callable) -> None:
     status, text, _ = job(
         """
         if rank:
@@ -91,7 +91,7 @@ def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_told_apart(job: Cal
 
 
 @pytest.mark.thorough
-def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> None:
+def test_sizes_on_two_sides_of_a_limit_of_auto_are_named(job: Callable) -> None:
     status, text, _ = job("comm.reduce(np.ones(16_384 + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
     assert status != 0
     assert (
@@ -101,8 +101,8 @@ def test_sizes_on_two_sides_of_a_limit_of_auto_are_told_apart(job: Callable) -> 
 
 
 @pytest.mark.thorough
-def test_reductions_of_parts_are_told_apart(job: Callable) -> None:
-    """As those of DDP where the ranks fill the cores."""
+def test_reductions_of_other_parts_are_named(job: Callable) -> None:
+    """DDP reduces so where the ranks fill the cores."""
     status, text, _ = job(
         """
         parts = [comm.empty(100, np.float32) for _ in range(3)]
@@ -162,7 +162,7 @@ def test_a_rank_that_closes_after_an_exception_does_not_wait_for_the_others(job:
 
 
 @pytest.mark.thorough
-def test_different_operations_are_told_of_beside_a_late_rank_and_not_of_one_at_its_end(job: Callable) -> None:
+def test_different_operations_are_told_of_with_a_late_rank_and_not_of_one_at_its_end(job: Callable) -> None:
     status, text, _ = job(
         f"""
         if rank == 2:
@@ -199,7 +199,7 @@ def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> No
 
 @pytest.mark.thorough("None-any rank")
 @pytest.mark.parametrize(("source", "named"), [(2, "rank 2"), (None, "any rank")])
-def test_a_message_that_nobody_sends(job: Callable, source: int | None, named: str) -> None:
+def test_a_message_that_no_rank_sends(job: Callable, source: int | None, named: str) -> None:
     status, text, _ = job(
         f"""
         if rank == 1:
@@ -252,7 +252,7 @@ def test_a_rank_that_has_left_is_noticed_long_before_the_limit(job: Callable) ->
 
 
 @pytest.mark.thorough
-def test_an_operation_is_watched_while_messages_go_on_beside_it(job: Callable) -> None:
+def test_an_operation_is_watched_while_messages_go_on(job: Callable) -> None:
     status, text, _ = job(
         f"""
         if rank == 2:
@@ -334,7 +334,7 @@ def test_a_rank_that_is_stopped_inside_an_operation_is_named(job: Callable, rank
 
 @pytest.mark.thorough
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_is_left_alone(job: Callable, tmp_path: Path) -> None:
-    """As a scheduler does with it; the others wait for rank 0 all the while."""
+    """A scheduler may stop it; the others wait for rank 0 all the while."""
     status, text, _ = job(
         f"""
         import pathlib, subprocess

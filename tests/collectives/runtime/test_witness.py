@@ -95,7 +95,7 @@ def test_what_it_keeps_is_bounded_and_goes_with_it(
         assert witness.groups() == []
 
 
-def test_nobody_need_be_there(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_need_be_there(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDL_JOB", secrets.token_hex(8))
     made = Communicator()
     made.barrier()

@@ -71,7 +71,7 @@ def test_the_formula_for_full_recomputation() -> None:
 
 @pytest.mark.parametrize("kind", ["arena", "disk"])
 def test_an_input_of_several_checkpoints_is_kept_once(kind: str, tmp_path: Path) -> None:
-    """As what an encoder gives to every layer of a decoder."""
+    """An encoder gives one to every layer of a decoder."""
     store = made(kind, tmp_path)
     assert store is not None
     leaves = [torch.randn(2, 32, requires_grad=True), torch.randn(32, requires_grad=True)]

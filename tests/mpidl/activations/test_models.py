@@ -33,7 +33,7 @@ def test_a_model_keeps_its_names_and_can_be_put_back() -> None:
     assert ["forward" in block.__dict__ for block in model.transformer["h"]] == [False, True, False, False]
 
 
-def test_somebody_elses_forward_is_kept() -> None:
+def test_a_forward_of_another_program_is_kept() -> None:
     layer = nn.Linear(4, 4)
     layer.forward = lambda x: x.sin()
     theirs = layer.forward

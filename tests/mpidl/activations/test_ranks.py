@@ -172,7 +172,7 @@ def test_other_models_cut_over_ranks(comm, make: Callable[[], nn.Module]) -> Non
 
 
 @pytest.mark.parametrize("engine", WAYS)
-def test_groups_of_ranks_beside_data_parallel_ones(comm, engine) -> None:
+def test_groups_of_ranks_in_addition_to_data_parallel_ones(comm, engine) -> None:
     """Pairs of ranks hold the same activations, and each pair has sequences of its own."""
     group = comm.split(comm.rank // 2, comm.rank)
     found = []

@@ -1,4 +1,4 @@
-"""What `compress=` has not sent goes through a checkpoint, to any engine on any number of ranks, as its mean."""
+"""Remainders of `compress=` go through a checkpoint to any engine on any number of ranks, as their mean."""
 
 from __future__ import annotations
 

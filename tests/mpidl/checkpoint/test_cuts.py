@@ -1,4 +1,4 @@
-"""What two cuts of a tensor have in common, judged by the elements that numpy finds in both."""
+"""Common elements of two cuts of a tensor, judged by those that numpy finds in both."""
 
 from __future__ import annotations
 

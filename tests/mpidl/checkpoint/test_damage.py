@@ -173,7 +173,7 @@ def test_any_change_of_the_index_is_found(damaged_run: tuple[Run, DamagedCheckpo
 
 @pytest.mark.parametrize("lacks", ["ranks", "own", "files", "tensors", "model", "a tensor", "a dtype"])
 def test_an_index_that_is_whole_but_wrong_is_named(comm, shared: Path, lacks: str) -> None:
-    """As of another program that writes the format."""
+    """Another program may have written the format."""
     run = Run("ddp", comm)
     run.save(shared, 1, extra={"tensor": torch.arange(5)})
     path = shared / "step-00000001" / "index.json"
@@ -215,7 +215,7 @@ def test_a_file_that_fails_while_it_is_read_into_memory_is_named_and_so_is_what_
 
 
 def test_a_file_of_another_checkpoint_is_not_taken(damaged_run: tuple[Run, DamagedCheckpoint], shared: Path) -> None:
-    """Of the same names, shapes and size; only the values differ."""
+    """Names, shapes and size are the same; only the values differ."""
     run, damaged = damaged_run
     run.save(shared / "other", 1, extra={"tensor": torch.arange(5)})
     damaged.do(lambda: shutil.copy(shared / "other" / "step-00000001" / damaged.file, damaged.path / damaged.file))

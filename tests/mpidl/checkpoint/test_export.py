@@ -252,7 +252,7 @@ def test_the_command_knows_what_a_path_means(saved: Path, capsys: pytest.Capture
 
 
 def test_the_command_exports_without_mpi(saved: Path) -> None:
-    """As on a login node, where MPI refuses to start."""
+    """On a login node MPI may refuse to start."""
     out = saved / "out"
     command = [sys.executable, "-m", "mpidl.checkpoint", "export", str(saved), str(out), "--dtype", "bf16"]
     done = launch.run(command, 60, launch.ROOT, launch.environment(PMI_RANK="0", PMI_SIZE="2", PMI_FD="99"))

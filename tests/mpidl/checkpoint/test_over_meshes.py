@@ -249,15 +249,15 @@ def test_stages_with_the_model_s_names_are_one_checkpoint(comm, shared: Path) ->
     with Mesh(pp=2, comm=comm) as mesh:
         load(shared / "back", stage, optimizer, mesh=mesh)
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
-        save(shared / "apart", stage, optimizer, mesh=mesh)
-        assert (shared / "apart/step-00000000/part-pp1").is_dir()
-        load(shared / "apart", stage, optimizer, mesh=mesh)
+        save(shared / "stages", stage, optimizer, mesh=mesh)
+        assert (shared / "stages/step-00000000/part-pp1").is_dir()
+        load(shared / "stages", stage, optimizer, mesh=mesh)
         assert optimizer.param_groups[0]["lr"] == 0.1 * (1 + comm.rank)
         if comm.rank == 0:
             with pytest.raises(
                 CheckpointError, match="which do not join to a whole one: the optimizer differs between"
             ):
-                export_checkpoint(shared / "apart/step-00000000", shared / "out")
+                export_checkpoint(shared / "stages/step-00000000", shared / "out")
         comm.barrier()
 
 

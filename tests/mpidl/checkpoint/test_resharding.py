@@ -117,7 +117,7 @@ def test_units_that_are_gathered_go_on_to_the_bit(comm, shared: Path) -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_each_rank_reads_what_it_holds_and_checks_its_share(comm, shared: Path, monkeypatch, verify: bool) -> None:
-    """Of what one rank saved, all ranks together read everything once, and once more to compare checksums."""
+    """All ranks together read once what one rank saved, and once more to compare checksums."""
     alone = comm.split(0 if comm.rank == 0 else None)
     if alone is not None:
         run = Run("ddp", alone)

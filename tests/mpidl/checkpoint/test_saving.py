@@ -189,7 +189,7 @@ def test_in_the_background_the_copy_is_saved_and_training_goes_on(comm, shared: 
 
 
 def test_what_has_been_written_in_the_background_leaves_memory(comm, shared: Path, monkeypatch) -> None:
-    """Before anybody waits for it."""
+    """It leaves before the program waits for it."""
 
     def tensors() -> list[torch.Tensor]:
         gc.collect()

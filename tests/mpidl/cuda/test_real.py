@@ -31,7 +31,7 @@ def engine_of(kind: str, model: nn.Module) -> tuple[Any, Any]:
 
 
 def losses(comm: Communicator, call: Any, optimizer: Any, dtype: torch.dtype | None, count: int = 4) -> list[float]:
-    """Of this rank's share, forward in autocast if there is a dtype."""
+    """Loss of this rank's share in each step, forward in autocast if there is a dtype."""
     found = []
     scaler = mpidl.GradScaler("cuda", enabled=dtype == torch.float16)
     for step in range(count):
@@ -55,7 +55,7 @@ def test_autocast_follows_full_precision(comm: Communicator, device: Any, kind: 
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_compiled_models_train_alike(comm: Communicator, device: Any, kind: str) -> None:
+def test_compiled_models_train_the_same(comm: Communicator, device: Any, kind: str) -> None:
     expected = losses(comm, *engine_of(kind, placed(fresh(MODELS["gpt2"]), device)), None)
     call, optimizer = engine_of(kind, placed(fresh(MODELS["gpt2"]), device))
     assert losses(comm, torch.compile(call), optimizer, None) == pytest.approx(expected, rel=1e-3)
@@ -128,7 +128,7 @@ def test_a_graph_that_is_captured_is_refused(comm: Communicator, device: Any, ki
 
 
 def test_ranks_on_one_gpu_hold_one_copy(comm: Communicator, device: Any) -> None:
-    """What stage 3 holds of the parameters on all ranks together is the model, once."""
+    """All ranks together hold the parameters of stage 3 once."""
     model = placed(fresh(MODELS["gpt2"]), device)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.AdamW, 3, lr=1e-2)

@@ -279,7 +279,7 @@ def test_join(comm: Communicator, place: Any) -> None:
 @pytest.mark.gpu  # the stand-in's tensors are of a class, which construction in place takes away
 @pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3 gathered"])
 def test_a_deferred_model_gets_its_values_on_the_device(comm: Communicator, place: Any, way: str) -> None:
-    """The same as in the host's memory."""
+    """Values are those in the host's memory."""
     weights = []
     for device in ("cpu", place):
         torch.manual_seed(5)

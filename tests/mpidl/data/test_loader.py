@@ -94,12 +94,12 @@ def is_alive(process: int) -> bool:
 
 
 def all_end(processes: set[int]) -> bool:
-    """Whether they are gone after a while, which is theirs to end in."""
+    """Waits until they end; returns False if they do not."""
     return in_a_while(lambda: not any(is_alive(process) for process in processes))
 
 
 def in_a_while(reached: Callable[[], bool]) -> bool:
-    """Whether it becomes true within ten seconds."""
+    """Waits up to ten seconds for a condition, and returns it."""
     until = time.monotonic() + 10
     while not reached() and time.monotonic() < until:
         time.sleep(0.02)
@@ -415,7 +415,7 @@ if __name__ == "__main__":
 
 
 def said(output: str, word: str) -> set[str]:
-    """What stands behind the word in all lines that begin with it."""
+    """Values behind the word in all lines that begin with it."""
     return {found for line in output.splitlines() if line.startswith(word) for found in line.split()[1:]}
 
 
@@ -449,7 +449,7 @@ def test_a_killed_rank_leaves_neither_workers_nor_their_semaphores(mpirun, tmp_p
 @pytest.mark.ranks(2, exactly=True)
 def test_ranks_of_tp_load_in_step_with_the_program(comm) -> None:
     """A thread would draw between what the model draws, on each rank elsewhere."""
-    with mpidl.Mesh(tp=2, comm=comm) as mesh, mpidl.Mesh(dp=2, comm=comm) as apart:
+    with mpidl.Mesh(tp=2, comm=comm) as mesh, mpidl.Mesh(dp=2, comm=comm) as replicas:
         torch.manual_seed(3)
         seen = []
         for batch in DataLoader(Draws(), 2, mesh=mesh):
@@ -458,5 +458,5 @@ def test_ranks_of_tp_load_in_step_with_the_program(comm) -> None:
         everyone = mpidl.all_gather_object(comm, seen)
         assert everyone[0] == everyone[1]
         assert DataLoader(Draws(), mesh=mesh)._ahead == 0
-        assert DataLoader(Draws(), mesh=apart)._ahead == 2
+        assert DataLoader(Draws(), mesh=replicas)._ahead == 2
         assert DataLoader(Draws(), mesh=mesh, prefetch_factor=3)._ahead == 3

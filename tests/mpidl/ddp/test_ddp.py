@@ -58,7 +58,7 @@ def test_gradients_are_the_mean_and_views_of_the_buckets(comm) -> None:
     assert len(storages) == 1
 
 
-def test_no_sync_keeps_gradients_apart_until_the_next_pass(comm) -> None:
+def test_no_sync_keeps_each_ranks_gradients_until_the_next_pass(comm) -> None:
     model = nn.Linear(1, 1, bias=False)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
     with wrapped.no_sync():
@@ -372,7 +372,7 @@ def test_when_buffers_are_rank_0s(comm, settings: dict[str, Any], at_first: bool
     assert again.module.own == comm.rank
 
 
-def test_a_copy_of_what_was_not_made_alike_keeps_each_ranks_weights(comm) -> None:
+def test_a_copy_of_what_was_made_differently_keeps_each_ranks_weights(comm) -> None:
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, comm.rank)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, init_sync=False)

@@ -1,4 +1,4 @@
-"""What a program does to `.grad` changes that gradient alone, and no later one."""
+"""Changes of `.grad` by the program change that gradient alone, and no later one."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def batches(rank: int) -> list[torch.Tensor]:
 
 
 def by_hand(ranks: int, initial: bool) -> dict[str, torch.Tensor]:
-    """The same training in one process: gradients of the ranks that have a batch, divided by all or by those."""
+    """Trains in one process: gradients of the ranks that have a batch, divided by all or by those."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     everyone = [batches(rank) for rank in range(ranks)]
@@ -152,7 +152,7 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
     def losses(self, x: torch.Tensor, number: int) -> Iterator[torch.Tensor]:
-        """Of one batch: a pass through both, and for every second one a pass through the second alone."""
+        """Losses of one batch: a pass through both, and for every second one a pass through the second alone."""
         yield self.second(torch.tanh(self.first(x))).square().sum()
         if number % 2 == 0:
             yield self.second(torch.ones(1, 4)).square().sum()

@@ -121,7 +121,7 @@ def test_under_no_sync_they_gather_in_memory_of_their_own(comm) -> None:
     assert watched.in_place() == {"first.weight": False, "second.weight": False}
 
 
-def test_what_somebody_is_to_see_keeps_its_values(comm) -> None:
+def test_tensors_that_a_program_sees_keep_their_values(comm) -> None:
     """A hook of the user's, and torch.autograd.grad, get this rank's own gradient, and may keep it."""
     watched = Watched(comm, made(Two))
     seen: list[torch.Tensor] = []
@@ -177,7 +177,7 @@ def test_a_weight_that_others_use_too(comm) -> None:
 
 
 def test_only_the_gradients_that_are_wanted_are_computed(comm) -> None:
-    """Of a pass to the inputs alone, no weight learns."""
+    """A pass to the inputs alone computes no weight's."""
     wrapped = mpidl.DistributedDataParallel(made(Two), process_group=comm)
     x = data(4, WIDTH).requires_grad_()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])

@@ -100,7 +100,7 @@ def test_one_rank_alone_can_evaluate_with_a_copy_and_with_the_wrapper(comm) -> N
     wrapped(data(comm.rank)).sum().backward()
 
 
-def test_after_a_pass_all_ranks_evaluate_alike(comm) -> None:
+def test_after_a_pass_all_ranks_evaluate_the_same(comm) -> None:
     """Rank 0's running statistics, without a forward pass to fetch them."""
     model = nn.BatchNorm1d(3)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
@@ -113,7 +113,7 @@ def test_after_a_pass_all_ranks_evaluate_alike(comm) -> None:
 
 
 def test_a_new_wrapper_takes_over_at_once(comm) -> None:
-    """Whether the garbage collector has been or not, and it has not been on all ranks."""
+    """The garbage collector may have run before, on some ranks alone."""
     gc.disable()
     try:
         model = made(Several)
@@ -183,7 +183,7 @@ def test_a_wrapper_that_leads_to_itself_is_freed(comm, by: str, steps: bool) -> 
 
 
 def test_another_model_trains_after_a_pass_that_was_cut_short(comm) -> None:
-    """Whether or not the garbage collector has found the first one."""
+    """The garbage collector may have found the first one, or not."""
 
     def make() -> nn.Module:
         return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
@@ -296,7 +296,7 @@ def test_freezing_on_one_rank_is_an_error_on_all(comm) -> None:
 
 
 def test_freezing_and_unfreezing_around_no_sync(comm) -> None:
-    """What a pass under no_sync gave is averaged, though the next pass does not reach it, or it trains no longer."""
+    """A gradient under no_sync is averaged, though the next pass does not reach it, or it trains no longer."""
     model = made(Several)
     model.layers[2].requires_grad_(False)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, find_unused_parameters=True)
@@ -369,7 +369,7 @@ def test_a_pass_that_begins_with_a_parameter(comm, of: str) -> None:
 
 
 def test_what_trains_is_that_of_the_forward_pass(comm) -> None:
-    """As of a discriminator that is frozen for the generator's forward pass alone."""
+    """A discriminator may be frozen for the generator's forward pass alone."""
     model = made(Several)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
     x = data(comm.rank).requires_grad_()

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def rank(number: int, **changes: Any) -> dict[str, Any]:
-    """Of four ranks with two cores each on one host of eight."""
+    """One of four ranks with two cores each on one host of eight."""
     return {
         "rank": number,
         "host": "a",

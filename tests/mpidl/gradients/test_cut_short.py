@@ -21,7 +21,7 @@ every_engine = pytest.mark.parametrize("engine", ["ddp", "stage 1", "stage 2", "
 
 
 class Training:
-    """A model and its engine, DDP or a stage of ZeRO, beside a plain model that steps on the mean."""
+    """A model and its engine, DDP or a way of ZeRO, and a plain model that steps on the mean."""
 
     def __init__(self, comm, engine: str, hook: Any = None) -> None:
         self.rank, self.model = comm.rank, zero.made(zero.Several, comm.rank)

@@ -40,7 +40,7 @@ SPOILT = {"1.weight", "1.bias", "0.weight", "0.bias"}
 
 
 @every_way
-def test_an_overflow_on_one_rank_is_located_and_nobody_steps(comm, way: str) -> None:
+def test_an_overflow_on_one_rank_is_located_and_no_rank_steps(comm, way: str) -> None:
     model = three_layers()
     spoiler = Spoiler(model, comm)
     optimizer = zero(model, comm, way, precision=Precision(torch.float16, torch.float32))

@@ -172,7 +172,7 @@ def test_what_is_loaded_between_steps_stays_and_validation_is_no_step(comm) -> N
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["plain", "ddp", "stage 3"])
-def test_beside_a_scaler_overflows_are_its_business_and_losses_the_guard_s(comm, kind: str) -> None:
+def test_with_a_scaler_overflows_are_its_business_and_losses_the_guard_s(comm, kind: str) -> None:
     """Gradients overflow in step 0 on the last rank, the loss is no number in step 2 there."""
     model, call, optimizer = normed(comm, kind)
     scaler = mpidl.GradScaler(init_scale=8.0, process_group=comm)
@@ -243,7 +243,7 @@ def test_wrong_arguments(comm) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["ddp", "stage 1"])
 def test_ranks_of_more_groups_than_one_skip_together(comm, kind: str) -> None:
-    """As nodes do that DiLoCo averages: a step of some alone would leave the others waiting at the next exchange."""
+    """Nodes that DiLoCo averages are such: a step of some alone would leave the others waiting at the next exchange."""
     group = comm.split(comm.rank)
     model, optimizer = engine(group, kind)
     guard = mpidl.NonfiniteGuard(model, optimizer, "skip", process_group=comm)

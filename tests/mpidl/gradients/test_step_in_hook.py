@@ -43,7 +43,7 @@ def steps_at_the_node(model: nn.Module) -> list[Any]:
 
 
 def engine(comm, way: str, first: Any, then: Any, **settings: Any) -> tuple[nn.Module, mpidl.ZeroOptimizer | None]:
-    """What is called; first, then: hooks that come before and after the engine's. The way "ddp" is DDP."""
+    """Returns what to call, and ZeRO's optimizer. first, then: give hooks before and after the engine's."""
     model = zero.made(zero.Several)
     first(model)
     optimizer = None
@@ -219,7 +219,7 @@ def test_under_no_sync_alone(comm, way: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("way", ["ddp", *WAYS])
 def test_passes_and_steps_under_no_sync_are_fine(comm, way: str) -> None:
-    """As in local SGD; ZeRO only accumulates."""
+    """Local SGD makes such; ZeRO only accumulates."""
     called, optimizer = engine(comm, way, nothing, nothing)
     local = torch.optim.SGD(called.parameters(), lr=0.1) if way == "ddp" else None
     for _ in range(2):
@@ -273,7 +273,7 @@ def test_hooks_that_read_and_changes_between_passes_are_fine(comm, way: str) -> 
 
 @pytest.mark.parametrize("way", ["ddp", "stage 1"])
 def test_a_pass_inside_the_step_of_another_optimizer_leaves_torch_s_hooks_as_they_are(comm, way: str) -> None:
-    """As it may be in another thread, too: torch goes through a list of hooks as an optimizer steps."""
+    """It may run in another thread, too: torch goes through a list of hooks as an optimizer steps."""
     call, _ = engine(comm, way, nothing, nothing)
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     x = torch.ones(2, 3)

@@ -1,4 +1,4 @@
-"""What a control group may use, read from folders that are made up, of both versions."""
+"""Limits of a control group, read from folders that are made up, of both versions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_where_nothing_is_said_there_is_no_limit(files, own: str) -> None:
 
 
 def test_both_versions_at_once(files) -> None:
-    """As where systemd keeps version 2 for itself."""
+    """Systemd may keep version 2 for itself."""
     files(OWN[1] + "0::/\n", {**LIMITED[1], "unified/cgroup.procs": ""})
     assert control_group.memory_limit() == GIB
     assert control_group.killed_for_memory() == 3

@@ -158,7 +158,7 @@ def test_an_error_that_all_ranks_have_is_told_once(job) -> None:
 
 
 @pytest.mark.thorough
-def test_another_error_is_told_beside_the_first(job) -> None:
+def test_another_error_is_told_with_the_first(job) -> None:
     done = job(2, "raise KeyError(f'reason {comm.rank}')")
     assert done.returncode == 1
     assert "KeyError: 'reason 0'" in done.stderr

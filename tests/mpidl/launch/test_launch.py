@@ -147,7 +147,7 @@ def test_a_stopped_job_and_wrong_use_are_not_started_again(tmp_path: Path, statu
 def test_signals_are_passed_on_and_the_job_is_not_started_again(
     tmp_path: Path, number: signal.Signals, status: int, job: str
 ) -> None:
-    """Whether the job heeds them or is ended by them, as before it has made its StopSignal."""
+    """The job heeds them, or is ended by them, as before it has made its StopSignal."""
 
     def send() -> None:
         while not (tmp_path / "waits").exists():

@@ -105,7 +105,7 @@ def test_a_target_that_does_not_block_is_waited_for() -> None:
     os.close(writing)
 
 
-def test_where_nobody_reads_the_command_sees_it() -> None:
+def test_where_no_process_reads_the_command_sees_it() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process, _ = started(

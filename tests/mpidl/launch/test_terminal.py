@@ -70,7 +70,7 @@ class Terminal:
             signal.signal(number, signal.SIG_DFL)
 
     def read(self, seconds: float) -> None:
-        """What comes meanwhile."""
+        """Reads what comes in these seconds."""
         end = time.monotonic() + seconds
         while self._leader >= 0 and (left := end - time.monotonic()) > 0:
             if select.select([self._leader], [], [], left)[0]:

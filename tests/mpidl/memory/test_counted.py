@@ -1,4 +1,4 @@
-"""Memory of a rank, counted while models train, beside the estimate."""
+"""Memory of a rank, counted while models train, against the estimate."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_categories_of_a_plain_model_and_optimizer() -> None:
 
 
 def engine(model: nn.Module, comm, stage: int, precision: mpidl.Precision | None = None, compress=None):
-    """What to call, and the optimizer."""
+    """Returns what to call, and the optimizer."""
     settings = {"process_group": comm, "bucket_cap_mb": 0.2, "compress": compress}
     if stage:
         return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision=precision, **settings)
@@ -277,7 +277,7 @@ def test_buckets_of_ddp_are_its_gradients_as_long_as_it_has_any(comm, as_views: 
 @pytest.mark.mpi
 @pytest.mark.parametrize("share", [True, False])
 def test_sharded_parameters_are_no_activations(comm, share: bool) -> None:
-    """What autograd saves of a unit that is whole is counted with the parameters, in every stage."""
+    """Tensors that autograd saves of a whole unit are counted with the parameters, in every stage."""
     kept = []
     for stage in (0, 3):
         model = GPT2(MEMORY_GPT2)

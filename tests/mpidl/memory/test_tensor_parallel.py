@@ -31,7 +31,7 @@ def meta(config: GPT2Config) -> GPT2:
 
 
 def test_a_rank_has_its_heads_features_and_tokens_and_all_else_whole() -> None:
-    """Of 7 heads of width 16 over 2 ranks 4 and 3, of 448 features 224, of 257 tokens 129 and 128."""
+    """2 ranks have 4 and 3 of 7 heads of width 16, 224 of 448 features, 129 and 128 of 257 tokens."""
     for rank, (heads, tokens) in enumerate([(4, 129), (3, 128)]):
         attention = 3 * 16 * heads * (112 + 1) + 16 * heads * 112 + 112
         feed_forward = 224 * (112 + 1) + 224 * 112 + 112
@@ -60,7 +60,7 @@ def test_parameters_by_number_are_cut_evenly() -> None:
 
 
 def test_units_of_stage_3_are_whole_once_a_node_for_the_ranks_of_dp_there() -> None:
-    """Of 4 ranks a node 2 are of dp; a tp group that is a node has no other one to share with."""
+    """2 of 4 ranks a node are of dp; a tp group that is a node has no other one to share with."""
     own, block = 4 * (129 + 32 + 2) * 112, 4 * sum(p.numel() for p in _first_of_two().parameters())
     gradients = own + 2 * block
     assert estimate(meta(UNEVEN), 8, 1, tp=2).buckets == gradients
@@ -135,7 +135,7 @@ def test_activations_of_a_layer(settings: Any, each: float) -> None:
 
 
 def test_uneven_heads_and_sequences_are_those_of_the_rank_with_most() -> None:
-    """Of 7 heads 4, of 5 tokens 3."""
+    """It has 4 of 7 heads, and 3 of 5 tokens."""
     found = activation_bytes(1, 5, 14, 7, 1, "fp32", "selective", tp=2, sequence_parallel=True, dropout=False)
     assert found == 4 * (4 * 3 * 14 + 5 * (4 * 4 * 2 + 2 * 28))
 

@@ -77,7 +77,7 @@ def train(engine: str, mesh: Mesh, norm_type: float) -> tuple[list[float], Part]
 
 
 def train_whole(pp: int, tp: int, data_ranks: int, norm_type: float) -> tuple[list[float], Part]:
-    """The same by one process."""
+    """Norms and parts of the same training by one process."""
     model = Part(*numbers(0, pp, tp))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = []

@@ -27,7 +27,7 @@ SHAPES = ((70, 100), (4099,), (33, 3))  # the last one stays in 32 bits
 
 
 def make_model() -> nn.Module:
-    """Of parameters on both sides of 4096 elements, some of which are no multiple of 256."""
+    """GPT-2 with parameters on both sides of 4096 elements, some of which are no multiple of 256."""
     return GPT2(GPT2Config(vocab_size=171, block_size=8, layers=2, heads=2, embd=36))
 
 

@@ -173,7 +173,7 @@ def test_few_bits_with_error_feedback_stay_near_full_precision(comm, compress: s
 @pytest.mark.parametrize("inside", ENGINES)
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_ranks_of_a_node_train_together(comm, inside: str, compress: str | None) -> None:
-    """Of four ranks nodes of two, else nodes of one, against ranks that each have a node's batch."""
+    """Four ranks are nodes of two, others nodes of one; the judge are ranks that each have a node's batch."""
     of = 2 if comm.size == 4 else 1
     node = comm.split(comm.rank // of)
     ranks, settings = comm.size // of, {"lr": 0.1, "momentum": 0.9}

@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """One step after another, of an engine on this rank's data, or of a plain model on everybody's."""
+    """One step after another, of an engine on this rank's data, or of a plain model on all ranks'."""
 
     def __init__(self, comm, way: str, make: Callable[[], nn.Module] = zero.Several, **settings: Any) -> None:
         self.model: Any = zero.made(make, comm.rank if way in WAYS else 0)

@@ -84,7 +84,7 @@ def test_a_parameter_that_never_had_a_gradient_stays(comm: Communicator, name: s
 
 @pytest.mark.mpi
 @classes
-def test_ddp_and_stage_1_train_alike(comm: Communicator, name: str) -> None:
+def test_ddp_and_stage_1_train_the_same(comm: Communicator, name: str) -> None:
     """Accumulated under no_sync, and with a pass that communicates before the last one."""
     found = []
     for engine in ENGINES:

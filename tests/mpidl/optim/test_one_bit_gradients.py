@@ -39,7 +39,7 @@ def test_the_grad_attribute_is_the_whole_gradient_of_a_rank(comm: Communicator, 
 @pytest.mark.mpi
 @classes
 def test_a_gradient_that_is_given_up_is_given_up_whole(comm: Communicator, name: str) -> None:
-    """What was left of it would count in the norm, on each rank another part."""
+    """A rest of it would count in the norm, on each rank another part."""
     seen = []
     for engine in ENGINES:
         training = Training(comm, engine, CLASSES[name][0], Slopes(), lr=0.01, **CLASSES[name][1])

@@ -21,7 +21,7 @@ from tests.mpidl.small_models import MODELS, fresh
 @pytest.mark.mpi
 @classes
 def test_a_step_after_the_freeze_sends_97_percent_less(comm: Communicator, name: str) -> None:
-    """Of fp32 gradients, and 94 % less of 16-bit ones: counted, against the all-reduce's 2 (N-1)/N elements."""
+    """97 % less than fp32 gradients, 94 % than 16-bit ones: counted, against an all-reduce's 2 (N-1)/N elements."""
     if comm.size == 1:
         return
     model = nn.Linear(300, 300)

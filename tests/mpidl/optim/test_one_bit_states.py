@@ -1,4 +1,4 @@
-"""1-bit optimizers beside others, and states that are loaded into ones that have stepped already."""
+"""1-bit optimizers next to others, and states that are loaded into ones that have stepped already."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 
 
 def trained(comm: Communicator, engine: str, name: str, steps: int, model: nn.Module | None = None) -> Training:
-    """Training after so many steps; after 9 the classes here have frozen what they freeze, and weights are alike."""
+    """Training after so many steps; after 9 the classes have frozen what they freeze, and the weights are equal."""
     model = Slopes() if model is None else model
     training = Training(comm, engine, CLASSES[name][0], model, lr=0.01, **CLASSES[name][1])
     training.run(0, steps)
@@ -135,8 +135,8 @@ def test_weights_and_gradients_of_each_rank_are_not_the_model_s(comm: Communicat
     training = trained(comm, "stage 1", "zero_one", 0)
     ema = mpidl.optim.EMA(training.model, decay=0.9)
     for step in range(9):
-        apart = comm.size > 1 and not training.inner.is_synchronised
-        for refused in (training.optimizer.model_state_dict, ema.update, training.optimizer.unwrap) if apart else ():
+        own = comm.size > 1 and not training.inner.is_synchronised
+        for refused in (training.optimizer.model_state_dict, ema.update, training.optimizer.unwrap) if own else ():
             with pytest.raises(mpidl.TrainingError, match="each rank has weights of its own"):
                 refused()
         training.called([g.float() for g in slopes(step, comm.rank)]).backward()

@@ -222,7 +222,7 @@ class Mixing(nn.Module):
         return self.down(F.softmax(self.up(x), -1))
 
 
-class Apart(nn.Module):
+class Separate(nn.Module):
     """Two linear layers of fitting sizes, of which neither gets what the other has computed."""
 
     def __init__(self) -> None:
@@ -442,7 +442,7 @@ def parametrized() -> nn.Module:
         SlowButExact(pieces=2),
         ShapeFirst(),
         parametrized(),
-        Apart(),
+        Separate(),
         nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)),
         nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 6)),
         nn.TransformerEncoderLayer(8, 2),

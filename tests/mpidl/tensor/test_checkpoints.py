@@ -97,7 +97,7 @@ def train(model: nn.Module, steps: int = 3) -> tuple[list[float], list[torch.Ten
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_change_no_bit(comm: Communicator, tmp_path: Path, way: str, sequence_parallel: bool) -> None:
-    """With dropout inside regions, outside and on pieces of sequences, after which random numbers go on alike."""
+    """With dropout inside regions, outside and on pieces of sequences, after which random numbers go on the same."""
     make, take = WAYS[way]
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         found = []

@@ -53,7 +53,7 @@ def test_cross_entropy_and_its_gradient_are_torchs(comm: Communicator, name: str
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
 def test_the_vocabulary_may_lie_in_dimension_1(comm: Communicator, shape: tuple[int, ...], reduction: str) -> None:
-    """As torch wants it of several dimensions of tokens. Nothing is gathered."""
+    """Torch wants it there of several dimensions of tokens. Nothing is gathered."""
     whole = random_logits(*shape, 13)
     part, logits = logits_of(comm, whole)
     given = {"target": TARGETS.view(shape), "reduction": reduction, "label_smoothing": 0.1}

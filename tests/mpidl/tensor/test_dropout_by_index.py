@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Cut, torch.Tensor]]:
-    """What each dropout keeps, and of which elements, in the order of the calls."""
+    """Kept elements of each dropout, and its cut, in the order of the calls."""
     drawn: list[tuple[Cut, torch.Tensor]] = []
 
     def recorded(cut: Cut, *args: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_a_cut_model_trains_as_a_whole_one_with_dropout_on(
 
 
 @pytest.mark.mpi
-def test_features_of_a_feed_forward_network_are_dropped_alike(comm: Communicator) -> None:
+def test_features_of_a_feed_forward_network_are_dropped_the_same(comm: Communicator) -> None:
     with Mesh(tp=1, comm=comm) as one, Mesh(tp=comm.size, comm=comm) as mesh:
         plans = [
             {"0": mpidl.tensor.ColumnParallel(), "3": mpidl.tensor.RowParallel()},

@@ -1,4 +1,4 @@
-"""What the functions at the borders of a region do forward and backward, by themselves."""
+"""Functions at the borders of a region by themselves, forward and backward."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mpidl.mesh import placement
 from mpidl.tensor import ColumnParallel, load_safetensors, materialize, model_state_dict
 from tests.mpidl.elements_read import count_elements_read
 from tests.mpidl.tensor.reference import MODELS, all_in_float64, build, largest_difference, train
-from tests.mpidl.tensor.test_plans import Tiny, raised_alike
+from tests.mpidl.tensor.test_plans import Tiny, raised_on_every_rank
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
@@ -159,7 +159,7 @@ def test_files_that_do_not_fit_are_one_line_on_every_rank(comm: Communicator, fo
         model = mpidl.parallelize(Tiny(), mesh, plan)
 
         def refused(path: Any, match: str, rename: Any = None) -> None:
-            raised_alike(comm, ConfigurationError, match, lambda: load_safetensors(model, path, rename=rename))
+            raised_on_every_rank(comm, ConfigurationError, match, lambda: load_safetensors(model, path, rename=rename))
 
         refused(paths[0], r"missing names: layers.3.0.weight; unexpected names: layers.3.1.weight; other shapes: "
                           r"layers.4.0.bias \(has \(9,\), needs \(7,\)\)")  # fmt: skip
@@ -170,7 +170,9 @@ def test_files_that_do_not_fit_are_one_line_on_every_rank(comm: Communicator, fo
         with pytest.raises(ConfigurationError, match=r"missing names.*(on rank 0|layers.3.0.weight)"):
             load_safetensors(model, paths[comm.rank])
         tied = mpidl.parallelize(Tiny(tied=True), mesh, {"layers.*.0": ColumnParallel()})
-        raised_alike(comm, ConfigurationError, "output.weight differs", lambda: load_safetensors(tied, paths[1]))
+        raised_on_every_rank(
+            comm, ConfigurationError, "output.weight differs", lambda: load_safetensors(tied, paths[1])
+        )
 
 
 @pytest.mark.ranks(2, exactly=True)
@@ -191,8 +193,8 @@ def test_a_buffer_that_nothing_computes_is_refused_by_name(comm: Communicator, f
     with Mesh(tp=2, dp=1, comm=comm) as mesh:
         mpidl.parallelize(model, mesh, {"layer": ColumnParallel()})
         match = "scale is on the meta device and in no file"
-        raised_alike(comm, ConfigurationError, match, lambda: load_safetensors(model, path))
-        raised_alike(
+        raised_on_every_rank(comm, ConfigurationError, match, lambda: load_safetensors(model, path))
+        raised_on_every_rank(
             comm,
             ConfigurationError,
             "not from mpidl.deferred_init",

@@ -14,7 +14,7 @@ from collectives import Communicator
 from mpidl import ConfigurationError, Mesh
 from mpidl.mesh import placement
 from tests.mpidl.tensor.reference import all_in_float64, build, largest_difference, loss_of, part_of, tokens, train
-from tests.mpidl.tensor.test_plans import raised_alike
+from tests.mpidl.tensor.test_plans import raised_on_every_rank
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
@@ -50,7 +50,7 @@ def adapted(name: str, targets: tuple[str, ...], dropout: float = 0.0) -> nn.Mod
 
 
 def by_peft(name: str, targets: tuple[str, ...]) -> nn.Module:
-    """The same by peft, whose B begins with zeros, here with random numbers."""
+    """LoRA by peft, whose B begins with zeros, here with random numbers."""
     peft = pytest.importorskip("peft")
     model = build(name)
     torch.manual_seed(1)
@@ -106,7 +106,7 @@ def test_adapters_train_as_in_one_process(
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_dropout_of_adapters_leaves_the_ranks_alike(comm: Communicator, name: str) -> None:
+def test_dropout_of_adapters_leaves_the_ranks_equal(comm: Communicator, name: str) -> None:
     model = adapted(name, ("c_attn", "c_fc", "c_proj", "query", "dense"), dropout=0.5)
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         mpidl.parallelize(model, mesh)
@@ -124,4 +124,4 @@ def test_other_kinds_of_adapters_are_refused_by_name(comm: Communicator) -> None
     inner.lora_magnitude_vector = nn.ModuleDict({"default": nn.Identity()})
     with Mesh(tp=2, dp=1, comm=comm) as mesh:
         match = "transformer.h.1.mlp.c_fc: has adapters with lora_magnitude_vector"
-        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh))
+        raised_on_every_rank(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh))

@@ -101,8 +101,10 @@ def several_steps(optimizers: list[torch.optim.SGD]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "ddp"])
-@pytest.mark.parametrize("apart", [False, True])
-def test_gradients_that_torch_has_clipped_apart_are_refused(comm: Communicator, engine: str, apart: bool) -> None:
+@pytest.mark.parametrize("separately", [False, True])
+def test_gradients_that_torch_has_clipped_separately_are_refused(
+    comm: Communicator, engine: str, separately: bool
+) -> None:
     """Also where replicated parameters have an optimizer of their own; the error is one of all ranks of tp."""
     if comm.size == 1:
         pytest.skip("needs ranks of tp")
@@ -111,7 +113,7 @@ def test_gradients_that_torch_has_clipped_apart_are_refused(comm: Communicator, 
         call = mpidl.DistributedDataParallel(model, mesh=mesh) if engine == "ddp" else model
         cut = [p for p in model.parameters() if "tp" in placement(p).axes]
         same = [p for p in model.parameters() if "tp" not in placement(p).axes]
-        optimizers = [torch.optim.SGD(some, lr=0.1) for some in ([cut, same] if apart else [[*cut, *same]])]
+        optimizers = [torch.optim.SGD(some, lr=0.1) for some in ([cut, same] if separately else [[*cut, *same]])]
         for step in range(12):
             loss_of(call, batch(step, 0)).backward()
             mpidl.clip_grad_norm_(model.parameters(), 0.05, mesh=mesh)

@@ -50,7 +50,7 @@ class Tiny(nn.Module):
         return self.output(x)
 
 
-def raised_alike(comm: Communicator, error: type[Exception], match: str, action: Callable[[], Any]) -> None:
+def raised_on_every_rank(comm: Communicator, error: type[Exception], match: str, action: Callable[[], Any]) -> None:
     """Asserts that the action raises the same line on every rank."""
     with pytest.raises(error, match=match) as raised:
         action()
@@ -174,7 +174,7 @@ def test_the_plan_of_a_model_is_that_of_the_models_inside_it(comm: Communicator)
 )
 def test_a_plan_that_does_not_fit_is_one_line_on_every_rank(comm: Communicator, plan: Any, match: str) -> None:
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
-        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(Tiny(tied=True), mesh, plan))
+        raised_on_every_rank(comm, ConfigurationError, match, lambda: mpidl.parallelize(Tiny(tied=True), mesh, plan))
 
 
 @pytest.mark.mpi
@@ -188,7 +188,7 @@ def test_a_linear_layer_with_a_forward_pass_of_its_own_is_refused(comm: Communic
     model.layers[0][0] = Quantized(6, 7)
     with Mesh(tp=2, dp=1, comm=comm) as mesh:
         plan = {"layers.*.0": ColumnParallel()}
-        raised_alike(
+        raised_on_every_rank(
             comm, ConfigurationError, "layers.0.0: is a Quantized", lambda: mpidl.parallelize(model, mesh, plan)
         )
 
@@ -202,7 +202,7 @@ def test_fewer_heads_than_ranks_are_refused_by_name(comm: Communicator) -> None:
     model = transformers.GPT2LMHeadModel(config)
     with Mesh(tp=3, dp=1, comm=comm) as mesh:
         match = r"transformer.h.0.attn: has 2 heads, fewer than the 3 ranks"
-        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh))
+        raised_on_every_rank(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh))
 
 
 @pytest.mark.mpi
@@ -211,11 +211,13 @@ def test_a_model_is_cut_once_and_by_a_mesh(comm: Communicator) -> None:
     plan = {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}
     with Mesh(tp=2, dp=1, comm=comm) as mesh:
         model = mpidl.parallelize(Tiny(), mesh, plan)
-        raised_alike(comm, UsageError, "cut already", lambda: mpidl.parallelize(model, mesh, plan))
+        raised_on_every_rank(comm, UsageError, "cut already", lambda: mpidl.parallelize(model, mesh, plan))
         outer = nn.Sequential(model)
-        raised_alike(comm, UsageError, "cut already", lambda: mpidl.parallelize(outer, mesh, {"0": ColumnParallel()}))
-        raised_alike(comm, ConfigurationError, "mesh: got", lambda: mpidl.parallelize(Tiny(), comm, plan))  # type: ignore[arg-type]
-        raised_alike(comm, ConfigurationError, "model: got", lambda: mpidl.parallelize(Tiny, mesh, plan))  # type: ignore[arg-type]
+        raised_on_every_rank(
+            comm, UsageError, "cut already", lambda: mpidl.parallelize(outer, mesh, {"0": ColumnParallel()})
+        )
+        raised_on_every_rank(comm, ConfigurationError, "mesh: got", lambda: mpidl.parallelize(Tiny(), comm, plan))  # type: ignore[arg-type]
+        raised_on_every_rank(comm, ConfigurationError, "model: got", lambda: mpidl.parallelize(Tiny, mesh, plan))  # type: ignore[arg-type]
 
 
 @pytest.mark.mpi
@@ -228,15 +230,15 @@ def test_models_that_differ_over_the_ranks_are_refused(comm: Communicator, monke
         if last:
             model.layers[3] = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
         match = re.escape(f"layers.3.0.weight of rank {comm.size - 1} of tp is float32 of shape (8, 6)")
-        raised_alike(comm, ModelMismatch, match, lambda: mpidl.parallelize(model, mesh, plan))
+        raised_on_every_rank(comm, ModelMismatch, match, lambda: mpidl.parallelize(model, mesh, plan))
         other: Any = {**plan, "output": VocabParallel()} if last else plan
-        raised_alike(comm, ModelMismatch, "plan: that of rank", lambda: mpidl.parallelize(Tiny(), mesh, other))
+        raised_on_every_rank(comm, ModelMismatch, "plan: that of rank", lambda: mpidl.parallelize(Tiny(), mesh, other))
         mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan)
     if last:  # one rank is enough
         monkeypatch.setenv("MPIDL_DEBUG", "1")
     with Communicator() as group, Mesh(tp=comm.size, dp=1, comm=group) as mesh:
         match = "tokens.weight of rank 1 of tp .* needs the same model"
-        raised_alike(comm, ModelMismatch, match, lambda: mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan))
+        raised_on_every_rank(comm, ModelMismatch, match, lambda: mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan))
         mpidl.parallelize(Tiny(), mesh, plan)
 
 
@@ -249,7 +251,7 @@ def test_a_plan_that_begins_no_pieces_or_never_ends_them_is_refused(comm: Commun
             ({}, "got True with a plan that cuts no sequences"),
             ({"layers.0": SequenceBegins()}, "layers.0 has SequenceBegins"),
         ):
-            raised_alike(
+            raised_on_every_rank(
                 comm,
                 ConfigurationError,
                 match,
@@ -272,14 +274,14 @@ def test_fused_heads_that_some_ranks_would_share_are_refused_on_all(comm: Commun
     style = AttentionParallel(fused="qkv", output="out", heads="heads", key_heads="key_heads", input="x")
     with Mesh(tp=3, dp=1, comm=comm) as mesh:
         match = "has 2 key/value heads for 3 ranks"
-        raised_alike(
+        raised_on_every_rank(
             comm, ConfigurationError, match, lambda: mpidl.parallelize(nn.Sequential(Fused()), mesh, {"0": style})
         )
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, exactly=True)
-def test_tied_layers_that_are_cut_alike_on_some_ranks_alone_are_refused_on_all(comm: Communicator) -> None:
+def test_tied_layers_with_the_same_cuts_on_some_ranks_alone_are_refused_on_all(comm: Communicator) -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
     plan: Any = {"0": ColumnParallel(), "1": ColumnParallel(segments=2 if comm.rank == 1 else 1)}
@@ -304,9 +306,9 @@ def test_states_are_whole_and_traffic_is_counted_through_what_is_around_a_model(
             states = model_state_dict(around)
             assert states.keys() == {f"{prefix}{name}" for name in whole}
             assert all(torch.equal(states[f"{prefix}{name}"], value) for name, value in whole.items())
-        raised_alike(comm, UsageError, "Embedding has parameters", lambda: model_state_dict(model.tokens))
+        raised_on_every_rank(comm, UsageError, "Embedding has parameters", lambda: model_state_dict(model.tokens))
         assert mpidl.unparallelize(engine) is model
         assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
         by_hand = nn.Sequential(mpidl.tensor.ColumnParallelLinear(4, 7, mesh=mesh))
         assert model_state_dict(by_hand)["0.weight"].shape == (7, 4)
-        raised_alike(comm, UsageError, "not by parallelize", lambda: mpidl.unparallelize(by_hand))
+        raised_on_every_rank(comm, UsageError, "not by parallelize", lambda: mpidl.unparallelize(by_hand))

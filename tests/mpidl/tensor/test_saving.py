@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
 
 
 def saved(states: Any) -> Any:
-    """What is read back of a file."""
+    """Contents read back from a file."""
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)

@@ -44,7 +44,7 @@ class Masks(TorchFunctionMode):
 
 
 def masks_of(model: nn.Module) -> list[torch.Tensor]:
-    """What each dropout of a forward and backward pass keeps."""
+    """Kept elements of each dropout of a forward and backward pass."""
     with Masks() as masks:
         loss = loss_of(model, tokens(0))
     loss.backward()

@@ -131,7 +131,7 @@ def test_a_model_trains_as_one_process_whatever_the_sums_lie_in(
 def test_a_sum_reads_and_writes_each_byte_once_on_some_rank(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of n bytes each of t ranks adds up its part of all summands, and writes it to each of them: no byte is copied."""
+    """Each of t ranks adds up its part of n bytes of all summands, and writes it to each of them: no byte is copied."""
     touched = {"read": 0, "written": 0, "copied": 0}
     few = 1 << 10  # bytes: of what the mesh compares
     plain = Processor.calls

@@ -167,7 +167,7 @@ def test_other_operations_gather_and_their_gradients_come_back(comm: Communicato
 
 
 def test_a_factor_that_trains_has_its_whole_gradient(comm: Communicator) -> None:
-    """As a learned temperature; the part's alone would differ between the ranks."""
+    """A learned temperature is one; the part's gradient alone would differ between the ranks."""
     factors = [torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     whole = random_logits(8, 13)
     _, logits = logits_of(comm, whole)

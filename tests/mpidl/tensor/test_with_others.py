@@ -116,7 +116,7 @@ def test_an_average_of_the_weights(comm: Communicator, engine: str) -> None:
 
 
 def test_states_of_parts(comm: Communicator) -> None:
-    """state_dict gives this rank's parts, which another model that is cut alike takes, also through a file."""
+    """state_dict gives this rank's parts, which another model with the same cuts takes, also through a file."""
     with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         whole, model, other = build(LLAMA), build(LLAMA), build(LLAMA)
         for each in (model, other):

@@ -20,7 +20,7 @@ def logits_of(
 
 
 def random_logits(*shape: int, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> torch.Tensor:
-    """The same on every rank."""
+    """Random logits, equal on every rank."""
     random = torch.Generator().manual_seed(0)
     return (scale * torch.randn(*shape, generator=random, dtype=torch.float64)).to(dtype).requires_grad_()
 

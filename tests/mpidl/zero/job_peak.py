@@ -93,7 +93,7 @@ def main() -> None:
     comm = mpidl.init()
     grown(comm, 16)  # loads what is loaded once
     report = {"unit": WIDTH**2 * 4 / MIB, "units": BLOCKS + 1}
-    for name, reshards in (("lets go", True), ("keeps", False)):
+    for name, reshards in (("reshards", True), ("keeps", False)):
         report[name] = grown(comm, WIDTH, reshard_after_forward=reshards)
         gc.collect()
     print(json.dumps(report), flush=True)

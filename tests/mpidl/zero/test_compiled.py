@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Of several modules each."""
+    """Blocks of several modules each."""
 
     def __init__(self) -> None:
         super().__init__()

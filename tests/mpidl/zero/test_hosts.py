@@ -49,7 +49,7 @@ def reports(job: Path, *arguments: str, **variables: str) -> list[dict]:
 
 @pytest.mark.limit(120)
 def test_a_host_gets_each_unit_once_and_each_gradient_once(trainings: dict[str, list[dict]]) -> None:
-    """Of a unit, a host has a half: forward and backward it gets the other one, and gives or gets half the gradient.
+    """A host has half of a unit: forward and backward it gets the other one, and gives or gets half the gradient.
 
     The last two blocks stay whole from forward to backward, and the model's own through both.
     """
@@ -67,7 +67,7 @@ def test_a_host_gets_each_unit_once_and_each_gradient_once(trainings: dict[str, 
 
 @pytest.mark.limit(120)
 def test_a_host_gets_each_unit_in_a_quarter_of_its_bytes(trainings: dict[str, list[dict]]) -> None:
-    """Codes of 8 bits and a scale for each block of 256 of them; gradients as ever."""
+    """Codes of 8 bits and a scale for each block of 256 of them; gradients are not compressed."""
     reports = trainings["int8"]
     assert len(reports) == 2
     for report in reports:
@@ -109,7 +109,7 @@ def test_losses_are_those_of_one_process_with_shards_inside_hosts() -> None:
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("group", ["world", "node"])
 def test_a_checkpoint_of_offloaded_state_goes_on_over_hosts(group: str, tmp_path: Path) -> None:
-    """What the ranks of one host have saved, if the hosts hold the same, is loaded on all."""
+    """A checkpoint by the ranks of one host, if the hosts hold the same, is loaded on all."""
     reports = over_hosts("--compare", "--shard-group", group, "--checkpoint", str(tmp_path))
     assert len(reports) == 2
     for report in reports:
@@ -137,7 +137,7 @@ def test_three_units_are_whole_at_a_time() -> None:
         unit, units = report["unit"], report["units"]
         shards = units * unit / ranks
         built = per_host * (shards + 3 * unit)
-        for name, whole in (("lets go", 3), ("keeps", units)):
+        for name, whole in (("reshards", 3), ("keeps", units)):
             peaks = report[name]
             assert peaks["built"]["shared"] == pytest.approx(built, abs=1), name
             assert peaks["evaluation"]["shared"] == pytest.approx(built + 3 * unit, abs=1), name

@@ -68,7 +68,7 @@ def test_tensors_of_a_state_dict_have_storages_of_their_own(comm: Communicator, 
 
 
 def read_back(state: dict[str, Any]) -> Any:
-    """What torch.load makes of what torch.save made of it."""
+    """State after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -39,7 +39,7 @@ HOOKS = (
 
 
 def model() -> torch.nn.Module:
-    """Of 0.6 MB, so that a copy of the weights a step is more than what allocators and interpreters keep."""
+    """Model of 0.6 MB, so that a copy of its weights a step is more than what allocators and interpreters keep."""
     return GPT2(GPT2Config(vocab_size=37, block_size=8, layers=3, heads=2, embd=64))
 
 
@@ -93,7 +93,7 @@ def tensors() -> int:
 
 
 def hooks(owner: torch.nn.Module | torch.nn.Parameter) -> int:
-    """Of all kinds."""
+    """Counts hooks of all kinds."""
     return sum(len(getattr(owner, kind, None) or ()) for kind in HOOKS)
 
 

@@ -56,7 +56,7 @@ def test_gradient_accumulation_over_different_graphs(comm, way: str, quiet: bool
 
 @every_way
 def test_backward_through_a_graph_older_than_a_step_is_an_error_of_torchs(comm, way: str) -> None:
-    """As with a plain model: what the graph holds is of the weights before."""
+    """With a plain model, too, the graph holds the weights before."""
     model, optimizer = engine(comm, Several, way)
     loss = plainly(model, comm.rank, 0)
     loss.backward(retain_graph=True)
@@ -162,7 +162,7 @@ def test_gradients_of_gradients_are_refused(comm, way: str) -> None:
 
 
 @every_part
-def test_gradients_by_transforms_are_nobodys_pass(comm, way: str) -> None:
+def test_gradients_by_transforms_are_no_pass(comm, way: str) -> None:
     """torch.func's gradients of functions of other tensors, as of each sample by itself."""
     model, optimizer = engine(comm, Several, way)
     plain = Plain(Several, comm.size)

@@ -97,7 +97,7 @@ class Order:
             return not told
 
     def forget(self, start: int, stop: int) -> None:
-        """What comes to lie there has not been used yet."""
+        """Marks memory as not used yet."""
         with self._lock:
             for other in self._overlapping((start, stop)):
                 self._remove(other)

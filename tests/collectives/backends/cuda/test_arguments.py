@@ -31,7 +31,7 @@ def test_an_array_is_seen_where_it_is(standin: Gpu, name: str, kind: str) -> Non
     assert data.unowned().address == place
 
 
-def test_a_signature_tells_arrays_apart(standin: Gpu) -> None:
+def test_a_signature_distinguishes_arrays(standin: Gpu) -> None:
     x, y = (standin.put(torch.zeros(4)) for _ in range(2))
     assert signature(x) == signature(x) != signature(y)
     assert signature(x[:2]) != signature(x)

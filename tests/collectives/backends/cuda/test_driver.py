@@ -202,7 +202,7 @@ def test_an_object_that_goes_with_a_failed_gpu_is_silent(runtime: Runtime) -> No
 
 
 def test_the_fake_has_cupy_s_signatures() -> None:
-    """As the real one's docstrings tell them: `name(type argument, ...) -> type`."""
+    """Signatures are in the real one's docstrings: `name(type argument, ...) -> type`."""
     pytest.importorskip("cupy", reason="cupy is not installed")
     from cupy.cuda import Device, MemoryPointer, UnownedMemory, function, runtime
     from cupy.cuda import driver as cupy_driver

@@ -84,7 +84,7 @@ def test_a_kernel_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["avg", "max", "premul"])
 @pytest.mark.parametrize("dtype", [DTYPES[n] for n in ("float32", "float16", "bfloat16")], ids=lambda dtype: dtype.name)
 def test_a_reduction_in_two_parts_gives_the_host_s_bits(dtype: DType, name: str, tmp_path: Path) -> None:
-    """What is not complete stays in the accumulating type, and is divided and rounded when it is."""
+    """A part stays in the accumulating type, and is divided and rounded once it is complete."""
     op = served(name, dtype)
     assert op is not None
     partly, rest = kernels.combining(partial_of(op), dtype, 3, 1), kernels.finishing(op, dtype, 6)

@@ -226,7 +226,7 @@ def test_sums_of_fp16_inside_a_node_do_not_overflow(comm: Communicator, engine: 
 
 
 def test_sparse_gradients_are_sent_as_they_are(comm: Communicator) -> None:
-    """They take a way of their own, beside the buckets that are compressed."""
+    """They are sent by themselves, and the buckets of others are compressed."""
 
     class Words(nn.Module):
         def __init__(self) -> None:

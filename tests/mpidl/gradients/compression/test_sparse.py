@@ -23,7 +23,7 @@ ELEMENTS = 1201  # pieces of different sizes
 @pytest.mark.parametrize("needs_all", [True, False])
 @pytest.mark.parametrize("fraction", [0.02, 0.7])
 def test_top_k_follows_the_formula(comm: Communicator, fraction: float, needs_all: bool) -> None:
-    """Of three steps; also where owners send dense sums back."""
+    """Three steps; also where owners send dense sums back."""
     compressor = TopK(fraction)
     exchange = exchange_over(comm, compressor)
     edges = [number * ELEMENTS // comm.size for number in range(comm.size + 1)]
@@ -67,7 +67,7 @@ def test_random_k_sends_the_indices_of_the_step(comm: Communicator, needs_all: b
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", ["topk:0.01", "topk:1", "randomk:0.01", "randomk:1"])
 def test_sections_of_one_element_or_none(comm: Communicator, method: str) -> None:
-    """As of a node's rank that has no part of a small bucket."""
+    """A node's rank may have no part of a small bucket."""
     compressor = Compression(method).compressor()
     exchange = exchange_over(comm, compressor)
     for elements in (0, 1):

@@ -54,7 +54,7 @@ class Clipping(Counting):
 
 
 class Failing(Counting):
-    """Of which a trial tells nothing, so that it needs whole parameters."""
+    """Tells nothing in a trial, so that it needs whole parameters."""
 
     def change(self, gradient: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("deliberate")
@@ -160,7 +160,7 @@ def build(model: nn.Module, comm, **given) -> mpidl.ZeroOptimizer:
 @pytest.mark.mpi
 @pytest.mark.parametrize("given", [{}, {"stage": 3}, {"optimizer_class": SGD}])
 def test_parameters_in_place_of_the_model_are_told_what_to_write(comm, given: dict) -> None:
-    """As torch's optimizers take them, with and without the other arguments."""
+    """Torch's optimizers take them; with and without the other arguments."""
     model = nn.Linear(2, 2)
     message = r"model: got generator; needs a torch.nn.Module: ZeroOptimizer\(model, torch.optim.\w+, stage=3, ...\)"
     with pytest.raises(mpidl.ConfigurationError, match=message):
@@ -294,7 +294,7 @@ def test_what_differs_over_the_ranks_is_refused_on_all_of_them(comm, what: str) 
 @pytest.mark.parametrize("rate", [float, torch.tensor], ids=["number", "tensor"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_rates_that_come_to_differ_are_refused_at_the_step_and_change_nothing(comm, stage: int, rate) -> None:
-    """As a schedule makes them that goes by each rank's own loss; a shard of a weight would go faster than the rest."""
+    """A schedule makes them that goes by each rank's own loss; a shard of a weight would go faster than the rest."""
     model = linear()
     expected = copy.deepcopy(model)
     for value in expected.parameters():
@@ -438,7 +438,7 @@ def test_what_an_optimizer_notes_in_its_groups_stays(comm, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_that_somebody_has_set_is_refused_on_every_rank(comm, stage: int) -> None:
+def test_a_gradient_that_a_program_has_set_is_refused_on_every_rank(comm, stage: int) -> None:
     model = nn.Linear(3, 3)
     optimizer = build(model, comm, stage=stage)
     if comm.rank == comm.size - 1:

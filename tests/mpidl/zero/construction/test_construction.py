@@ -41,7 +41,7 @@ BF16 = mpidl.Precision(torch.bfloat16, torch.float32, [nn.LayerNorm])
 
 
 class Initialisers(nn.Module):
-    """What constructors do: copies, rejection sampling, seeds and generators of their own, values read and reused."""
+    """Module whose constructor copies, rejects samples, seeds generators of its own, reads values and reuses them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# The tape depends on the model, and the path of the values on the way of ZeRO: two models go every way, which have all
+# The tape depends on the model, and the path of the values on ZeRO's: two models go every way, which have all
 # that constructors do, and tied, frozen and odd parameters. Transformers take long to import.
 CASES = [
     pytest.param(name, way, marks=[pytest.mark.ranks(3)] if name.startswith("transformers") else [])
@@ -182,7 +182,7 @@ def test_a_converted_model_gives_up_its_values_as_they_are_used(comm) -> None:
 
 
 class Plain(nn.Module):
-    """What plain modules can set by themselves."""
+    """Modules that can set their values by themselves."""
 
     def __init__(self) -> None:
         super().__init__()

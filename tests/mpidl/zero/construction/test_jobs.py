@@ -39,7 +39,7 @@ if comm.rank == 0:
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    """What four ranks saw."""
+    """Records of four ranks."""
     done = launch.mpirun(4, "-c", _PROGRAM, timeout=120, **MALLOC)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -251,7 +251,7 @@ def test_later_loading_leaves_what_files_lack(comm, save, way: str) -> None:
         optimizer.load_safetensors(folder, missing=ADAPTER.__contains__)
 
 
-def test_what_files_lack_must_be_said_and_alike_on_all_ranks(comm, save) -> None:
+def test_what_files_lack_must_be_said_and_the_same_on_all_ranks(comm, save) -> None:
     tensors = dict(seeded(3, Mixture).state_dict())
     folder = save({n: t for n, t in tensors.items() if n not in ("embed.weight", "head.weight")})
     for missing, message in (

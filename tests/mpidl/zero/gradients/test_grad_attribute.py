@@ -119,7 +119,7 @@ def test_it_needs_no_memory(comm) -> None:
 
 @every_way
 def test_none_gives_a_gradient_up(comm, way: str) -> None:
-    """As many loops do it for all parameters, in place of zero_grad."""
+    """Many loops set it for all parameters, in place of zero_grad."""
     model, optimizer = engine(comm, Several, way)
     plain = Plain(Several, comm.size)
 
@@ -187,7 +187,7 @@ def test_what_is_computed_of_it_may_become_it(comm, way: str) -> None:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("change", ["scaled", "none"])
-def test_what_the_ranks_do_not_do_alike_is_refused_at_the_step(comm, change: str) -> None:
+def test_changes_that_differ_over_the_ranks_are_refused_at_the_step(comm, change: str) -> None:
     model, optimizer = engine(comm, Several, "stage 2")
     plainly(model, comm.rank, 0).backward()
     if change == "scaled":
@@ -321,7 +321,7 @@ def test_a_pass_that_was_cut_short_is_not_stepped_on(comm, way: str) -> None:
 
 
 @every_part
-def test_the_scaler_of_torch_decides_alike_on_all_ranks(comm, way: str) -> None:
+def test_the_scaler_of_torch_decides_the_same_on_all_ranks(comm, way: str) -> None:
     model, optimizer = engine(comm, Several, way)
     plain = Plain(Several, comm.size)
     scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2))

@@ -31,7 +31,7 @@ class Tied(Several):
 
 
 def means(make: Any, comm, passes: Any) -> dict[str, torch.Tensor]:
-    """Of the gradients of every rank's passes through a plain model."""
+    """Means of the gradients of every rank's passes through a plain model."""
     plain = Plain(make, comm.size).model
     for rank in range(comm.size):
         passes(plain, rank)

@@ -81,7 +81,7 @@ def test_weights_are_those_of_a_process_with_the_same_delay(comm, way: str, dela
 @pytest.mark.parametrize(
     ("way", "precision"), [("stage 1", "fp32"), ("stage 2", "bf16"), ("stage 3", "bf16 reduced"), ("stage 3", "fp32")]
 )
-def test_memory_and_disk_delay_alike_whatever_happens(comm, way: str, precision: str) -> None:
+def test_memory_and_disk_delay_the_same_whatever_happens(comm, way: str, precision: str) -> None:
     """With skipped steps, clipping, groups, schedules and late parameters, as in undelayed training."""
     settings = {"precision": PRECISIONS[precision]}
     losses, expected, _ = everything(comm, way, offload=late("cpu", 1), **settings)
@@ -93,7 +93,7 @@ def test_memory_and_disk_delay_alike_whatever_happens(comm, way: str, precision:
 @pytest.mark.one_node
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("to", ["cpu", "disk"])
-def test_an_update_runs_beside_the_next_passes_and_writes_no_weight(comm, monkeypatch, to: str, precision: str) -> None:
+def test_an_update_runs_during_the_next_passes_and_writes_no_weight(comm, monkeypatch, to: str, precision: str) -> None:
     model = fresh(MODELS["gpt2"], comm.rank)
     optimizer = zero(comm, model, "stage 3", offload=late(to), precision=PRECISIONS[precision])
     go_on(comm, model, optimizer, range(2))

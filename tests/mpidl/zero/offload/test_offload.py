@@ -434,11 +434,11 @@ def test_states_of_parameters_without_gradients_are_not_written_over(comm, dtype
 
 
 def test_neighbours_in_the_file_are_read_as_one_and_nothing_between_them_is_written() -> None:
-    near, far, beside = ([Extent(0, 12), Extent(start, 8)] for start in (64, 128, 12))
+    near, far, adjacent = ([Extent(0, 12), Extent(start, 8)] for start in (64, 128, 12))
     for extents, read, written in (
         (near, [(0, 0, 72)], [(0, 0, 12), (64, 64, 8)]),
         (far, [(0, 0, 12), (128, 64, 8)], [(0, 0, 12), (128, 64, 8)]),
-        (beside, [(0, 0, 20)], [(0, 0, 20)]),
+        (adjacent, [(0, 0, 20)], [(0, 0, 20)]),
     ):
         positions, _ = arrange(extents)
         pairs = [*zip(extents, positions, strict=True)]

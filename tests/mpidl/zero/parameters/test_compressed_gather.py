@@ -179,7 +179,7 @@ def test_ways_to_gather_change_no_bit(comm: Communicator, method: str | None) ->
 
 
 def test_ranks_of_a_node_share_what_each_decompresses_a_part_of(comm: Communicator, pages_made: list[Any]) -> None:
-    """As over several nodes. The rounds of many passes follow each other without a step between."""
+    """They do so over several nodes. The rounds of many passes follow each other without a step between."""
     from mpidl.gradients.backward import BackwardWatch
     from mpidl.gradients.compression.settings import parameter_compressor
     from mpidl.zero.parameters.sharded import ShardedParameters
@@ -365,8 +365,8 @@ def test_a_method_that_differs_over_the_ranks_is_refused(comm: Communicator) -> 
 
 
 @pytest.mark.thorough
-def test_parameters_that_are_whole_on_all_ranks_of_tp_are_rounded_alike(comm: Communicator) -> None:
-    """Norms lie beside other parts of the cut weights on each rank of tp."""
+def test_parameters_that_are_whole_on_all_ranks_of_tp_are_rounded_the_same(comm: Communicator) -> None:
+    """Norms lie next to other parts of the cut weights on each rank of tp."""
     if comm.size % 2:
         return
     with mpidl.Mesh(comm=comm, tp=2) as mesh:

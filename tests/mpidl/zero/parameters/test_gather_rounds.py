@@ -353,7 +353,7 @@ def test_parameters_that_are_arguments_gather_no_hooks(comm) -> None:
 
 
 def test_parts_of_a_model_may_be_called_without_it(comm) -> None:
-    """As an encoder is before a decoder generates."""
+    """An encoder is called so before a decoder generates."""
 
     class Two(nn.Module):
         def __init__(self) -> None:

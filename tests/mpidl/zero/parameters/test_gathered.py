@@ -48,7 +48,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @every_part
 @pytest.mark.parametrize("what", CHANGES)
-def test_changes_that_are_alike_are_kept(comm, what: str, way: str) -> None:
+def test_changes_that_are_the_same_on_all_ranks_are_kept(comm, what: str, way: str) -> None:
     model, optimizer = engine(comm, Several, way)
     plain = made(Several)
     with optimizer.gathered():
@@ -222,7 +222,7 @@ def test_changes_of_one_rank_go_to_all_from_both_blocks(comm, outer: int, inner:
 
 
 @every_part
-def test_an_inner_block_does_not_begin_with_what_is_not_alike(comm, way: str) -> None:
+def test_an_inner_block_does_not_begin_with_what_differs(comm, way: str) -> None:
     if comm.size == 1:
         return
     model, optimizer = engine(comm, Several, way)
@@ -300,7 +300,7 @@ def test_weights_are_loaded_inside_a_block(comm, tmp_path, loads: str, writable:
 
 
 @every_part
-def test_weights_of_a_part_are_loaded_inside_a_block_beside_what_it_has_changed(comm, tmp_path, way: str) -> None:
+def test_weights_of_a_part_are_loaded_inside_a_block_that_has_changed_others(comm, tmp_path, way: str) -> None:
     model, optimizer = engine(comm, Several, way)
     whole = dict(made(Several, rank=2).state_dict())
     kept = whole.pop("head.bias")

@@ -126,7 +126,7 @@ def changed(model: nn.Module) -> torch.Tensor:
 
 @STAGES
 @pytest.mark.parametrize("use", USES)
-def test_whoever_reads_a_parameter_sees_the_new_values(comm, late, way: str, use: str) -> None:
+def test_every_reader_of_a_parameter_sees_the_new_values(comm, late, way: str, use: str) -> None:
     model, _, plain = stepped(comm, way)
     assert not late[-1].waited_for
     same(USES[use](model), USES[use](plain))

@@ -116,7 +116,7 @@ def test_blocks_are_units_whatever_else_is_in_their_list(comm, name: str) -> Non
         follow(comm, "stage 3 gathered", make, plainly, steps=2)
 
 
-class Apart(nn.Module):
+class NoStack(nn.Module):
     """Modules of one class in a dictionary with others, and blocks below."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Apart(nn.Module):
 
 
 def test_what_is_no_stack_of_blocks_belongs_to_the_model() -> None:
-    assert [unit.name for unit in cut(Apart())] == ["parts.blocks.0", "parts.blocks.1", ""]
+    assert [unit.name for unit in cut(NoStack())] == ["parts.blocks.0", "parts.blocks.1", ""]
 
 
 @mpi

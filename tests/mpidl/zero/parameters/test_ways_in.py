@@ -133,7 +133,7 @@ def test_weights_are_whole_whichever_way_a_gradient_comes(comm, make: Callable[[
 
 
 class Functional(Net):
-    """What no module returns, made of a parameter of the unit itself."""
+    """Keeps what no module returns, made of a parameter of the unit itself."""
 
     class block(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Functional(Net):
         return sum(block.logits.square().mean() for block in self.blocks)
 
 
-def test_a_gradient_that_nobody_could_foresee_is_refused_by_name(comm) -> None:
+def test_a_gradient_that_could_not_be_foreseen_is_refused_by_name(comm) -> None:
     settings = WAYS["stage 3 gathered"]
     model = Functional()
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **settings)
@@ -158,7 +158,7 @@ def test_a_gradient_that_nobody_could_foresee_is_refused_by_name(comm) -> None:
 
 @pytest.mark.parametrize("way", SETTINGS)
 def test_parameters_may_be_frozen_between_passes(comm, way: str) -> None:
-    """As a discriminator is while a generator trains: any of them, also the first."""
+    """A discriminator is frozen while a generator trains: any of them, also the first."""
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)

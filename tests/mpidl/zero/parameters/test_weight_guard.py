@@ -86,7 +86,7 @@ def test_what_one_rank_writes_is_an_error_on_all(comm, way: str, precision) -> N
 
 
 @pytest.mark.parametrize("way", ["stage 1", "stage 2"])
-def test_whole_parameters_without_masters_may_be_changed_alike(comm, way: str) -> None:
+def test_whole_parameters_without_masters_may_be_changed_the_same(comm, way: str) -> None:
     model, optimizer = engine(comm, Several, way)
     plain = Plain(Several, comm.size)
     for step in range(2):
@@ -200,18 +200,18 @@ def test_an_error_inside_the_block_is_not_hidden(comm) -> None:
         write_and_fail(model, optimizer)
 
 
-def write_beside(model: nn.Module, optimizer: mpidl.ZeroOptimizer) -> None:
+def write_elsewhere(model: nn.Module, optimizer: mpidl.ZeroOptimizer) -> None:
     with optimizer.gathered(model.blocks[0]):
         model.blocks[0].inner.weight.mul_(2.0)
         model.head.bias.add_(1.0)
 
 
 @pytest.mark.one_node
-def test_writing_beside_the_module_that_is_gathered_is_named_at_the_end_of_the_block(comm) -> None:
+def test_writing_outside_the_module_that_is_gathered_is_named_at_the_end_of_the_block(comm) -> None:
     model, optimizer = engine(comm, Several, "stage 3")
     refused = pytest.raises(mpidl.TrainingError, match=r"^head\.bias: changed in place outside of the module")
     with refused, torch.no_grad():
-        write_beside(model, optimizer)
+        write_elsewhere(model, optimizer)
     trains_as_new(comm, model, optimizer)
 
 

@@ -131,7 +131,7 @@ class Replaces(Normalised):
 
 
 class ReplacesSlices(Own):
-    """The same of one that steps on slices."""
+    """Gives a parameter other memory, and steps on slices."""
 
     def change(self, p: torch.Tensor, state: dict[str, Any], lr: float) -> None:
         if p.grad is not None:
@@ -243,7 +243,7 @@ def check_weights(comm, optimizer: mpidl.ZeroOptimizer, expected: nn.Module) -> 
 
 
 def check_states(comm, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Of rank 0, to the bit."""
+    """Compares states on rank 0, to the bit."""
     if comm.rank:
         assert found == absent_state(comm.rank)
         return
