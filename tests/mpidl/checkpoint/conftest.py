@@ -25,7 +25,7 @@ def shared(comm, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def let_go() -> Iterator[None]:
+def unlocked() -> Iterator[None]:
     """No test holds another's directories, nor ever more files open."""
     yield
     directory_lock.release()

@@ -65,6 +65,17 @@ class Draws(Dataset):
         return int(torch.randint(1 << 30, ())), int(np.random.randint(1 << 30)), random.getrandbits(30)
 
 
+class Noted(Draws):
+    """Notes which samples were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
@@ -457,6 +468,15 @@ def test_ranks_of_tp_load_in_step_with_the_program(comm) -> None:
             seen += [batch[0].tolist(), float(torch.rand(1))]
         everyone = mpidl.all_gather_object(comm, seen)
         assert everyone[0] == everyone[1]
-        assert DataLoader(Draws(), mesh=mesh)._ahead == 0
-        assert DataLoader(Draws(), mesh=replicas)._ahead == 2
-        assert DataLoader(Draws(), mesh=mesh, prefetch_factor=3)._ahead == 3
+        for ahead, settings in (
+            (0, {"mesh": mesh}),
+            (2, {"mesh": replicas}),
+            (3, {"mesh": mesh, "prefetch_factor": 3}),
+        ):
+            dataset = Noted()
+            loader = DataLoader(dataset, **settings)
+            batches = iter(loader)
+            next(batches)
+            assert in_a_while(lambda dataset=dataset, ahead=ahead: len(dataset.read) == 1 + ahead)
+            loader.close()
+            assert len(dataset.read) == 1 + ahead
