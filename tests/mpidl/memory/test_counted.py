@@ -207,9 +207,11 @@ def test_counted_bytes_agree_with_the_estimate_whatever_gradients_are_reduced_in
     call(tokens, tokens).backward()
     optimizer.step()
     found = measure(call, optimizer)
-    categories = ("parameters", "gradients", "optimizer", "model_state", *(("buckets",) if comm.nodes == 1 else ()))
-    for category in categories:
+    for category in ("parameters", "gradients", "optimizer", "model_state"):
         assert getattr(found, category) == pytest.approx(getattr(expected, category), rel=0.02), category
+    if comm.nodes == 1:
+        assert found.buckets <= 1.02 * expected.buckets
+        assert reduce is None or found.buckets >= 0.98 * expected.buckets
 
 
 @pytest.mark.mpi
