@@ -309,7 +309,8 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     halves = re.search(r"chunk\(2|\bglu\(", method.text) is not None
     if segments == 2 and (not halves or "::2" in method.text):
         return f"its source does not show how gate and values lie in {inputs[0]}"
-    each = len(inputs) > 1 and _inputs(module, method, inputs)[1]
+    # A region that begins at one of its layers copies the input for that one alone, so each does it for itself.
+    each = len(inputs) > 1 and (more or _inputs(module, method, inputs)[1])
     inner = inputs[0] if more or each else ""  # dropout before the region is not of it
     return FeedForwardParallel(inputs, output, segments=segments, inner=inner, each=each, input=method.arguments[0])
 

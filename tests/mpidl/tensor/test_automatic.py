@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,48 @@ def assert_same(model: nn.Module, whole: nn.Module) -> None:
         else:
             assert p.grad is not None, at
             torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
+
+
+def assert_cut_as_whole(comm: Communicator, whole: nn.Module, *inputs: torch.Tensor) -> None:
+    """Asserts that a copy, cut by the automatic plan, has the result and the gradients of the whole model."""
+    model = copy.deepcopy(whole)
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        assert comm.size == 1 or any(placement(p).cut is not None for p in model.parameters())
+        results = []
+        for each in (model, whole):
+            given = [x.clone().requires_grad_() for x in inputs]
+            y = each(*given)
+            y.sin().sum().backward()
+            results.append([y.detach(), *(x.grad for x in given)])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+        for (at, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert q.grad is not None, at
+            torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
+
+
+def random_input(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class GatedPost(nn.Module):
+    """A gated feed-forward network with a norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 11), nn.Linear(6, 11), nn.Linear(11, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+def test_a_gated_network_beside_another_module_sums_the_gradient_of_its_input(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    assert_cut_as_whole(comm, nn.Sequential(nn.Linear(6, 6), GatedPost()).double(), random_input(2, 5, 6))
 
 
 @pytest.mark.at_most(4)
