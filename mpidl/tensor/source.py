@@ -46,6 +46,13 @@ class Method:
         stop = len(self.calls) - 1 - self.calls[::-1].index(last)
         return [call.rpartition(".")[2] for call in self.calls[start + 1 : stop]]
 
+    def repeats(self, functions: Collection[str]) -> bool:
+        """Tells whether a loop calls one of the functions, maybe with what it has returned before."""
+        assert self.tree is not None
+        loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While))
+        calls = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call))
+        return any(ast.unparse(call.func) in functions for call in calls)
+
     def leaks(self, module: nn.Module, sources: Collection[str], end: str) -> bool:
         """Tells whether what `sources` return goes anywhere but into calls of `end`, as into a loss of its own.
 
@@ -114,6 +121,27 @@ class _Reader(ast.NodeVisitor):
                 if isinstance(leaf, ast.Name):
                     self._holds[leaf.id] = self._holds.get(leaf.id, set()) | held
                     self._is[leaf.id] = itself if isinstance(target, ast.Name) else set()
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Counts the use of a variable, which is no argument as it came from then on."""
+        self.visit(node.value)
+        if isinstance(node.target, ast.Name):
+            self.visit(ast.Name(node.target.id, ast.Load()))
+            self._is[node.target.id] = set()
+        else:
+            self.visit(node.target)
+
+    def visit_If(self, node: ast.If) -> None:
+        """Reads both branches. A variable may then be what either has made of it; nothing as it came if one has not."""
+        self.visit(node.test)
+        before = dict(self._is)
+        self.visit_body(node.body)
+        taken, self._is = self._is, before
+        self.visit_body(node.orelse)
+        for name in {*taken, *self._is}:
+            # One that a branch alone knows is of that branch wherever it is used.
+            sides = taken.get(name, self._is.get(name)), self._is.get(name, taken.get(name))
+            self._is[name] = sides[0] | sides[1] if sides[0] and sides[1] else set()
 
     def visit_Call(self, node: ast.Call) -> None:
         """Notes a call after those in it."""

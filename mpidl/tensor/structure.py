@@ -240,14 +240,16 @@ def _layout(method: Method, fused: str) -> str:
 def _inputs(module: nn.Module, method: Method, layers: Collection[str]) -> tuple[str | None, bool]:
     """Tells what a region's layers get: the argument besides the first one, and whether each layer has to begin it.
 
-    Each does where the layers' input is not the module's own, or goes elsewhere besides, as in a residual.
+    Each does where the layers' input is not the module's own, or goes elsewhere besides, as in a residual, and where
+    they run again on their own result.
     """
     first = method.arguments[0] if method.arguments else ""
     fed = [method.direct.get(f"self.{layer}", {""}) for layer in layers]
     others = set().union(*fed) - {first}
     absent = [call for call in method.direct if re.fullmatch(r"self\.\w+", call) and not hasattr(module, call[5:])]
     reads = sum(first in names for names in (*fed, *(method.direct[call] for call in absent)))
-    if method.name != "forward" or "" in others or len(others) > 1 or method.uses.get(first, 0) != reads:
+    again = method.repeats([f"self.{layer}" for layer in layers])
+    if method.name != "forward" or again or "" in others or len(others) > 1 or method.uses.get(first, 0) != reads:
         return None, True
     return (others.pop() if others else None), False
 

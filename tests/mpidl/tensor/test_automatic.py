@@ -189,6 +189,70 @@ def test_a_gated_network_beside_another_module_sums_the_gradient_of_its_input(co
     assert_cut_as_whole(comm, nn.Sequential(nn.Linear(6, 6), GatedPost()).double(), random_input(2, 5, 6))
 
 
+class Crossing(nn.Module):
+    """An attention to a context, or to its own input; a statement says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.head_dim = 4, 2
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+        if context is None:
+            context = x
+        shape = (x.shape[0], -1, self.heads, self.head_dim)
+        q = self.to_q(x).view(shape).transpose(1, 2)
+        k, v = self.to_k(context).view(shape).transpose(1, 2), self.to_v(context).view(shape).transpose(1, 2)
+        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+def test_an_attention_that_chooses_its_memory_sums_both_gradients(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    model = Crossing().double()
+    assert_cut_as_whole(comm, model, random_input(2, 5, 8), random_input(2, 3, 8, seed=2))
+    model.zero_grad()
+    assert_cut_as_whole(comm, model, random_input(2, 5, 8))
+    (style,) = automatic_plan(model, 2, sequence_parallel=False).plan[""]
+    assert (style.memory, style.each) == ("context", False)
+
+
+class Repeated(nn.Module):
+    """A gated feed-forward network that runs twice, the second time on its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 11), nn.Linear(6, 11), nn.Linear(11, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.down(F.silu(self.gate(x)) * self.up(x))
+        return x
+
+
+class Shifted(Repeated):
+    """One that adds a parameter to its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.shift
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("network", [Repeated, Shifted])
+def test_a_gated_network_whose_layers_get_what_it_has_computed_sums_the_gradient(
+    comm: Communicator, network: Callable[[], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    assert_cut_as_whole(comm, nn.Sequential(nn.Linear(6, 6), network()).double(), random_input(2, 5, 6))
+
+
 @pytest.mark.at_most(4)
 @pytest.mark.mpi
 @pytest.mark.each("name")
