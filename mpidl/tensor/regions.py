@@ -111,7 +111,7 @@ class AttentionParallel:
             make_column(layer, tp, [in_elements(run, width)], copies_input=self.each, counted=first)
             if shared:
                 for part in (base_of(layer), *(b for _, b in adapters(layer))):
-                    tp.sum_gradients(part, heads.sharers, if_in_pieces=False)
+                    tp.sum_gradients(part, heads, if_in_pieces=False)
 
     def _change_attributes(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         for attributes, whole, here in (

@@ -29,7 +29,7 @@ from .communication import TensorGroup
 from .functions import Sums, copy_to_region, summed_gradients
 from .local_elements import Part
 from .regathered import GatheredInput
-from .sizes import run_of
+from .sizes import Heads, run_of
 from .source import methods_of
 from .step_checks import watch_steps
 
@@ -87,7 +87,7 @@ class TensorParallel:
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
         self.refused: list[str] = []
         self.kept_sums: Sums | None = None
-        self._sharers: dict[int, TensorGroup] = {}
+        self._sharers: dict[int, TensorGroup] = {}  # by the number of key/value heads
         self._stream: _Stream | None = None
         watch_steps(self)
 
@@ -119,13 +119,13 @@ class TensorParallel:
         """Keeps the handle of a hook, which is removed when the cuts are undone."""
         self.changes.append(handle.remove)
 
-    def sum_gradients(self, module: nn.Module, sharers: tuple[int, ...] | None = None, *, if_in_pieces: bool) -> None:
+    def sum_gradients(self, module: nn.Module, heads: Heads | None = None, *, if_in_pieces: bool) -> None:
         """Sums the gradients of a module's parameters over the ranks of tp, each of which has a summand. Collective.
 
-        sharers: this rank's group of ranks that sum; None: all. if_in_pieces: only of passes in which sequences are in
-        pieces.
+        heads: those of this rank, whose sharers sum; None: all ranks do. if_in_pieces: only of passes in which
+        sequences are in pieces.
         """
-        group = self.group if sharers is None else self._group_of(sharers)
+        group = self.group if heads is None else self._group_of(heads)
         self.summed.update(module.parameters())
         self.set(module, "forward", _SumsGradients(module, self, group, if_in_pieces))
 
@@ -134,14 +134,14 @@ class TensorParallel:
         """Collectives over all ranks of tp, and over groups of them that share heads."""
         return [self.group, *self._sharers.values()]
 
-    def _group_of(self, sharers: tuple[int, ...]) -> TensorGroup:
-        if len(sharers) == self.ranks:
+    def _group_of(self, heads: Heads) -> TensorGroup:
+        if len(heads.sharers) == self.ranks:
             return self.group
-        if sharers[0] not in self._sharers:
-            group = self.comm.split(sharers[0], self.rank)
+        if heads.all_key not in self._sharers:  # which tells the groups of all ranks, so that all come to the split
+            group = self.comm.split(heads.sharers[0], self.rank)
             assert group is not None
-            self._sharers[sharers[0]] = TensorGroup(group)
-        return self._sharers[sharers[0]]
+            self._sharers[heads.all_key] = TensorGroup(group)
+        return self._sharers[heads.all_key]
 
     # ---- sequences in pieces -----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mpidl
@@ -26,7 +28,7 @@ from mpidl.tensor import (
     plan_for,
     traffic,
 )
-from tests.mpidl.tensor.reference import VOCABULARY, build, loss_of, tokens
+from tests.mpidl.tensor.reference import VOCABULARY, build, loss_of, part_of, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
 
@@ -277,6 +279,40 @@ def test_fused_heads_that_some_ranks_would_share_are_refused_on_all(comm: Commun
         raised_on_every_rank(
             comm, ConfigurationError, match, lambda: mpidl.parallelize(nn.Sequential(Fused()), mesh, {"0": style})
         )
+
+
+class Grouped(nn.Module):
+    """An attention of 6 heads, several to a key/value head."""
+
+    def __init__(self, key_heads: int) -> None:
+        super().__init__()
+        self.key_heads, self.groups = key_heads, 6 // key_heads
+        self.q, self.k, self.v = (nn.Linear(12, 2 * heads) for heads in (6, key_heads, key_heads))
+        self.o = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (part.repeat_interleave(self.groups, 1) for part in (k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(4, exactly=True)
+def test_attentions_whose_key_heads_other_ranks_share_stand_in_one_model(comm: Communicator) -> None:
+    """Of 2 key/value heads ranks 0 and 1 share one and ranks 2 and 3 the other; of 3 ranks 0 and 1 share the first."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Grouped(2), Grouped(3)).double()
+    model = copy.deepcopy(whole)
+    style = AttentionParallel(
+        query="q", key="k", value="v", output="o", heads=6, key_heads="key_heads", groups="groups", input="x"
+    )
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with Mesh(tp=4, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, {"0": style, "1": style})
+        for each in (model, whole):
+            each(x).sin().sum().backward()
+        for (at, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
 
 
 @pytest.mark.mpi
