@@ -144,27 +144,28 @@ def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region
     _become(layer, _RowParallel, tp)
 
 
-def begin_regions(layer: nn.Module, tp: TensorParallel, part: Part) -> None:
+def begin_regions(layer: nn.Module, tp: TensorParallel, part: Part, dropouts: Dropouts | None = None) -> None:
     """Lets a column-parallel layer begin a region by itself, with random numbers of the rank's own until it ends.
 
-    part: what this rank computes of the region.
+    part: what this rank computes of the region. dropouts: of the region, which a row-parallel layer ends; None where
+    neither is known.
     """
-    tp.keep(layer.register_forward_hook(_BeginsRegion(tp, part)))
+    tp.keep(layer.register_forward_hook(_BeginsRegion(tp, part, dropouts)))
 
 
 class _BeginsRegion:
-    """A forward hook, for `begin_regions`. A region that no row-parallel layer ends is ended in backward."""
+    """A forward hook, for `begin_regions`. A region that maybe no row-parallel layer ends is ended in backward."""
 
-    def __init__(self, tp: TensorParallel, part: Part) -> None:
-        self._tp, self._part = tp, part
+    def __init__(self, tp: TensorParallel, part: Part, dropouts: Dropouts | None) -> None:
+        self._tp, self._part, self._dropouts = tp, part, dropouts
 
     @uncompiled
     def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
         if layer.training:
             self._tp.part = self._part
-            if self._tp.region_length is None:
+            if self._tp.region_length is None and (self._dropouts is None or self._dropouts):
                 self._tp.begin_stream(output.device, of_region=True)
-            if output.requires_grad:
+            if self._dropouts is None and output.requires_grad:
                 output.register_hook(self._end)
 
     def _end(self, gradient: torch.Tensor) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
-from .linear import cut_parameter, kind_of, make_column, make_row, sizes_of
-from .local_elements import FeaturesHere, HeadsHere
+from .linear import begin_regions, cut_parameter, kind_of, make_column, make_row, sizes_of
+from .local_elements import FeaturesHere, HeadsHere, Part
 from .lora import adapters, base_of
 from .sizes import Heads, cut_heads, in_elements, run_of, segments
 from .styles import Region
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import Dropouts, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class AttentionParallel:
     number of query heads, or of key/value heads, such as these numbers. groups: the attribute with the number of query
     heads a key/value head. inside: modules that compute on single heads, such as norms of queries. bias_of_heads: an
     embedding [any, heads] of biases. inner: the module in this one that computes the heads, where the output layer is
-    outside of it. each: whether each of the first layers begins the region, where what they get is not the input, or
-    the input goes elsewhere besides. input, memory: arguments of its forward pass, see Region.
+    outside of it, or the layer that begins the region. each: whether each of the first layers begins the region, where
+    what they get is not the input, or the input goes elsewhere besides. input, memory: arguments of its forward pass,
+    see Region.
     """
 
     output: str
@@ -74,8 +75,7 @@ class AttentionParallel:
         self._change_attributes(name, module, tp, heads)
         part = HeadsHere(name, heads.query, heads.all_query)
         copies = not self.each and (not self.fused or self.whole_input)
-        inner = submodule(name, module, self.inner)
-        Region(joined(name, self.inner), inner, tp, self.input, self.memory, copies=copies, part=part)
+        _begin_region(name, module, self, self.memory, tp, copies=copies, part=part)
 
     def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         layer = child(name, module, self.fused)
@@ -138,8 +138,8 @@ class FeedForwardParallel:
 
     inputs: names of the linear layers that compute features: one, or a gate and the values that it gates. segments: of
     a single one that has both in a row, 2. output: of the layer that joins the features. inner: the module in this one
-    that computes the features, where the output layer is outside of it. each: see AttentionParallel. input: the
-    argument of its forward pass.
+    that computes the features, where the output layer is outside of it, or the layer that begins the region. each: see
+    AttentionParallel. input: the argument of its forward pass.
     """
 
     inputs: tuple[str, ...]
@@ -167,8 +167,26 @@ class FeedForwardParallel:
             make_column(layer, tp, runs, copies_input=alone)
         make_row(output, tp, [run_of(features, tp.ranks, tp.rank)])
         part = FeaturesHere(name, segments([features] * self.segments, tp.ranks, tp.rank), features * self.segments)
-        inner = submodule(name, module, self.inner)
-        Region(joined(name, self.inner), inner, tp, self.input, None, copies=not alone, part=part)
+        _begin_region(name, module, self, None, tp, copies=not alone, part=part)
+
+
+def _begin_region(
+    name: str,
+    module: nn.Module,
+    style: AttentionParallel | FeedForwardParallel,
+    memory: str | None,
+    tp: TensorParallel,
+    *,
+    copies: bool,
+    part: Part,
+) -> None:
+    """Lets a style's inner module be the region; where that is a layer, it goes on to the row-parallel one."""
+    inner = submodule(name, module, style.inner)
+    if style.inner and kind_of(inner) is not None and not copies:
+        around = submodule(name, module, style.inner.rpartition(".")[0])
+        begin_regions(inner, tp, part, Dropouts(around))
+    else:
+        Region(joined(name, style.inner), inner, tp, style.input, memory, copies=copies, part=part)
 
 
 def joined(name: str, inner: str) -> str:

@@ -198,7 +198,7 @@ class _Attention:
         ]
         memory, each = _inputs(self.at, self.method, self.layers)
         query, key, value = (dot + name if name else "" for name in self.single)
-        first = self.method.arguments[0]
+        first, calls = self.method.arguments[0], self.method.calls
         return AttentionParallel(
             query="" if self.fused else query,
             key="" if self.fused else key,
@@ -214,7 +214,8 @@ class _Attention:
             groups=groups,
             inside=tuple(dot + name for name in inside),
             bias_of_heads=dot + biases[0] if biases else "",
-            inner=dot + self.layers[0] if each else self.inner,  # dropout before the region is not of it
+            # Dropout before the region is not of it.
+            inner=dot + min(self.layers, key=lambda name: calls.index(f"self.{name}")) if each else self.inner,
             each=each,
             input=first,
             memory=memory,
@@ -313,7 +314,7 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
         return f"its source does not show how gate and values lie in {inputs[0]}"
     # A region that begins at one of its layers copies the input for that one alone, so each does it for itself.
     each = len(inputs) > 1 and (more or _inputs(module, method, inputs)[1])
-    inner = inputs[0] if more or each else ""  # dropout before the region is not of it
+    inner = calls[0].removeprefix("self.") if more or each else ""  # dropout before the region is not of it
     return FeedForwardParallel(inputs, output, segments=segments, inner=inner, each=each, input=method.arguments[0])
 
 

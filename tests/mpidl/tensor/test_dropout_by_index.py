@@ -20,7 +20,7 @@ from mpidl.tensor.dropout import IndexedDropout, kept_elements
 from mpidl.tensor.tensor_parallel import TensorParallel
 from tests.mpidl.tensor.reference import all_in_float64, largest_difference, loss_of, tokens, train
 from tests.mpidl.tensor.test_lora import LLAMA, adapted
-from tests.mpidl.tensor.with_dropout import MODELS, build, seeded
+from tests.mpidl.tensor.with_dropout import MODELS, REGIONS_OF_LAYERS, build, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
 
@@ -86,6 +86,21 @@ def test_features_of_a_feed_forward_network_are_dropped_the_same(comm: Communica
         expected, *found = (seeded(lambda model=model: model(x)) for model in models)
         for y in found:
             torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.at_most(4)
+@pytest.mark.mpi
+@pytest.mark.parametrize("region", REGIONS_OF_LAYERS)
+def test_a_region_that_begins_at_a_layer_drops_alike_up_to_its_end(comm: Communicator, region: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(region(), nn.Dropout(0.5)).double()
+    model = copy.deepcopy(whole)
+    with Mesh(tp=1, comm=comm) as one, Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(whole, one, "auto", dropout="by_index")
+        mpidl.parallelize(model, mesh, "auto", dropout="by_index")
+        x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        expected, found = (seeded(lambda each=each: each(x)) for each in (whole, model))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def _feed_forward() -> nn.Sequential:

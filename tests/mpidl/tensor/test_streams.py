@@ -20,7 +20,7 @@ from mpidl.checkpoint import load, save
 from mpidl.job.objects import all_gather_object
 from mpidl.models import gpt2
 from tests.mpidl.tensor.reference import all_in_float64, loss_of, tokens, train
-from tests.mpidl.tensor.with_dropout import build, seeded
+from tests.mpidl.tensor.with_dropout import REGIONS_OF_LAYERS, build, seeded
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh", "ignore:.gradient_checkpointing_enable")]
 
@@ -288,6 +288,26 @@ def test_several_column_parallel_layers_share_a_stream(comm: Communicator) -> No
         assert _states_agree(comm)
         everyone = all_gather_object(comm, y.detach())
     assert torch.equal(everyone[0], everyone[1])
+
+
+@pytest.mark.at_most(4)
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("region", REGIONS_OF_LAYERS)
+def test_a_region_that_begins_at_a_layer_has_streams_up_to_its_end(comm: Communicator, region: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(region(), nn.Dropout(0.5))
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        with Masks() as masks:
+            y = seeded(lambda: model(torch.ones(8, 16, 8)))
+        assert _states_agree(comm)
+        assert len(masks.kept) == 2
+        everyone = all_gather_object(comm, (masks.kept[0].flatten(), masks.kept[1], y.detach()))
+    inside, behind, outputs = zip(*everyone, strict=True)
+    count = min(mask.numel() for mask in inside)
+    assert not torch.equal(inside[0][:count], inside[1][:count])
+    assert all(torch.equal(mask, behind[0]) for mask in behind)
+    assert all(torch.equal(other, outputs[0]) for other in outputs)
 
 
 class Network(nn.Module):

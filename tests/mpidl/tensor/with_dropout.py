@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mpidl.models.gpt2 import GPT2, GPT2Config
@@ -71,6 +72,36 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _llama,
     **{name: partial(_dropping, name) for name in ("bert", "hf bert", "t5", "phi3")},
 }
+
+
+class DroppingFeatures(nn.Module):
+    """A feed-forward network in a module with its norm, so that a layer begins the region; 12 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(8), nn.Dropout(0.5)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class DroppingShares(nn.Module):
+    """An attention with a residual inside, so that each of its layers begins the region; 4 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.dropout = 4, 2, 0.5
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], self.heads, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        shares = F.dropout(F.softmax(q @ k.mT, -1), self.dropout, self.training)
+        return x + self.o((shares @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+REGIONS_OF_LAYERS = (DroppingFeatures, DroppingShares)
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
