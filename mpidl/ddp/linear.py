@@ -84,6 +84,8 @@ class LinearForward:
     destination: kept alive neither by it nor by a graph.
     """
 
+    _before = None  # nothing that hides the class's forward pass, see `tensor.forward_wrapper.has_own_forward`
+
     def __init__(self, layer: torch.nn.Module, weight: torch.Tensor, destination: Destination) -> None:
         self._layer, self._weight, self._destination = layer, weight, weakref.ref(destination)
         self._class, self._of_class = type(layer), type(layer).forward

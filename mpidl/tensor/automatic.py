@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
+from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
 from .source import Method, method_with, methods_of
@@ -84,6 +85,8 @@ class _Modules:
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             return self._leave(name, module, "torch computes it at once; needs linear layers of its own")
         heads = attention(module, self._ranks)
+        if isinstance(heads, AttentionParallel) and _is_hidden(module, heads):
+            heads = _HIDDEN
         taken = {child for child, _ in module.named_children() if dot + child in self.what}
         if isinstance(heads, AttentionParallel):
             taken = _layers(heads)
@@ -92,6 +95,8 @@ class _Modules:
         elif isinstance(heads, str):
             return self._leave(name, module, heads)
         features = feed_forward(module, taken)
+        if isinstance(features, FeedForwardParallel) and _is_hidden(module, features):
+            features = _HIDDEN
         if isinstance(features, FeedForwardParallel):
             taken |= _layers(features)
             width = sizes_of("", module.get_submodule(features.output))[0]
@@ -128,6 +133,13 @@ class _Modules:
             self.what[name] = ("whole", reason)
 
 
+_HIDDEN = "it has a forward pass of its own, and not its class's"
+
+
+def _is_hidden(module: nn.Module, style: AttentionParallel | FeedForwardParallel) -> bool:
+    return has_own_forward(module) or has_own_forward(module.get_submodule(style.inner))
+
+
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
@@ -136,6 +148,7 @@ def _used_by_themselves(model: nn.Module) -> set[int]:
     """Returns the ids of weights that a module computes with by itself, as in F.linear(x, self.embedding.weight)."""
     found = set()
     for module in model.modules():
+        found |= {id(p) for p in _own(module)} if has_own_forward(module) else set()
         names = {name for method in methods_of(module) if _computes(method) for name in method.weights}
         for inner in module.modules() if names else ():
             for name in names:

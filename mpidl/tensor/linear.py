@@ -21,7 +21,7 @@ from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
 from .assigned import keep_placements
-from .forward_wrapper import run_around
+from .forward_wrapper import has_own_forward, run_around
 from .functions import CutProduct, column_product, row_product
 from .local_elements import FeaturesHere, Part
 from .lora import adapters, base_of, is_adapted, variant_of
@@ -40,12 +40,12 @@ _KINDS: dict[str, tuple[bool, str, str]] = {
 def kind_of(layer: Any) -> tuple[bool, str, str] | None:
     """Returns the entry of a linear layer in _KINDS, also of a derived class; None for any other object.
 
-    A class with a forward pass of its own, as of quantized layers, is another object, and so is a layer whose weight is
-    computed, as by a parametrization. Adapters are looked through.
+    A class with a forward pass of its own, as of quantized layers, is another object, and so is a layer that has one in
+    the instance, or whose weight is computed, as by a parametrization. Adapters are looked through.
     """
-    layer = base_of(layer)
+    outer, layer = layer, base_of(layer)
     found = _entry_of(layer)
-    if found is None:
+    if found is None or has_own_forward(outer) or has_own_forward(layer):
         return None
     cls, entry = found
     if any(getattr(layer, name, None) is not layer._parameters.get(name) for name in ("weight", "bias")):
@@ -69,7 +69,7 @@ def sizes_of(name: str, layer: Any) -> tuple[int, int]:
     if kind is None:
         raise ConfigurationError(
             f"{name}: is a {type(layer).__name__}; needs a linear layer (torch.nn.Linear, Conv1D of transformers) "
-            "with a weight of its own"
+            "with a weight of its own and its class's forward pass"
         )
     variant = variant_of(layer)
     if variant is not None:

@@ -24,8 +24,6 @@ from .automatic import automatic_plan
 from .deferred import recorded_views
 from .dropout import drop_by_index
 from .input_check import refuse_different_models
-from .linear import kind_of
-from .lora import base_of
 from .plans import Found, Plan, matches
 from .ready_plans import PLANS, plan_for
 from .saving import refuse_to_save_parts, without_marks
@@ -168,8 +166,8 @@ def _refuse_ties(model: nn.Module, found: Found) -> None:
     """Raises ConfigurationError for a layer that no style knows, and whose weight another one has cut."""
     known = {id(inner) for _, module, _ in found for inner in module.modules()}
     for name, module in model.named_modules():
-        computes = isinstance(module, nn.Embedding) or kind_of(module) is not None
-        if computes and id(module) not in known and placement(base_of(module).weight).cut is not None:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and id(module) not in known and placement(weight).cut is not None:
             raise ConfigurationError(
                 f"plan: {name}: its weight is that of a layer which is cut over tp; needs a style of its own, such as "
                 "VocabParallel()"

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..compiling import uncompiled
 from ..errors import ConfigurationError
-from .forward_wrapper import run_around
+from .forward_wrapper import has_own_forward, run_around
 from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
 from .linear import begin_regions, make_column, make_row, sizes_of
 from .local_elements import FeaturesHere, Part
@@ -187,7 +187,7 @@ class Region:
 
     input: the argument that comes in pieces under sequence parallelism; memory: one that is always whole, such as what
     a decoder attends to. copies: whether the region's own layers do not begin it by themselves. part: what this rank
-    computes of it.
+    computes of it. Raises ConfigurationError for a module whose forward pass is not its class's.
     """
 
     def __init__(
@@ -201,6 +201,11 @@ class Region:
         copies: bool,
         part: Part,
     ) -> None:
+        if has_own_forward(module):
+            raise ConfigurationError(
+                f"plan: {name}: has a forward pass of its own in the {type(module).__name__} itself, which would hide "
+                "the cut; needs its class's"
+            )
         self._tp, self._copies, self._part = tp, copies, part
         tp.regions.append(name)
         self._dropouts = Dropouts(module)

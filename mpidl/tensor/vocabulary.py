@@ -18,6 +18,7 @@ from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
 from .assigned import keep_placements
 from .communication import TensorGroup
+from .forward_wrapper import has_own_forward
 from .functions import sum_of_region
 from .linear import cut_parameter, make_column, sizes_of
 from .saving import refuse_to_save_parts
@@ -32,6 +33,10 @@ def make_vocabulary(name: str, layer: nn.Module, tp: TensorParallel) -> None:
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
             raise ConfigurationError(
                 f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse needs all of its rows on a rank"
+            )
+        if has_own_forward(layer):
+            raise ConfigurationError(
+                f"{name}: has a forward pass of its own in the {type(layer).__name__} itself; needs its class's"
             )
         start, stop = run = run_of(layer.num_embeddings, tp.ranks, tp.rank)
         cut_parameter(layer.weight, 0, [run], tp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -579,3 +580,17 @@ class ByWeight(nn.Module):
 
 def test_an_embedding_whose_weight_is_used_by_itself_stays_whole() -> None:
     assert list(automatic_plan(ByWeight(), 2, sequence_parallel=False).plan) == ["block"]
+
+
+def test_a_module_with_a_forward_pass_of_its_own_stays_whole() -> None:
+    model = nn.Sequential(Scaled(), Scaled(), Crossing(), Crossing())
+    for at in ("0", "1.down", "2"):
+        module = model.get_submodule(at)
+        module.forward = MethodType(type(module).forward, module)
+    mpidl.activations.checkpoint_modules(model, lambda module: module is model[3])  # which hides nothing
+    made = automatic_plan(model, 2, sequence_parallel=False)
+    assert list(made.plan) == ["3"]
+    assert sum("has a forward pass of its own" in line for line in made.lines) == 1  # of one pattern of names
+    words = nn.Sequential(nn.Embedding(11, 6), Scaled())
+    words[0].forward = MethodType(nn.Embedding.forward, words[0])
+    assert list(automatic_plan(words, 2, sequence_parallel=False).plan) == ["1"]

@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -193,6 +194,29 @@ def test_a_linear_layer_with_a_forward_pass_of_its_own_is_refused(comm: Communic
         raised_on_every_rank(
             comm, ConfigurationError, "layers.0.0: is a Quantized", lambda: mpidl.parallelize(model, mesh, plan)
         )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    ("at", "plan", "match"),
+    [
+        ("layers.0", {"layers.*": FeedForwardParallel(inputs=("0",), output="2")}, "layers.0: has a forward pass"),
+        ("layers.0.0", {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}, "layers.0.0: is a Linear"),
+        ("layers.0.2", {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}, "layers.0.2: is a Linear"),
+        ("tokens", {"tokens": VocabParallel()}, "tokens: has a forward pass"),
+        ("output", {"tokens": VocabParallel()}, "output: its weight"),
+    ],
+)
+def test_a_forward_pass_of_an_instance_that_hides_the_cut_is_refused(
+    comm: Communicator, at: str, plan: Any, match: str
+) -> None:
+    """As programs patch modules: set beside the class's before the model is cut."""
+    model = Tiny(tied=True)
+    module = model.get_submodule(at)
+    module.forward = MethodType(type(module).forward, module)
+    with Mesh(tp=2, dp=1, comm=comm) as mesh:
+        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh, plan))
 
 
 @pytest.mark.mpi
