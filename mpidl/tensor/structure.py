@@ -285,11 +285,11 @@ def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
 
 
 def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segments: int) -> Recognised:
-    if isinstance(module, nn.Sequential):
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         names = [name for name, _ in module.named_children()]
         between = names[names.index(inputs[0]) + 1 : names.index(output)]
         mixing = next((name for name in between if _mixes(module, name)), None)
-        if names.index(output) < names.index(inputs[0]):
+        if names.index(output) < names.index(inputs[0]) or len(inputs) > 1:  # where each gets what the last one gives
             return None
         style = FeedForwardParallel(inputs, output, input="input")
         return style if mixing is None and segments == 1 else f"{mixing or inputs[0]} may compute on several features"
@@ -300,6 +300,8 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     reached = method.feeds.get(f"self.{output}", set()) >= {f"self.{name}()" for name in inputs}
     if not reached or len(calls) != len(inputs) + 1:
         return None
+    if any(f"self.{a}()" in method.feeds.get(f"self.{b}", ()) for a in inputs for b in inputs if a != b):
+        return None  # square layers one after the other
     between = method.between(calls[0], calls[-1])
     cuts = re.search(_CUTS, method.text) if segments == 1 else None
     mixing = next((name for name in between if _mixes(module, name)), None if cuts is None else cuts.group())

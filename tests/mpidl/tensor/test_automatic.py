@@ -439,6 +439,26 @@ class Largest(Mixing):
         return self.down(h * (h >= h.kthvalue(3, -1, keepdim=True).values))
 
 
+class Chain(nn.Module):
+    """Three layers of one size, of which each gets what the one before gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(F.relu(self.b(F.relu(self.a(x)))))
+
+
+class Backwards(nn.Sequential):
+    """One whose modules run in the opposite order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
 class ShapeFirst(OtherNames):
     """An attention with a number of heads that is not known, in a shape that it makes beforehand."""
 
@@ -553,6 +573,9 @@ def parametrized() -> nn.Module:
         Separate(),
         nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)),
         nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 6)),
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+        Chain(),
+        Backwards(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
         nn.TransformerEncoderLayer(8, 2),
         nn.MultiheadAttention(8, 2),
         nn.Linear(3, 3),
