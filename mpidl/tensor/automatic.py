@@ -148,8 +148,15 @@ def _used_by_themselves(model: nn.Module) -> set[int]:
     """Returns the ids of weights that a module computes with by itself, as in F.linear(x, self.embedding.weight)."""
     found = set()
     for module in model.modules():
-        found |= {id(p) for p in _own(module)} if has_own_forward(module) else set()
-        names = {name for method in methods_of(module) if _computes(method) for name in method.weights}
+        methods = [method for method in methods_of(module) if _computes(method)]
+        if isinstance(module, nn.Embedding):
+            own = any("self" in method.weights and method.name not in vars(nn.Embedding) for method in methods)
+        else:
+            own = kind_of(module) is None
+        found |= {id(p) for p in _own(module) if p.dim() > 1 and (own or has_own_forward(module))}
+        names = {name for method in methods for name in method.weights} - {"self"}
+        if "*" in names and kind_of(module) is None:
+            found |= {id(p) for inner in module.modules() for p in _own(inner)}
         for inner in module.modules() if names else ():
             for name in names:
                 weight = getattr(getattr(inner, name, None), "weight", None)
@@ -158,8 +165,10 @@ def _used_by_themselves(model: nn.Module) -> set[int]:
 
 
 def _computes(method: Method) -> bool:
-    """Tells whether a method may be of a forward pass, and not of construction, by its name."""
-    return re.match(r"_?(init|tie|reset|load|save|resize|set)_|_?get_(in|out)put_embeddings$", method.name) is None
+    """Tells whether a method may be of a forward pass, and not of construction, by its name and where it is written."""
+    names = r"_*(?:(?:init|tie|reset|load|save|resize|set)_|initiali[sz]e|get_(?:in|out)put_embeddings$)"
+    of_library = method.written_in == "transformers.modeling_utils" or method.written_in.startswith("peft.")
+    return not of_library and re.match(names, method.name) is None
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -26,8 +26,9 @@ class Method:
     calls: functions in the order in which they are evaluated, as written, such as "self.act". feeds: by function, what
     may be in the first argument of a call of it: arguments of the method, and results as "self.act()". direct: by
     function, the arguments of the method that are given to it as they came, and "" for anything else. uses: how often
-    each argument is read as it came. weights: modules whose weight the method itself computes with, by
-    their last names. tree: the method's syntax.
+    each argument is read as it came. weights: modules whose weight the method itself computes with, by their last
+    names, "self" for its own; "*" for one that a variable holds or a call returns. tree: the method's syntax.
+    written_in: the module of the class that has it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     uses: dict[str, int] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     tree: ast.FunctionDef | None = None
+    written_in: str = ""
 
     def between(self, first: str, last: str) -> list[str]:
         """Lists the functions that are called after `first` and before `last`, each by its last name."""
@@ -86,13 +88,14 @@ def _methods(cls: type) -> list[Method]:
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
         for node in body:
             if isinstance(node, ast.FunctionDef) and node.name != "__init__":
-                found.setdefault(node.name, _read(node))
+                found.setdefault(node.name, _read(node, base.__module__))
     return sorted(found.values(), key=lambda method: method.name != "forward")
 
 
-def _read(node: ast.FunctionDef) -> Method:
+def _read(node: ast.FunctionDef, written_in: str) -> Method:
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    method = Method(node.name, ast.unparse(node), [name for name in names if name != "self"], tree=node)
+    method = Method(node.name, ast.unparse(node), [name for name in names if name != "self"])
+    method.tree, method.written_in = node, written_in
     _Reader(method).visit_body(node.body)
     return method
 
@@ -159,8 +162,8 @@ class _Reader(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Leaves out what no gradient comes from; notes a module whose weight is read."""
         if node.attr not in _NUMBERS:
-            if node.attr == "weight" and isinstance(node.value, ast.Attribute):
-                self._method.weights.add(node.value.attr)
+            if node.attr == "weight":
+                self._method.weights.add(_last_name(node.value))
             self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -188,6 +191,15 @@ class _Reader(ast.NodeVisitor):
         children = [node.body, node.orelse] if isinstance(node, ast.IfExp) else ast.iter_child_nodes(node)
         called = {f"{ast.unparse(node.func)}()"} if isinstance(node, ast.Call) else set()
         return called.union(*(self._held(child) for child in children))
+
+
+def _last_name(node: ast.expr) -> str:
+    """Returns the last name of an attribute, a key, or "self"; "*" where none is written out."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return str(node.slice.value)
+    if isinstance(node, ast.Name) and node.id == "self":
+        return "self"
+    return node.attr if isinstance(node, ast.Attribute) else "*"
 
 
 class _Follower:

@@ -601,8 +601,67 @@ class ByWeight(nn.Module):
         return self.get_logits(self.block(self.embedding(tokens)))
 
 
-def test_an_embedding_whose_weight_is_used_by_itself_stays_whole() -> None:
-    assert list(automatic_plan(ByWeight(), 2, sequence_parallel=False).plan) == ["block"]
+class ByKey(ByWeight):
+    """One that has the embedding in a dictionary of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"table": self.embedding})
+
+    def get_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.parts["table"].weight)
+
+
+class ByVariable(ByWeight):
+    """One that has it in a variable."""
+
+    def get_logits(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.embedding
+        return x @ table.weight.T
+
+
+class ByCall(ByWeight):
+    """One that gets it from a method."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.get_input_embeddings().weight)
+
+
+class ByParameter(ByWeight):
+    """One that has the weight as a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = self.embedding.weight
+
+    def get_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.scores)
+
+
+class Table(nn.Embedding):
+    """An embedding that scores its rows."""
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class ByMethod(ByWeight):
+    """One that gets its logits from the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Table(11, 6)
+
+    def get_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embedding.scores(x)
+
+
+@pytest.mark.parametrize("model", [ByWeight, ByKey, ByVariable, ByCall, ByParameter, ByMethod])
+def test_an_embedding_whose_weight_is_used_by_itself_stays_whole(model: Callable[[], nn.Module]) -> None:
+    assert list(automatic_plan(model(), 2, sequence_parallel=False).plan) == ["block"]
 
 
 def test_a_module_with_a_forward_pass_of_its_own_stays_whole() -> None:
