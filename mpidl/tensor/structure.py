@@ -9,7 +9,9 @@ A function here returns a style; a reason, as text, for a module that looks like
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -223,17 +225,53 @@ class _Attention:
 
 
 def _layout(method: Method, fused: str) -> str:
-    """Tells how queries, keys and values lie in a fused weight: "in a row", "by head", or "" if it is not clear."""
-    text = method.text
-    assigned = re.search(rf"^\s*(\w+) = self\.{fused}\(", text, re.MULTILINE)
-    variable = rf"(?:self\.{fused}\([^\n]*?\)" + (rf"|\b{assigned.group(1)})" if assigned else ")")
-    if re.search(rf"{variable}\.(?:chunk\(3|split\()|{variable}\[\.\.\., ", text):
-        reshaped = re.search(rf"{variable}\.(?:view|reshape|unflatten)\(", text)
-        if not reshaped:
-            return "in a row"
-    if re.search(rf"{variable}\.(?:view|reshape)\([^\n]*, 3, (?:self\.)?\w*heads", text):
+    """Tells how queries, keys and values lie in a fused weight: "in a row", "by head", or "" if it is not clear.
+
+    Methods tell of what the layer returns, and of variables that hold this: another function may lay it out anew.
+    """
+    assert method.tree is not None
+    nodes = list(ast.walk(method.tree))
+    stores = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    values: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                values.setdefault(ast.unparse(target), []).append(node.value)
+
+    def is_it(node: ast.expr, names: Collection[str]) -> bool:
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func) == f"self.{fused}"
+        return isinstance(node, ast.Name) and node.id in names
+
+    def first(node: ast.expr) -> ast.expr:
+        """Returns x of x.view(...).transpose(1, 2)."""
+        while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not is_it(node, ()):
+            node = node.func.value
+        return node
+
+    held = [name for name, given in values.items() if len(given) == stores[name]]
+    plain = {name for name in held if all(is_it(value, ()) for value in values[name])}
+    shaped = {name for name in held if any(is_it(value, ()) for value in values[name])}
+    shaped = {name for name in shaped if all(is_it(first(value), (name,)) for value in values[name])}
+    calls = [
+        (node.func.attr, node.func.value, ", ".join(map(ast.unparse, node.args)))
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    shapes = [(name, to) for name, x, to in calls if name in ("view", "reshape", "unflatten") and is_it(x, shaped)]
+    in_three = any(is_it(x, plain) and (name == "split" or (name, to[:1]) == ("chunk", "3")) for name, x, to in calls)
+    sliced = any(
+        isinstance(node, ast.Subscript)
+        and is_it(node.value, plain)
+        and isinstance(node.slice, ast.Tuple)
+        and ast.unparse(node.slice.elts[0]) == "..."
+        for node in nodes
+    )
+    if (in_three or sliced) and not shapes:
         return "in a row"
-    if re.search(r"heads, 3\b", text) or re.search(r"-1, 3 \* self\.\w+\)", text):
+    if any(name != "unflatten" and re.search(r", 3, (?:self\.)?\w*heads", to) for name, to in shapes):
+        return "in a row"
+    if shapes and re.search(r"heads, 3\b|-1, 3 \* self\.\w+\)", method.text):
         return "by head"
     return ""
 

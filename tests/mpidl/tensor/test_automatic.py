@@ -439,6 +439,43 @@ class Largest(Mixing):
         return self.down(h * (h >= h.kthvalue(3, -1, keepdim=True).values))
 
 
+def by_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[batch, time, heads * any] -> [batch, heads, time, any], as einops writes it."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class FusedByHeads(nn.Module):
+    """An attention whose fused weight another function lays out by heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = by_heads(self.qkv(x), self.heads).chunk(3, dim=-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class LaidOutAnew(FusedByHeads):
+    """One that keeps the result under the same name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x)
+        qkv = by_heads(qkv, self.heads)
+        q, k, v = qkv.chunk(3, dim=-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class FusedInARow(FusedByHeads):
+    """One whose queries, keys and values lie in a row, under one name after another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x)
+        qkv = qkv.reshape(x.shape[0], x.shape[1], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Chain(nn.Module):
     """Three layers of one size, of which each gets what the one before gives."""
 
@@ -540,7 +577,7 @@ class Square(OtherNames):
 
 
 @pytest.mark.parametrize(
-    "model", [Scaled(), Square(), SlowButExact(), InPlace()], ids=lambda model: type(model).__name__
+    "model", [Scaled(), Square(), SlowButExact(), InPlace(), FusedInARow()], ids=lambda model: type(model).__name__
 )
 def test_what_is_nearly_another_is_cut(model: nn.Module) -> None:
     made = automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
@@ -575,6 +612,8 @@ def parametrized() -> nn.Module:
         nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 6)),
         nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
         Chain(),
+        FusedByHeads(),
+        LaidOutAnew(),
         Backwards(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
         nn.TransformerEncoderLayer(8, 2),
         nn.MultiheadAttention(8, 2),
