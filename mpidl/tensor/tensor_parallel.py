@@ -308,29 +308,57 @@ class Dropouts:
     """Tells whether modules draw random numbers: whether any of their probabilities of dropout is above 0.
 
     It looks at numbers of the modules, and of objects and dictionaries such as a config that these refer to, and for
-    calls of a function with a probability as a literal.
+    calls of a dropout function in their sources: at the number that an attribute, such as self.config.attention.rate,
+    has there. One with a literal draws, and so does one of which nothing is known; and what draws other numbers.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
         self._rates: list[tuple[Any, str]] = []
+        self._noted: set[tuple[int, str]] = set()
         self._in_source = False
-        seen: set[int] = set()
+        seen: dict[int, bool] = {}  # settings, and whether they have a rate
         for module in (inner for root in modules for inner in root.modules()):
-            self._look_at(module, vars(module))
-            self._in_source |= _has_literal_dropout(module)
+            known = self._look_at(module, vars(module))
             for value in vars(module).values():
                 if isinstance(value, dict) and not isinstance(value, OrderedDict):
-                    self._look_at(value, value)
-                if _holds_settings(value) and id(value) not in seen:
-                    seen.add(id(value))
-                    self._look_at(value, vars(value))
+                    known |= self._look_at(value, value)
+                if _holds_settings(value):
+                    if id(value) not in seen:
+                        seen[id(value)] = self._look_at(value, vars(value))
+                    known |= seen[id(value)]
+            draws, maybe, paths = _rates_in_source(module)
+            for path in paths:
+                if self._follow(module, path):
+                    known = True
+                else:
+                    maybe = True
+            self._in_source |= draws or (maybe and not known)
 
-    def _look_at(self, owner: Any, held: Mapping[Any, Any]) -> None:
-        self._rates += [
-            (owner, name)
+    def _look_at(self, owner: Any, held: Mapping[Any, Any]) -> bool:
+        """Notes what looks like a rate; tells whether there is any."""
+        found = [
+            name
             for name, value in held.items()
             if isinstance(name, str) and isinstance(value, (int, float)) and ("drop" in name or name == "p")
         ]
+        for name in found:
+            self._note(owner, name)
+        return bool(found)
+
+    def _follow(self, owner: Any, path: str) -> bool:
+        """Notes the rate that a path of attributes leads to; tells whether there is one."""
+        *parts, last = path.split(".")
+        for part in parts:
+            owner = getattr(owner, part, None)
+        value = getattr(owner, last, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):  # self.training is a factor of some
+            self._note(owner, last)
+        return isinstance(value, (int, float))
+
+    def _note(self, owner: Any, name: str) -> None:
+        if (id(owner), name) not in self._noted:
+            self._noted.add((id(owner), name))
+            self._rates.append((owner, name))
 
     def __bool__(self) -> bool:
         if self._in_source:
@@ -341,26 +369,77 @@ class Dropouts:
         return any(isinstance(rate, (int, float)) and rate > 0.0 for rate in rates)
 
 
-def _has_literal_dropout(module: nn.Module) -> bool:
-    """Tells whether a method of the module calls a dropout function with a number above 0 as its probability."""
-    own = () if type(module).__module__.startswith("torch.") else methods_of(module)
-    return any(_calls_dropout(method.text) for method in own)
+_DROPOUT = re.compile(r"(?:^|\.)(?:\w+_)?dropout(?:[123]d)?_?$")
+_RANDOM = re.compile(
+    r"(?:^|\.)(?:rand\w*|(?:bernoulli|normal|uniform|exponential|poisson|rrelu)_?|multinomial|gumbel_softmax)$"
+)
+
+
+def _rates_in_source(module: nn.Module) -> tuple[bool, bool, set[str]]:
+    """Reads a module's methods for calls of dropout functions and of others that draw random numbers.
+
+    Returns whether one draws whatever the settings are, whether one has a rate that is not known, and the paths of
+    attributes that are rates.
+    """
+    if type(module).__module__.startswith("torch."):
+        return isinstance(module, nn.RReLU), False, set()
+    methods = methods_of(module)
+    found = [_dropouts_in(method.text) for method in methods]
+    running: set[str] = set()
+    calls = ["self.forward"]
+    while not running.issuperset(calls):  # with what it calls, and what that calls
+        running.update(calls)
+        calls = [call for method in methods if f"self.{method.name}" in running for call in method.calls]
+    draws = any(_RANDOM.search(call) is not None for call in calls if not call.startswith("self."))
+    return (
+        draws or any(literal for literal, _, _ in found),
+        any(unknown for _, unknown, _ in found),
+        {path for _, _, paths in found for path in paths},
+    )
 
 
 @cache
-def _calls_dropout(text: str) -> bool:
-    return any(_is_dropout(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+def _dropouts_in(text: str) -> tuple[bool, bool, frozenset[str]]:
+    """Reads a method: whether a literal rate is above 0, whether one is not known, and paths of attributes for others.
+
+    text: of the method.
+    """
+    tree = ast.parse(text)
+    values: dict[str, list[ast.expr]] = {}  # of variables
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values.setdefault(node.targets[0].id, []).append(node.value)
+    literal = unknown = False
+    paths: set[str] = set()
+    left = [rate for node in ast.walk(tree) if isinstance(node, ast.Call) for rate in _rates_of(node)]
+    while left:
+        rate = left.pop()
+        if isinstance(rate, ast.Constant):
+            literal |= bool(rate.value)
+        elif isinstance(rate, ast.IfExp):
+            left += [rate.body, rate.orelse]
+        elif isinstance(rate, ast.BinOp):
+            left += [side for side in (rate.left, rate.right) if not isinstance(side, ast.Constant)]
+        elif isinstance(rate, ast.Attribute) and re.fullmatch(r"self(?:\.\w+)+", path := ast.unparse(rate)):
+            paths.add(path.removeprefix("self."))
+        elif isinstance(rate, ast.Name) and rate.id in values:
+            left += values[rate.id]
+            values[rate.id] = []  # a second time it adds nothing
+        else:
+            unknown = True
+    return literal, unknown, frozenset(paths)
 
 
-def _is_dropout(call: ast.Call) -> bool:
+def _rates_of(call: ast.Call) -> list[ast.expr]:
+    """Returns the probability that a call of a dropout function, or of an attention, is given."""
     name = ast.unparse(call.func)
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    if "dropout_p" in given:  # of scaled_dot_product_attention
-        return any(isinstance(node, ast.Constant) and node.value for node in ast.walk(given["dropout_p"]))
-    if name.startswith("self.") or re.search(r"(?:^|\.)(?:\w+_)?dropout(?:[123]d)?_?$", name) is None:
-        return False
-    probability = given.get("p", call.args[1] if len(call.args) > 1 else None)
-    return probability is None or (isinstance(probability, ast.Constant) and bool(probability.value))
+    for keyword in ("dropout_p", "dropout"):  # of scaled_dot_product_attention, and of attentions of transformers
+        if keyword in given:
+            return [given[keyword]]
+    if name.startswith("self.") or _DROPOUT.search(name) is None:
+        return []
+    return [given.get("p", call.args[1] if len(call.args) > 1 else ast.Constant(0.5))]
 
 
 def _holds_settings(value: Any) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mpidl import Mesh, TrainingError
 from mpidl.checkpoint import load, save
 from mpidl.job.objects import all_gather_object
 from mpidl.models import gpt2
+from mpidl.tensor.tensor_parallel import Dropouts
 from tests.mpidl.tensor.reference import all_in_float64, loss_of, tokens, train
 from tests.mpidl.tensor.with_dropout import REGIONS_OF_LAYERS, build, seeded
 
@@ -344,6 +346,70 @@ def test_a_rate_is_seen_wherever_it_is(comm: Communicator, where: str) -> None:
         model = mpidl.parallelize(nn.Sequential(network), mesh, {"0": style})
         model(torch.ones(64, 4))
         assert _states_agree(comm)
+
+
+class Configured(nn.Module):
+    """A network whose rate of dropout its settings have."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.settings, self.up, self.down = settings, nn.Linear(4, 13), nn.Linear(13, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.changed(self.up(x)))  # type: ignore[no-any-return]
+
+    def changed(self, h: torch.Tensor) -> torch.Tensor:
+        return F.dropout(h, self.settings.rate, self.training)
+
+
+class Nested(Configured):
+    def changed(self, h: torch.Tensor) -> torch.Tensor:
+        rate = self.settings.features.rate if self.training else 0.0
+        return F.dropout(h, p=rate)
+
+
+class AsArgument(Configured):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.dropped(self.up(x), *self.settings))  # type: ignore[no-any-return]
+
+    def dropped(self, h: torch.Tensor, rate: float) -> torch.Tensor:
+        return F.dropout(h, rate, self.training)
+
+
+class Noisy(Configured):
+    def changed(self, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.randn_like(h)
+
+
+class Written(Configured):
+    def changed(self, h: torch.Tensor) -> torch.Tensor:
+        return h.relu()
+
+    def sample(self) -> torch.Tensor:
+        return torch.rand(3)
+
+
+@dataclass(slots=True)
+class Slots:
+    rate: float
+
+
+class Rates(NamedTuple):
+    rate: float
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_may_draw_random_numbers_is_found() -> None:
+    slots, features = Slots(0.5), SimpleNamespace(rate=0.5)
+    drawing = [Configured(slots), Configured(Rates(0.5)), Nested(SimpleNamespace(features=features))]
+    for network in (*drawing, AsArgument([0.0]), Noisy(None), nn.RReLU()):
+        assert Dropouts(nn.Sequential(network)), network
+    judged = Dropouts(nn.Sequential(drawing[0], drawing[2]))
+    for rate in (0.0, 0.1):
+        slots.rate = features.rate = rate
+        assert bool(judged) == (rate > 0.0)
+    for network in (Configured(Slots(0.0)), Configured(Rates(0.0)), Written(None), nn.ReLU()):
+        assert not Dropouts(nn.Sequential(network)), network
 
 
 @pytest.mark.ranks(2, 3, 4)
