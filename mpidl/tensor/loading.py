@@ -83,7 +83,8 @@ def _fill_buffers(model: nn.Module, files: ModelFiles, tp: TensorParallel | None
     for module, owner in _owners(model, set(left)):
         owner._init_weights(module)
     for t, name in left.items():
-        if bool(t.isnan().any() if t.is_floating_point() else (t == _unset(t)).any()):
+        unset = t.isnan() if t.is_floating_point() else t == _unset(t)
+        if bool(unset.all() if t.dtype == torch.bool else unset.any()):  # a mask has true ones that were computed
             raise ConfigurationError(
                 f"load_safetensors: {name} is on the meta device and in no file; needs a model that was built by "
                 "mpidl.deferred_init"
@@ -109,7 +110,7 @@ def _owners(model: nn.Module, wanted: set[torch.Tensor]) -> Iterator[tuple[nn.Mo
 
 
 def _unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor of values that no buffer has: NaN, or the least number; True of truth values."""
+    """Makes a tensor of values that no buffer has: NaN, or the least number; of truth values True."""
     if tensor.is_floating_point():
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
     least = True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

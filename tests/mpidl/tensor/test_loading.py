@@ -203,3 +203,29 @@ def test_a_buffer_that_nothing_computes_is_refused_by_name(comm: Communicator, f
         load_safetensors(mpidl.parallelize(deferred, mesh, {"layer": ColumnParallel()}), path)
         assert deferred.scale.tolist() == [2.0] * 6
         assert placement(deferred.layer.weight).cut is not None
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_a_mask_that_a_model_computes_is_there(comm: Communicator, folder: Path) -> None:
+    class Masked(nn.Module):
+        """Computes its mask as models of transformers do."""
+
+        def __init__(self, config: bool) -> None:
+            super().__init__()
+            self.config, self.layer = config, nn.Linear(4, 6)
+            self.register_buffer("causal", torch.ones(3, 3, dtype=torch.bool).tril(), persistent=False)
+
+        def _init_weights(self, module: Any) -> None:
+            if module is self and self.config:
+                self.causal.copy_(torch.ones(3, 3, dtype=torch.bool).tril())
+
+    path = written(comm, Masked(True), folder)
+    with torch.device("meta"):
+        model, other = Masked(True), Masked(False)
+    plan = {"layer": ColumnParallel()}
+    with Mesh(tp=2, dp=1, comm=comm) as mesh:
+        load_safetensors(mpidl.parallelize(model, mesh, plan), path)
+        assert model.causal.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+        mpidl.parallelize(other, mesh, plan)
+        match = "causal is on the meta device and in no file"
+        raised_alike(comm, ConfigurationError, match, lambda: load_safetensors(other, path))
