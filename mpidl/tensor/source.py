@@ -12,11 +12,14 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 
 from torch import nn
+
+# Attributes of a tensor that are no values of it.
+NUMBERS = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad", "is_cuda", "numel", "get_device")
 
 
 @dataclass
@@ -42,28 +45,12 @@ class Method:
     tree: ast.FunctionDef | None = None
     written_in: str = ""
 
-    def between(self, first: str, last: str) -> list[str]:
-        """Lists the functions that are called after `first` and before `last`, each by its last name."""
-        start = self.calls.index(first)
-        stop = len(self.calls) - 1 - self.calls[::-1].index(last)
-        return [call.rpartition(".")[2] for call in self.calls[start + 1 : stop]]
-
     def repeats(self, functions: Collection[str]) -> bool:
         """Tells whether a loop calls one of the functions, maybe with what it has returned before."""
         assert self.tree is not None
         loops = (node for node in ast.walk(self.tree) if isinstance(node, ast.For | ast.While))
         calls = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call))
         return any(ast.unparse(call.func) in functions for call in calls)
-
-    def leaks(self, module: nn.Module, sources: Collection[str], end: str) -> bool:
-        """Tells whether what `sources` return goes anywhere but into calls of `end`, as into a loss of its own.
-
-        module: of this class; branches that its settings rule out are not read.
-        """
-        assert self.tree is not None
-        follower = _Follower(module, sources, end)
-        follower.follow(self.tree.body)
-        return follower.leaks
 
 
 def methods_of(module: nn.Module) -> list[Method]:
@@ -75,6 +62,17 @@ def method_with(module: nn.Module, *children: str) -> Method | None:
     """Returns the method that calls all of these children of a module; None if there is none."""
     wanted = [f"self.{child}" for child in children]
     return next((method for method in methods_of(module) if all(name in method.calls for name in wanted)), None)
+
+
+def run_by(module: nn.Module, start: str = "forward") -> list[Method]:
+    """Lists the methods of a module that one of them runs, with that one."""
+    methods = methods_of(module)
+    running: set[str] = set()
+    calls = [f"self.{start}"]
+    while not running.issuperset(calls):
+        running.update(calls)
+        calls = [call for method in methods if f"self.{method.name}" in running for call in method.calls]
+    return [method for method in methods if f"self.{method.name}" in running]
 
 
 @cache
@@ -161,7 +159,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Leaves out what no gradient comes from; notes a module whose weight is read."""
-        if node.attr not in _NUMBERS:
+        if node.attr not in NUMBERS:
             if node.attr == "weight":
                 self._method.weights.add(_last_name(node.value))
             self.generic_visit(node)
@@ -184,7 +182,7 @@ class _Reader(ast.NodeVisitor):
 
     def _held(self, node: ast.AST) -> set[str]:
         """Returns the arguments that may be in an expression."""
-        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in _NUMBERS):
+        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in NUMBERS):
             return set()
         if isinstance(node, ast.Name):
             return self._holds.get(node.id, set())
@@ -200,77 +198,3 @@ def _last_name(node: ast.expr) -> str:
     if isinstance(node, ast.Name) and node.id == "self":
         return "self"
     return node.attr if isinstance(node, ast.Attribute) else "*"
-
-
-class _Follower:
-    """Follows what some functions return through a method's statements, up to the calls of one that ends it.
-
-    leaks: whether the method returns it, keeps it in an attribute, or gives it to a call whose result it does not use.
-    """
-
-    def __init__(self, module: nn.Module, sources: Collection[str], end: str) -> None:
-        self._module, self._sources, self._end = module, sources, end
-        self._variables: set[str] = set()
-        self.leaks = False
-
-    def follow(self, body: Iterable[ast.AST]) -> None:
-        """Reads statements in their order, a loop's body once."""
-        for node in body:
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                adds = isinstance(node, ast.AugAssign) and self._has(node.target)
-                self._give(targets, adds or (node.value is not None and self._has(node.value)))
-            elif isinstance(node, ast.Return | ast.Expr):
-                self.leaks |= node.value is not None and self._has(node.value) and not self._keeps(node.value)
-            elif isinstance(node, ast.If) and (taken := self._setting(node.test)) is not None:
-                self.follow(node.body if taken else node.orelse)
-            elif isinstance(node, ast.If | ast.For | ast.While):
-                if isinstance(node, ast.For):
-                    self._give([node.target], self._has(node.iter))
-                else:
-                    self.leaks |= self._has(node.test)  # ranks would go other ways
-                before = self._variables
-                self.follow(node.body)
-                after, self._variables = self._variables, before
-                self.follow(node.orelse)
-                self._variables = self._variables | after
-            else:
-                self.follow(ast.iter_child_nodes(node))
-
-    def _give(self, targets: Iterable[ast.expr], has: bool) -> None:
-        for target in targets:
-            if isinstance(target, ast.Tuple | ast.List):
-                self._give(target.elts, has)
-            elif isinstance(target, ast.Name):
-                self._variables = self._variables | {target.id} if has else self._variables - {target.id}
-            else:
-                self.leaks |= has
-
-    def _keeps(self, call: ast.expr) -> bool:
-        """Tells whether a call changes a variable in place, as `h.relu_()`, or only checks it."""
-        name = call.func if isinstance(call, ast.Call) else None
-        in_place = isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.attr.endswith("_")
-        return in_place or (name is not None and ast.unparse(name) in ("torch._assert", "torch._check"))
-
-    def _setting(self, test: ast.expr) -> bool | None:
-        """Returns the value of a condition on attributes of the module alone; None for any other one."""
-        names = {leaf.id for leaf in ast.walk(test) if isinstance(leaf, ast.Name)}
-        mode = any(isinstance(leaf, ast.Attribute) and leaf.attr == "training" for leaf in ast.walk(test))
-        if names != {"self"} or mode or any(isinstance(leaf, ast.Call) for leaf in ast.walk(test)):
-            return None
-        try:
-            return bool(eval(ast.unparse(test), {"__builtins__": {}}, {"self": self._module}))
-        except Exception:  # what it reads may not be there yet
-            return None
-
-    def _has(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in (self._end, *self._sources):
-            return ast.unparse(node.func) != self._end
-        if isinstance(node, ast.Name):
-            return node.id in self._variables
-        if isinstance(node, ast.Attribute) and node.attr in _NUMBERS:
-            return False
-        return any(self._has(child) for child in ast.iter_child_nodes(node))
-
-
-_NUMBERS = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad", "is_cuda", "numel", "get_device")

@@ -4,6 +4,9 @@
                    that takes the heads' values; the number of heads is an attribute, or follows from the width of one
     feed-forward   linear layers from one width to a second, one back, and in between what acts on single features
 
+What comes between layers is followed through the source (`flow`), and each operation has to be a known one: of single
+features, or of single heads.
+
 A function here returns a style; a reason, as text, for a module that looks like one and cannot be cut; or None.
 """
 
@@ -12,11 +15,14 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from .flow import Flow, follow
+from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
 from .source import Method, method_with, methods_of
@@ -31,14 +37,32 @@ _WIDTHS = ("head_dim", "head_size", "head_width", "attention_head_size", "d_head
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "key_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups")
 _MASKS = ("bias", "masked_bias", "mask", "causal_mask", "tril")
-_MIXES = re.compile(
-    "softmax|norm|mean|sum$|max$|min$|topk|sort|matmul|bmm|einsum|conv|roll|flip|pool|fft|"
-    "^(?:std|var|median|quantile|kthvalue|logsumexp|gather|cumsum|cumprod)",
-    re.I,
-)
-_CUTS = r"\.(?:chunk|split|unbind|cat|concat|unflatten)\([^\n]*(?:-1|\b2)\)"  # of features, not gate and values
 _SHAPES = "(?:view|reshape|unflatten|expand|repeat|split|rearrange)"
 
+# Functions and methods that act on single elements, by their last names without "_" at the end.
+_ON_ELEMENTS = re.compile(
+    r"(?!\w*(?:norm|mean|max|sum|pool|conv|att|mix|cat))(?:\w+_)?(?:relu6?|gelu|silu|swish|mish|sigmoid|tanh|[sc]?elu)(?:_\w+)?|"
+    r"log_?sigmoid|hard(?:tanh|swish|sigmoid|shrink)|soft(?:plus|sign|shrink)|tanhshrink|threshold|rrelu|"
+    r"(?:alpha_)?dropout|square|pow|r?sqrt|exp2?|expm1|log(?:1p|2|10)?|sin|cos|erf|abs|neg|sign|reciprocal|"
+    r"mul(?:tiply)?|add|sub|div(?:ide)?|addc(?:mul|div)|lerp|m(?:ax|in)imum|clamp(?:_m(?:ax|in))?|clip|where|"
+    r"masked_fill|nan_to_num|float|half|double|bfloat16|to|type(?:_as)?|contiguous|clone|detach|"
+    r"(?:zeros|ones|empty|full)_like|is(?:finite|nan|inf)"
+)
+_MODULES_ON_ELEMENTS = (  # of torch
+    "Identity", "Dropout", "AlphaDropout", "ReLU", "ReLU6", "GELU", "SiLU", "Mish", "Sigmoid", "LogSigmoid", "Tanh",
+    "ELU", "SELU", "CELU", "LeakyReLU", "RReLU", "Hardtanh", "Hardswish", "Hardsigmoid", "Hardshrink", "Softplus",
+    "Softsign", "Softshrink", "Tanhshrink", "Threshold",
+)  # fmt: skip
+
+# Functions and methods that keep heads apart: shapes, products, attentions, rotary positions, caches of keys.
+_ON_HEADS = re.compile(
+    r"view(?:_as)?|reshape|(?:un)?flatten|transpose|permute|movedim|swap(?:axes|dims)|(?:un)?squeeze|expand(?:_as)?|"
+    r"repeat\w*|rearrange|chunk|split|unbind|cat|concat|stack|size|numel|matmul|bmm|baddbmm|einsum|"
+    r"(?:log_|_safe_)?softmax|tril|triu|update|copy|masked_\w+|"
+    r"(?!\w*(?:norm|mean|pool|conv))\w*(?:attention|attn|rotary|rope|rotate|heads)\w*"
+)
+
+Judge = Callable[[nn.Module, ast.expr], bool]  # of an expression in a module's source
 Recognised = AttentionParallel | FeedForwardParallel | str | None
 
 
@@ -60,7 +84,11 @@ def attention(module: nn.Module, ranks: int) -> Recognised:
         for name, child in module.named_children():
             found = _Attention.of(child, name, "output.dense", output_layer)
             if found is not None:
-                return found.style(ranks)
+                style = found.style(ranks)
+                if not isinstance(style, AttentionParallel):
+                    return style
+                flow = _into_output(module, (f"self.{name}",), found.on_heads)
+                return f"{flow.unknown} may compute on several heads" if flow.unknown else style
     found = _Attention.of(module, "", "", None)
     return None if found is None else found.style(ranks)
 
@@ -72,6 +100,7 @@ class _Attention:
         self.at, self.inner, self.single, self.fused, self.output = at, inner, single, fused, output
         self.layers = (fused,) if fused else single
         self.joined = sizes_of(output, joins)[0]
+        self.width, self.numbers = 0, set[int]()  # of a head; what may be numbers of heads, or of all their elements
         self.method = method_with(at, *self.layers, *(() if inner else (output,)))
 
     @classmethod
@@ -118,7 +147,9 @@ class _Attention:
             keys, width = key // (query // heads), query // heads
             if heads % keys or value % keys or value // keys != self.joined // heads:
                 return "values are not of as many heads as keys"
-        return self._others(heads, keys, width) or self._by_width() or self._made(heads, keys, width, interleaved)
+        self.width, self.numbers = width, {heads, keys, heads * width, keys * width}
+        reason = self._others(heads, keys, width) or self._by_width() or self._mixing()
+        return reason or self._made(heads, keys, width, interleaved)
 
     def _heads(self) -> int | None:
         for owner in (self.at, getattr(self.at, "config", None)):
@@ -164,6 +195,39 @@ class _Attention:
             if name != "_" and len(re.findall(rf"\b{name}\b", text)) > 1:
                 return f"its source goes by {name}, the width of its input"
         return None
+
+    def _mixing(self) -> str | None:
+        """Returns a reason to leave the module whole for what it does with its heads."""
+        assert self.method is not None
+        layers = [f"self.{name}" for name in self.layers]
+        end = "" if self.inner else f"self.{self.output}"
+        flow = follow(self.method, self.at, layers, end, partial(self.on_heads, self.at))
+        return f"{flow.unknown} may compute on several heads" if flow.unknown else None
+
+    def on_heads(self, module: nn.Module, node: ast.expr, deep: int = 4) -> bool:
+        """Tells whether an expression keeps heads apart. deep: how many methods may lie in each other."""
+        if not isinstance(node, ast.Call):
+            return not isinstance(node, ast.Lambda)
+        called = _called(module, node)
+        if isinstance(called, str):
+            across = called.endswith("softmax") and _dim_of(node) in (0, 1, -3)
+            return not across and any(names.fullmatch(called.rstrip("_")) for names in (_ON_ELEMENTS, _ON_HEADS))
+        if isinstance(called, nn.Module):
+            if has_own_forward(called):
+                return False
+            if any(True for _ in called.parameters()):
+                return "norm" in type(called).__name__.lower()  # of single heads, as `_others` has seen
+            if type(called).__module__.startswith("torch.nn.modules."):
+                if isinstance(called, nn.Softmax):
+                    return called.dim not in (0, 1, -3)
+                of_head = tuple(getattr(called, "normalized_shape", ())) == (self.width,)
+                return of_head or type(called).__name__ in _MODULES_ON_ELEMENTS
+            text = "\n".join(method.text for method in methods_of(called))
+            own = [name for name, value in vars(called).items() if _is_number(value) and value in self.numbers]
+            if any(re.search(rf"\bself\.{name}\b", text) for name in own):  # it has the number of all heads
+                return False
+        flow = _flow_in(called, module, partial(self.on_heads, deep=deep - 1)) if deep else Flow(unknown="...")
+        return not flow.unknown
 
     def _made(self, heads: int, keys: int, width: int, interleaved: bool) -> Recognised:
         assert self.method is not None
@@ -305,6 +369,11 @@ def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
     inside, output_layer = (getattr(getattr(module, name, None), "dense", None) for name in ("intermediate", "output"))
     there = kind_of(inside) is not None and kind_of(output_layer) is not None
     if there and sizes_of("", inside) == sizes_of("", output_layer)[::-1]:
+        flow = _into_output(module, ("self.intermediate", "self.intermediate['dense']"), _on_features)
+        if not isinstance(module.intermediate, nn.ModuleDict) and not flow.unknown:
+            flow = _flow_in(module.intermediate, module, _on_features, sources=("self.dense",))  # type: ignore[arg-type]
+        if flow.unknown or flow.leaks:
+            return f"{flow.unknown or 'intermediate'} may compute on several features"
         return FeedForwardParallel(("intermediate.dense",), "output.dense", inner="intermediate.dense")
     layers = {name: layer for name, layer in linear_children(module).items() if name not in taken}
     for output in reversed(layers):
@@ -326,7 +395,7 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         names = [name for name, _ in module.named_children()]
         between = names[names.index(inputs[0]) + 1 : names.index(output)]
-        mixing = next((name for name in between if _mixes(module, name)), None)
+        mixing = next((name for name in between if not _module_on_features(getattr(module, name))), None)
         if names.index(output) < names.index(inputs[0]) or len(inputs) > 1:  # where each gets what the last one gives
             return None
         style = FeedForwardParallel(inputs, output, input="input")
@@ -340,12 +409,11 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
         return None
     if any(f"self.{a}()" in method.feeds.get(f"self.{b}", ()) for a in inputs for b in inputs if a != b):
         return None  # square layers one after the other
-    between = method.between(calls[0], calls[-1])
-    cuts = re.search(_CUTS, method.text) if segments == 1 else None
-    mixing = next((name for name in between if _mixes(module, name)), None if cuts is None else cuts.group())
-    if mixing is not None or " @ " in method.text:
-        return f"{mixing or '@'} may compute on several features"
-    if method.leaks(module, [f"self.{name}" for name in inputs], f"self.{output}"):
+    judge = partial(_on_features, module, halves=segments == 2)
+    flow = follow(method, module, [f"self.{name}" for name in inputs], f"self.{output}", judge)
+    if flow.unknown:
+        return f"{flow.unknown} may compute on several features"
+    if flow.leaks:
         return f"its features go elsewhere than into {output}"
     children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
     more = children > {*inputs, output}
@@ -358,10 +426,90 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
     return FeedForwardParallel(inputs, output, segments=segments, inner=inner, each=each, input=method.arguments[0])
 
 
-def _mixes(module: nn.Module, name: str) -> bool:
-    """Tells if what a module calls by this name may look at several features at once."""
-    child = getattr(module, name, None)
-    if not isinstance(child, nn.Module):
-        return _MIXES.search(name) is not None
-    weighs = kind_of(child) is None and any(True for _ in child.parameters())
-    return weighs or _MIXES.search(type(child).__name__) is not None
+def _on_features(module: nn.Module, node: ast.expr, halves: bool = False, deep: int = 4) -> bool:
+    """Tells whether an expression acts on single features. halves: they lie in two, a gate's and what it gates."""
+    if isinstance(node, ast.Subscript):
+        return halves and isinstance(node.value, ast.Call) and _called(module, node.value) == "chunk"
+    if not isinstance(node, ast.Call):
+        return False
+    called = _called(module, node)
+    if isinstance(called, nn.Module):
+        return _module_on_features(called, halves, deep)
+    if isinstance(called, str):
+        return _ON_ELEMENTS.fullmatch(called.rstrip("_")) is not None or (halves and called in ("chunk", "glu"))
+    flow = _flow_in(called, module, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
+    return not (flow.unknown or flow.leaks)
+
+
+def _module_on_features(child: nn.Module, halves: bool = False, deep: int = 4) -> bool:
+    """Tells whether a module acts on single features: one of torch's that does, or one whose source shows it."""
+    if has_own_forward(child) or any(True for _ in child.parameters()):
+        return False
+    if type(child) is nn.Sequential:
+        return all(_module_on_features(inner, halves, deep) for inner in child)
+    if type(child).__module__.startswith("torch.nn.modules."):
+        return type(child).__name__ in _MODULES_ON_ELEMENTS or (halves and isinstance(child, nn.GLU))
+    flow = _flow_in(child, child, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
+    return not (flow.unknown or flow.leaks)
+
+
+# ---- what a source calls -------------------------------------------------------------------------------------------
+
+
+def _called(module: nn.Module, call: ast.Call) -> nn.Module | Method | str:
+    """Returns what a call in a module's source calls: a module, a method of its own, or a function, by its name."""
+    text = ast.unparse(call.func)
+    if re.fullmatch(r"self(?:\.\w+)+", text):
+        found: Any = module
+        for name in text.split(".")[1:]:
+            found = getattr(found, name, None)
+        while isinstance(found, partial):
+            found = found.func
+        if isinstance(found, nn.Module):
+            return found
+        last = getattr(found, "__name__", "")
+        own = text.count(".") == 1 and getattr(found, "__self__", module) is module
+        return next((method for method in methods_of(module) if own and method.name == last), last)
+    if text.endswith(".apply"):  # of a torch.autograd.Function
+        return text.split(".")[-2].lower().removesuffix("function")
+    return text.rpartition(".")[2] if isinstance(call.func, ast.Attribute | ast.Name) else ""
+
+
+def _dim_of(call: ast.Call) -> Any:
+    """Returns the dimension that a call of softmax names; None if it is not written out."""
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "dim"] or call.args[-1:]
+    try:
+        return ast.literal_eval(given[0])
+    except (ValueError, IndexError):
+        return None
+
+
+def _flow_in(
+    called: nn.Module | Method, module: nn.Module, judge: Judge, *, sources: Collection[str] = (), end: str = ""
+) -> Flow:
+    """Follows values through a module's forward pass, or through a method of `module`, from its arguments.
+
+    sources: functions inside that return them, in place of the arguments. end: the one that takes them, from the first
+    argument on.
+    """
+    method: Method | None
+    if isinstance(called, nn.Module):
+        module, method = called, next((method for method in methods_of(called) if method.name == "forward"), None)
+        if method is None or has_own_forward(called):
+            return Flow(unknown=type(called).__name__)
+    else:
+        method = called
+    held = method.arguments[: 1 if end else None]
+    return follow(method, module, sources, end, partial(judge, module), held=() if sources else held, returns=True)
+
+
+def _into_output(module: nn.Module, sources: Collection[str], judge: Judge) -> Flow:
+    """Follows what `sources` return, modules inside of a module, up to `output.dense`."""
+    callers = [method for method in methods_of(module) if "self.output" in method.calls]
+    method = next((method for method in callers if any(name in method.calls for name in sources)), None)
+    if method is not None:
+        flow = follow(method, module, sources, "self.output", partial(judge, module))
+    else:  # a dictionary of modules is run by the one around it
+        flow = Flow(unknown="" if isinstance(module, nn.ModuleDict) else "what its source does not show")
+    within = _flow_in(module.output, module, judge, end="self.dense")  # type: ignore[arg-type]
+    return Flow(flow.leaks or within.leaks, flow.unknown or within.unknown)

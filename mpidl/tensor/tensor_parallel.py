@@ -30,7 +30,7 @@ from .functions import Sums, copy_to_region, summed_gradients
 from .local_elements import Part
 from .regathered import GatheredInput
 from .sizes import Heads, run_of
-from .source import methods_of
+from .source import methods_of, run_by
 from .step_checks import watch_steps
 
 ATTRIBUTE = "_mpidl_tensor_parallel"  # of a model that is cut
@@ -385,11 +385,7 @@ def _rates_in_source(module: nn.Module) -> tuple[bool, bool, set[str]]:
         return isinstance(module, nn.RReLU), False, set()
     methods = methods_of(module)
     found = [_dropouts_in(method.text) for method in methods]
-    running: set[str] = set()
-    calls = ["self.forward"]
-    while not running.issuperset(calls):  # with what it calls, and what that calls
-        running.update(calls)
-        calls = [call for method in methods if f"self.{method.name}" in running for call in method.calls]
+    calls = (call for method in run_by(module) for call in method.calls)
     draws = any(_RANDOM.search(call) is not None for call in calls if not call.startswith("self."))
     return (
         draws or any(literal for literal, _, _ in found),

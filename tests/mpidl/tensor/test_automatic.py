@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -217,6 +218,18 @@ def test_an_attention_that_chooses_its_memory_sums_both_gradients(comm: Communic
     assert_cut_as_whole(comm, model, random_input(2, 5, 8))
     (style,) = automatic_plan(model, 2, sequence_parallel=False).plan[""]
     assert (style.memory, style.each) == ("context", False)
+
+
+@pytest.mark.at_most(4)
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["WithHeads", "NormOfHeads", "Activates", "Beside"])
+def test_what_acts_on_single_heads_or_features_is_cut_and_computes_the_same(comm: Communicator, name: str) -> None:
+    torch.manual_seed(0)
+    models = {"WithHeads": WithHeads, "NormOfHeads": NormOfHeads, "Activates": Activates}
+    model = models[name]() if name in models else Beside(Cube())
+    width = 8 if "Heads" in name else 6
+    assert_cut_as_whole(comm, nn.Sequential(nn.Linear(width, width), model).double(), random_input(2, 5, width))
 
 
 class Repeated(nn.Module):
@@ -476,6 +489,197 @@ class FusedInARow(FusedByHeads):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+def squash(h: torch.Tensor) -> torch.Tensor:
+    """Divides features by their norm."""
+    return h / (1 + h.norm(dim=-1, keepdim=True))
+
+
+class Squash(nn.Module):
+    """The same as a module."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return squash(h)
+
+
+class Cube(nn.Module):
+    """An activation that is of no library."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * torch.square(h).clamp(max=4.0)
+
+
+class WithFunction(Mixing):
+    """A network with a function of the program's own between its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(squash(self.up(x)))
+
+
+class WithMethod(Mixing):
+    """One with a method of its own there."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return h - h.mean(-1, keepdim=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+class ByModule(Mixing):
+    """One with a module, or a function in an attribute, there."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class ByFirst(Mixing):
+    """One whose features are weighed by the first of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h * h[..., :1])
+
+
+class ByProduct(Mixing):
+    """One whose features are weighed by their product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h * h.prod(-1, keepdim=True))
+
+
+class Activates(Mixing):
+    """One with a method of its own that acts on single features: no reason to leave it whole."""
+
+    def activate(self, h: torch.Tensor) -> torch.Tensor:
+        return F.silu(h) if self.training else torch.where(h > 0, h, 0.1 * h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activate(self.up(x)))
+
+
+class Beside(nn.Module):
+    """A network of layers `dense`, of which the first lies in a module with `between`."""
+
+    class First(nn.Module):
+        def __init__(self, between: nn.Module) -> None:
+            super().__init__()
+            self.dense, self.between = nn.Linear(6, 8), between
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.between(self.dense(x))
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = nn.Linear(8, 6)
+
+        def forward(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.dense(h) + x
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.intermediate, self.output = self.First(between), self.Last()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.intermediate(x), x)
+
+
+class WithHeads(nn.Module):
+    """An attention of 4 heads, with methods that split and merge them; derived ones do something else besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 2
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def split(self, part: torch.Tensor) -> torch.Tensor:
+        return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def merge(self, heads: torch.Tensor) -> torch.Tensor:
+        return heads.transpose(1, 2).flatten(2)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ((q @ k.transpose(-1, -2)) / self.head_dim**0.5).softmax(-1) @ v
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.out_proj(self.merge(self.attend(q, k, v)))
+
+
+class Normalised(WithHeads):
+    """One whose queries are normalised over all heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.split(F.normalize(self.q_proj(x), dim=-1))
+        return self.out_proj(self.merge(self.attend(q, self.split(self.k_proj(x)), self.split(self.v_proj(x)))))
+
+
+class NormBehind(WithHeads):
+    """One with a norm without parameters over all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+
+    def merge(self, heads: torch.Tensor) -> torch.Tensor:
+        return self.norm(heads.transpose(1, 2).flatten(2))
+
+
+class NormOfHeads(NormBehind):
+    """One with such a norm over each head: no reason to leave it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2, elementwise_affine=False)
+
+    def merge(self, heads: torch.Tensor) -> torch.Tensor:
+        return self.norm(heads).transpose(1, 2).flatten(2)
+
+
+class OverHeads(WithHeads):
+    """One whose heads compete for the keys."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.softmax(q @ k.transpose(-1, -2), dim=1) @ v
+
+
+class ByPart(WithHeads):
+    """One with a module inside that has the number of heads as well."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = 4
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.view(part.shape[0], part.shape[1], self.heads, -1).transpose(1, 2) for part in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = self.Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(self.part(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+
+
+class SharedQueries(nn.Module):
+    """An attention whose queries are its keys: three square layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qk, self.v, self.out = 4, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, v = (part.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for part in (self.qk(x), self.v(x)))
+        return self.out(F.scaled_dot_product_attention(q, q, v).transpose(1, 2).flatten(2))
+
+
 class Chain(nn.Module):
     """Three layers of one size, of which each gets what the one before gives."""
 
@@ -577,7 +781,23 @@ class Square(OtherNames):
 
 
 @pytest.mark.parametrize(
-    "model", [Scaled(), Square(), SlowButExact(), InPlace(), FusedInARow()], ids=lambda model: type(model).__name__
+    "model",
+    [
+        Scaled(),
+        Square(),
+        SlowButExact(),
+        InPlace(),
+        FusedInARow(),
+        Activates(),
+        Beside(Cube()),
+        ByModule(Cube()),
+        ByModule(F.mish),
+        ByModule(partial(F.gelu, approximate="tanh")),
+        ByModule(nn.Sequential(nn.Tanh(), nn.Dropout(0.0))),
+        WithHeads(),
+        NormOfHeads(),
+    ],
+    ids=lambda model: type(model).__name__,
 )
 def test_what_is_nearly_another_is_cut(model: nn.Module) -> None:
     made = automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
@@ -614,6 +834,19 @@ def parametrized() -> nn.Module:
         Chain(),
         FusedByHeads(),
         LaidOutAnew(),
+        WithFunction(),
+        WithMethod(),
+        ByModule(Squash()),
+        ByModule(partial(F.softmax, dim=-1)),
+        ByModule(nn.Softmin(-1)),
+        ByFirst(),
+        ByProduct(),
+        Beside(Squash()),
+        Normalised(),
+        NormBehind(),
+        OverHeads(),
+        ByPart(),
+        SharedQueries(),
         Backwards(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
         nn.TransformerEncoderLayer(8, 2),
         nn.MultiheadAttention(8, 2),

@@ -1,0 +1,200 @@
+"""Follows values through a method's source: what is done to them, and where they go.
+
+    def forward(self, x):             sources  self.up       what holds what it returns: h, and h.relu()
+        h = self.up(x)                end      self.down     what comes back is of the whole again
+        y = self.down(h.relu())
+        self.kept = h                 leaks    kept in an attribute, returned, or a condition
+        return y
+
+What is done to them is judged by the caller, which knows what acts on single features or heads: so what nobody has
+thought of is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from .source import NUMBERS, Method
+
+
+@dataclass
+class Flow:
+    """Where values go. leaks: elsewhere than to `end`. unknown: the first thing done to them that is not known."""
+
+    leaks: bool = False
+    unknown: str = ""
+
+
+def follow(
+    method: Method,
+    module: nn.Module,
+    sources: Collection[str],
+    end: str,
+    knows: Callable[[ast.expr], bool],
+    *,
+    held: Collection[str] = (),
+    returns: bool = False,
+) -> Flow:
+    """Follows what `sources` return, up to the calls of `end`, which gives something else.
+
+    module: of the method's class; branches that its settings rule out are not read. sources, end: functions as written,
+    such as "self.up". knows: tells whether an expression does to these values what it may: a call, a subscript, an
+    attribute, a product of matrices. held: arguments that hold them from the beginning. returns: whether the method may
+    return them, to one that goes on.
+    """
+    assert method.tree is not None
+    follower = _Follower(module, sources, end, knows, held, returns)
+    follower.follow(method.tree.body)
+    return follower.flow
+
+
+class _Follower:
+    """Follows values through a method's statements."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sources: Collection[str],
+        end: str,
+        knows: Callable[[ast.expr], bool],
+        held: Collection[str],
+        returns: bool,
+    ) -> None:
+        self._module, self._sources, self._end, self._knows, self._returns = module, sources, end, knows, returns
+        self._variables = set(held)
+        self.flow = Flow()
+
+    def follow(self, body: Iterable[ast.AST]) -> None:
+        """Reads statements in their order; a loop's body twice, as it may get what it has made."""
+        for node in body:
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                has = node.value is not None and self._has(node.value)
+                if isinstance(node, ast.AugAssign):
+                    has |= self._has(node.target)
+                    if has and isinstance(node.op, ast.MatMult):
+                        self._ask(ast.BinOp(node.target, node.op, node.value))
+                self._give(targets, has)
+            elif isinstance(node, ast.Return):
+                has = node.value is not None and self._has(node.value)
+                self.flow.leaks |= has and not self._returns
+            elif isinstance(node, ast.Expr):
+                self.flow.leaks |= self._has(node.value) and not self._keeps(node.value)
+            elif isinstance(node, ast.If) and (taken := self._setting(node.test)) is not None:
+                self.follow(node.body if taken else node.orelse)
+            elif isinstance(node, ast.If | ast.For | ast.While):
+                if isinstance(node, ast.For):
+                    self._give([node.target], self._has(node.iter))
+                else:
+                    self.flow.leaks |= self._has(node.test)  # ranks would go other ways
+                before = self._variables
+                self.follow(node.body)
+                if not isinstance(node, ast.If):
+                    self.follow(node.body)
+                after, self._variables = self._variables, before
+                self.follow(node.orelse)
+                self._variables = self._variables | after
+            else:
+                self.follow(ast.iter_child_nodes(node))
+
+    def _give(self, targets: Iterable[ast.expr], has: bool) -> None:
+        for target in targets:
+            if isinstance(target, ast.Tuple | ast.List):
+                self._give(target.elts, has)
+            elif isinstance(target, ast.Starred):
+                self._give([target.value], has)
+            elif isinstance(target, ast.Name):
+                self._variables = self._variables | {target.id} if has else self._variables - {target.id}
+            else:
+                self.flow.leaks |= has
+
+    def _keeps(self, call: ast.expr) -> bool:
+        """Tells whether a call changes a variable in place, as `h.relu_()`, or only checks it."""
+        name = call.func if isinstance(call, ast.Call) else None
+        in_place = isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.attr.endswith("_")
+        return in_place or (name is not None and ast.unparse(name) in ("torch._assert", "torch._check"))
+
+    def _setting(self, test: ast.expr) -> bool | None:
+        """Returns the value of a condition on attributes of the module alone; None for any other one."""
+        names = {leaf.id for leaf in ast.walk(test) if isinstance(leaf, ast.Name)}
+        mode = any(isinstance(leaf, ast.Attribute) and leaf.attr == "training" for leaf in ast.walk(test))
+        if names != {"self"} or mode or any(isinstance(leaf, ast.Call) for leaf in ast.walk(test)):
+            return None
+        try:
+            return bool(eval(ast.unparse(test), {"__builtins__": {}}, {"self": self._module}))
+        except Exception:  # what it reads may not be there yet
+            return None
+
+    def _has(self, node: ast.AST) -> bool:
+        """Tells whether an expression may hold the values, and notes what it does to them that is not known."""
+        if isinstance(node, ast.Name):
+            return node.id in self._variables
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node)
+        if isinstance(node, ast.NamedExpr):
+            has = self._has(node.value)
+            self._give([node.target], has)
+            return has
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+            return self._comprehension(node)
+        if isinstance(node, ast.IfExp):
+            if self._has(node.test):
+                self._ask(node)
+            return self._have([node.body, node.orelse])
+        has = self._have(ast.iter_child_nodes(node))
+        is_product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+        if has and isinstance(node, ast.expr) and (is_product or isinstance(node, ast.Subscript | ast.Lambda)):
+            self._ask(node)
+        return has
+
+    def _have(self, nodes: Iterable[ast.AST]) -> bool:
+        found = [self._has(node) for node in nodes]  # each is read
+        return any(found)
+
+    def _call(self, node: ast.Call) -> bool:
+        name = ast.unparse(node.func)
+        if name in ("isinstance", "hasattr"):
+            return False
+        given = self._have([*node.args, *(keyword.value for keyword in node.keywords)])
+        if name == self._end or name in self._sources:
+            return name != self._end
+        if name == "len":
+            return False
+        if isinstance(node.func, ast.Attribute):
+            given |= node.func.attr not in NUMBERS and self._has(node.func.value)
+        else:
+            given |= self._has(node.func)
+        if given:
+            self._ask(node)
+        return given
+
+    def _attribute(self, node: ast.Attribute) -> bool:
+        if node.attr in NUMBERS:
+            return False
+        has = self._has(node.value)
+        if has:
+            self._ask(node)
+        return has
+
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> bool:
+        before = self._variables
+        for generator in node.generators:
+            self._give([generator.target], self._has(generator.iter))
+            for condition in generator.ifs:
+                self.flow.leaks |= self._has(condition)
+        made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        has = self._have(made)
+        self._variables = before
+        return has
+
+    def _ask(self, node: ast.expr) -> None:
+        if not self.flow.unknown and not self._knows(node):
+            name = node.func if isinstance(node, ast.Call) else node
+            is_method = name is not node and isinstance(name, ast.Attribute)
+            self.flow.unknown = name.attr if is_method else ast.unparse(name)  # type: ignore[attr-defined]
