@@ -1,4 +1,4 @@
-"""Follows values through a method's source: what is done to them, and where they go.
+"""Follows values through a method's source: what is done to them, where they go, and which numbers are sizes.
 
     def forward(self, x):             sources  self.up       what holds what it returns: h, and h.relu()
         h = self.up(x)                end      self.down     what comes back is of the whole again
@@ -13,12 +13,20 @@ thought of is not known.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
 from .source import NUMBERS, Method
+
+_SIZES = ("shape", "size", "numel")
+_TAKES_SIZES = re.compile(
+    r"view|reshape|unflatten|expand|repeat\w*|rearrange|(?:tensor_)?split|chunk|(?:new_)?(?:zeros|ones|empty|full)|narrow|"
+    r"_?shape|\w*heads\w*"
+)
 
 
 @dataclass
@@ -143,6 +151,10 @@ class _Follower:
             return has
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             return self._comprehension(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
+            if self._has(node.value.value):
+                self._ask(node)
+            return False
         if isinstance(node, ast.IfExp):
             if self._has(node.test):
                 self._ask(node)
@@ -167,16 +179,21 @@ class _Follower:
         if name == "len":
             return False
         if isinstance(node.func, ast.Attribute):
-            given |= node.func.attr not in NUMBERS and self._has(node.func.value)
+            of_them = node.func.attr not in NUMBERS or node.func.attr in _SIZES
+            given |= of_them and self._has(node.func.value)
         else:
             given |= self._has(node.func)
         if given:
             self._ask(node)
-        return given
+        return given and not (isinstance(node.func, ast.Attribute) and node.func.attr in NUMBERS)
 
     def _attribute(self, node: ast.Attribute) -> bool:
         if node.attr in NUMBERS:
+            if node.attr in _SIZES and self._has(node.value):
+                self._ask(node)
             return False
+        if any(ast.unparse(part) in (self._end, *self._sources) for part in (node, node.value)):
+            self.flow.unknown = self.flow.unknown or ast.unparse(node)  # as the layer's weight, or the layer itself
         has = self._has(node.value)
         if has:
             self._ask(node)
@@ -198,3 +215,60 @@ class _Follower:
             name = node.func if isinstance(node, ast.Call) else node
             is_method = name is not node and isinstance(name, ast.Attribute)
             self.flow.unknown = name.attr if is_method else ast.unparse(name)  # type: ignore[attr-defined]
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def is_size_alone(method: Method, attribute: str) -> bool:
+    """Tells whether a method takes an attribute for a size alone: in shapes, and where elements are cut off.
+
+    attribute: of self, such as "num_heads" or "config.hidden_size". What computes with it as a number, or gives it to
+    functions that are not known to take sizes, needs the whole one.
+    """
+    assert method.tree is not None
+    parents = {child: node for node in ast.walk(method.tree) for child in ast.iter_child_nodes(node)}
+    left: list[ast.expr] = [
+        n for n in parents if isinstance(n, ast.Attribute) and ast.unparse(n) == f"self.{attribute}"
+    ]
+    followed: set[str] = set()
+    while left:
+        node: ast.AST = left.pop()
+        path = [node]
+        while _is_arithmetic(parents[node]):
+            node = parents[node]
+            path.append(node)
+        parent = parents[node]
+        if isinstance(parent, ast.Assign):
+            names = {leaf.id for leaf in _targets(parent, path) if isinstance(leaf, ast.Name)}
+            if not names:
+                return False
+            new = names - followed
+            followed |= new
+            left += [n for n in parents if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id in new]
+        elif isinstance(parent, ast.Call):
+            name = ast.unparse(parent.func).rpartition(".")[2]
+            if node is parent.func or _TAKES_SIZES.fullmatch(name) is None:
+                return False
+        elif isinstance(parent, ast.Compare):
+            sides = (parent.left, *parent.comparators)
+            if not all(re.fullmatch(r"self(?:\.\w+)+", ast.unparse(side)) for side in sides):
+                return False
+        elif not isinstance(parent, ast.Slice | ast.FormattedValue):
+            return False
+    return True
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.FloorDiv | ast.Mult | ast.Mod | ast.Add | ast.Sub)
+    return isinstance(node, ast.Tuple | ast.List | ast.Starred | ast.keyword | ast.UnaryOp | ast.BoolOp | ast.IfExp)
+
+
+def _targets(node: ast.Assign, path: list[ast.AST]) -> Iterable[ast.AST]:
+    """Returns what an assignment makes of a part of its value; path: from it to the value."""
+    targets = list(node.targets)
+    if len(targets) == 1 and isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple) and len(path) > 1:
+        pairs = zip(node.value.elts, targets[0].elts, strict=False)
+        return [target for value, target in pairs if value is path[-2]]
+    return chain.from_iterable(map(ast.walk, targets))

@@ -5,7 +5,7 @@
     feed-forward   linear layers from one width to a second, one back, and in between what acts on single features
 
 What comes between layers is followed through the source (`flow`), and each operation has to be a known one: of single
-features, or of single heads.
+features, or of single heads. A number of heads may be a size there, and nothing else.
 
 A function here returns a style; a reason, as text, for a module that looks like one and cannot be cut; or None.
 """
@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import nn
 
-from .flow import Flow, follow
+from .flow import Flow, follow, is_size_alone
 from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
-from .source import Method, method_with, methods_of
+from .source import Method, method_with, methods_of, run_by
 
 _QUERY = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_linear", "queries")
 _KEY = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj", "k_linear", "keys")
@@ -188,13 +188,30 @@ class _Attention:
         assert self.method is not None
         lines = [line for line in self.method.text.splitlines() if not re.match(r"\s*(?:if|raise|assert)\b", line)]
         text, first = "\n".join(lines), self.method.arguments[0]
-        if re.search(rf"\b{first}\.(?:shape\[|size\()(?:-1|2)[\])]", text):
-            return "its source goes by the width of its input"
-        # Python 3.10 writes "(b, t, c) = x.shape", later ones without the parentheses.
-        for name in re.findall(rf"\w+, \w+, (\w+)\)? = {first}\.(?:shape|size\(\))", text):
-            if name != "_" and len(re.findall(rf"\b{name}\b", text)) > 1:
-                return f"its source goes by {name}, the width of its input"
+        for of in (first, *self._results()):
+            what = "its input" if of == first else of
+            if re.search(rf"\b{of}\.(?:shape\[|size\()(?:-1|2)[\])]", text):
+                return f"its source goes by the width of {what}"
+            # Python 3.10 writes "(b, t, c) = x.shape", later ones without the parentheses.
+            for name in re.findall(rf"\w+, \w+, (\w+)\)? = {of}\.(?:shape|size\(\))", text):
+                if name != "_" and len(re.findall(rf"\b{name}\b", text)) > 1:
+                    return f"its source goes by {name}, the width of {what}"
         return None
+
+    def _results(self) -> list[str]:
+        """Returns the variables that hold what a layer returns, and nothing else."""
+        assert self.method is not None
+        assert self.method.tree is not None
+        nodes = list(ast.walk(self.method.tree))
+        stores = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        made = [(node.value, node.targets[0]) for node in nodes if isinstance(node, ast.Assign)]
+        results = [
+            target.id
+            for value, target in made
+            if isinstance(value, ast.Call) and ast.unparse(value.func) in {f"self.{name}" for name in self.layers}
+            if isinstance(target, ast.Name)
+        ]
+        return [name for name in results if stores[name] == 1]
 
     def _mixing(self) -> str | None:
         """Returns a reason to leave the module whole for what it does with its heads."""
@@ -257,6 +274,14 @@ class _Attention:
                 unknown = unknown or (name if in_shape else "")
         if unknown and not known:
             return f"{unknown} may be the number of heads"
+        widths = "|".join(_WIDTHS)
+        shown = re.search(rf"(?:\b{_SHAPES}\(|= [(\[]|\+ \()[^\n]*self\.(?:config\.)?(?:{widths})\b", text)
+        if not known and (shown is None or self._written({heads, keys})):
+            return "its source does not show how it makes heads"
+        for name in (*scaled, *scaled_keys):
+            attribute = name.removeprefix(dot)
+            if not all(is_size_alone(method, attribute) for method in run_by(self.at, self.method.name)):
+                return f"its source may compute with {attribute}, of which a rank has another one"
         children = dict(self.at.named_children())
         biases = [n for n, c in children.items() if isinstance(c, nn.Embedding) and c.embedding_dim == heads]
         inside = [
@@ -286,6 +311,19 @@ class _Attention:
             input=first,
             memory=memory,
         )
+
+    def _written(self, numbers: Collection[int]) -> bool:
+        """Tells whether one of these numbers is written out in a shape."""
+        assert self.method is not None
+        assert self.method.tree is not None
+        shapes: list[ast.expr] = []
+        for node in ast.walk(self.method.tree):
+            if isinstance(node, ast.Call) and re.fullmatch(_SHAPES, ast.unparse(node.func).rpartition(".")[2]):
+                shapes += node.args
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                shapes.append(node.value)
+        sizes = [size for shape in shapes for size in (shape.elts if isinstance(shape, ast.Tuple) else [shape])]
+        return any(isinstance(size, ast.Constant) and size.value in numbers and size.value != 1 for size in sizes)
 
 
 def _layout(method: Method, fused: str) -> str:
@@ -429,6 +467,8 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
 def _on_features(module: nn.Module, node: ast.expr, halves: bool = False, deep: int = 4) -> bool:
     """Tells whether an expression acts on single features. halves: they lie in two, a gate's and what it gates."""
     if isinstance(node, ast.Subscript):
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
+            return ast.unparse(node.slice) in ("0", ":-1")
         return halves and isinstance(node.value, ast.Call) and _called(module, node.value) == "chunk"
     if not isinstance(node, ast.Call):
         return False
@@ -436,6 +476,8 @@ def _on_features(module: nn.Module, node: ast.expr, halves: bool = False, deep: 
     if isinstance(called, nn.Module):
         return _module_on_features(called, halves, deep)
     if isinstance(called, str):
+        if called == "size":
+            return [ast.unparse(value) for value in node.args] == ["0"]
         return _ON_ELEMENTS.fullmatch(called.rstrip("_")) is not None or (halves and called in ("chunk", "glu"))
     flow = _flow_in(called, module, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
     return not (flow.unknown or flow.leaks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -223,10 +224,10 @@ def test_an_attention_that_chooses_its_memory_sums_both_gradients(comm: Communic
 @pytest.mark.at_most(4)
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("name", ["WithHeads", "NormOfHeads", "Activates", "Beside"])
+@pytest.mark.parametrize("name", ["WithHeads", "NormOfHeads", "Heads", "Activates", "ByWidths", "Beside"])
 def test_what_acts_on_single_heads_or_features_is_cut_and_computes_the_same(comm: Communicator, name: str) -> None:
     torch.manual_seed(0)
-    models = {"WithHeads": WithHeads, "NormOfHeads": NormOfHeads, "Activates": Activates}
+    models = {cls.__name__: cls for cls in (WithHeads, NormOfHeads, Heads, Activates, ByWidths)}
     model = models[name]() if name in models else Beside(Cube())
     width = 8 if "Heads" in name else 6
     assert_cut_as_whole(comm, nn.Sequential(nn.Linear(width, width), model).double(), random_input(2, 5, width))
@@ -680,6 +681,105 @@ class SharedQueries(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, q, v).transpose(1, 2).flatten(2))
 
 
+class Heads(nn.Module):
+    """An attention of 4 heads in one method; derived ones go by numbers of which a rank has others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.embed_dim = 4, 2, 8
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, heads = x.shape[0], x.shape[1], self.num_heads
+        shape = (b, t, heads, self.embed_dim // self.num_heads)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.num_heads != self.num_heads)
+        return self.out_proj(y.transpose(1, 2).reshape(b, t, self.embed_dim))
+
+
+class Slopes(Heads):
+    """One whose scores are lowered by distances, at each head by another slope."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.num_heads, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        slopes = 2.0 ** (-8.0 * torch.arange(1, self.num_heads + 1) / self.num_heads)
+        place = torch.arange(x.shape[1])
+        mask = -(place[None, :] - place[:, None]).abs() * slopes[:, None, None]
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+class Root(Heads):
+    """One whose scores are divided by the root of the width of all heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.num_heads, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        y = (q @ k.mT / math.sqrt(self.embed_dim)).softmax(-1) @ v
+        return self.out_proj(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.embed_dim))
+
+
+class RootOfResult(Heads):
+    """One that asks what a layer returns for that width."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.num_heads, self.head_dim)
+        queries = self.q_proj(x)
+        q = queries.view(shape).transpose(1, 2) * queries.shape[-1] ** -0.5
+        k, v = (part.view(shape).transpose(1, 2) for part in (self.k_proj(x), self.v_proj(x)))
+        return self.out_proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class WrittenOut(Heads):
+    """One whose number of heads is no attribute, but is written out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.view(x.shape[0], x.shape[1], 4, -1).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class WrittenBeside(Heads):
+    """One where it is, beside the width of a head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], -1, 4, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ByOutFeatures(Mixing):
+    """A network that divides by the root of the number of its features, as its layer has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)) / math.sqrt(self.up.out_features))
+
+
+class ByLastSize(Mixing):
+    """One that has the number from its features themselves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h / h.shape[-1] ** 0.5)
+
+
+class BySize(Mixing):
+    """One that has it from them by a method."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h / h.size(-1))
+
+
+class ByWidths(Mixing):
+    """One that goes by its input's width, and by the number of its sequences: no reasons to leave it whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x) / x.shape[-1] ** 0.5
+        return self.down(h / h.shape[0])
+
+
 class Chain(nn.Module):
     """Three layers of one size, of which each gets what the one before gives."""
 
@@ -796,6 +896,8 @@ class Square(OtherNames):
         ByModule(nn.Sequential(nn.Tanh(), nn.Dropout(0.0))),
         WithHeads(),
         NormOfHeads(),
+        Heads(),
+        ByWidths(),
     ],
     ids=lambda model: type(model).__name__,
 )
@@ -847,6 +949,14 @@ def parametrized() -> nn.Module:
         OverHeads(),
         ByPart(),
         SharedQueries(),
+        Slopes(),
+        Root(),
+        RootOfResult(),
+        WrittenOut(),
+        WrittenBeside(),
+        ByOutFeatures(),
+        ByLastSize(),
+        BySize(),
         Backwards(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
         nn.TransformerEncoderLayer(8, 2),
         nn.MultiheadAttention(8, 2),
