@@ -13,7 +13,8 @@ Plans, which give modules of a model a style:
     plans             the names in a plan
     ready_plans       plans by the class of a model
     automatic         the plan of any other model; structure: finds attentions and feed-forward networks;
-                      source: reads a module's source; flow: follows values through it
+                      source: reads a module's source; flow: follows values through it;
+                      tokens: what blocks do with pieces of sequences
     styles            styles of single layers, and of sequences
     regions           styles of an attention and of a feed-forward network
 

@@ -7,7 +7,7 @@
 
 What is not understood stays whole, which is always right. Sequence parallelism begins before the first block of each
 list of blocks that hold an attention, and ends after its last; it is refused where something in a block stays whole,
-as that might look at other tokens, which another rank has.
+or does what is not known to its tokens (`tokens`), as that might look at other ones, which another rank has.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .regions import AttentionParallel, FeedForwardParallel
 from .source import Method, method_with, methods_of
 from .structure import attention, feed_forward
 from .styles import SequenceBegins, SequenceEnds, SequenceParallel, Style, VocabParallel
+from .tokens import Tokens
 
 
 @dataclass
@@ -217,6 +218,11 @@ def _sequences(model: nn.Module, found: _Modules) -> Iterator[tuple[str, list[St
             "sequence_parallel: plan='auto' found no list of blocks with an attention each; needs a plan with "
             "SequenceBegins and SequenceEnds"
         )
+    attentions = {
+        at: style for at, styles in found.plan.items() for style in styles if isinstance(style, AttentionParallel)
+    }
+    inner = {at: model.get_submodule(at).get_submodule(style.inner) for at, style in attentions.items()}
+    tokens = Tokens({id(module) for module in inner.values()})
     for name, blocks in lists:
         children = list(blocks.named_children())
         yield f"{name}.{children[0][0]}", [SequenceBegins(_first_argument(children[0][1]))]
@@ -236,6 +242,16 @@ def _sequences(model: nn.Module, found: _Modules) -> Iterator[tuple[str, list[St
                         "at other tokens; needs a plan by hand"
                     )
                 yield at, [SequenceParallel()]
+        for at, module in blocks.named_modules(prefix=name):
+            mixed = ""
+            if at in attentions and not attentions[at].inner:
+                mixed = tokens.mixed_behind(module, attentions[at].output)
+            elif at.rpartition(".")[0] == name:
+                mixed = tokens.mixed_in(module, _first_argument(module))
+            if mixed:
+                raise ConfigurationError(
+                    f"sequence_parallel: plan='auto': {at}: {mixed} may look at other tokens; needs a plan by hand"
+                )
 
 
 def _blocks(model: nn.Module, found: _Modules) -> Iterator[tuple[str, nn.Module]]:

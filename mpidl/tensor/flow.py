@@ -16,11 +16,16 @@ import ast
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
-from .source import NUMBERS, Method
+from .forward_wrapper import has_own_forward
+from .source import NUMBERS, Method, methods_of
+
+Judge = Callable[[nn.Module, ast.expr], bool]  # of an expression in a module's source
 
 _SIZES = ("shape", "size", "numel")
 _TAKES_SIZES = re.compile(
@@ -183,7 +188,9 @@ class _Follower:
             given |= of_them and self._has(node.func.value)
         else:
             given |= self._has(node.func)
-        if given:
+        of_self = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self"
+        absent = of_self and not hasattr(self._module, node.func.attr)  # type: ignore[attr-defined]
+        if given and not absent:  # one that is not there does not run
             self._ask(node)
         return given and not (isinstance(node.func, ast.Attribute) and node.func.attr in NUMBERS)
 
@@ -215,6 +222,68 @@ class _Follower:
             name = node.func if isinstance(node, ast.Call) else node
             is_method = name is not node and isinstance(name, ast.Attribute)
             self.flow.unknown = name.attr if is_method else ast.unparse(name)  # type: ignore[attr-defined]
+
+
+# ---- what a source calls -------------------------------------------------------------------------------------------
+
+
+def called_by(module: nn.Module, call: ast.Call) -> nn.Module | Method | str:
+    """Returns what a call in a module's source calls: a module, a method of its own, or a function, by its name."""
+    of_self = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
+    found = _reached(module, call.func)
+    if found is not None:
+        while isinstance(found, partial):
+            found = found.func
+        if isinstance(found, nn.Module):
+            return found
+        name = getattr(found, "__name__", "")
+        own = of_self and getattr(found, "__self__", module) is module
+        return next((method for method in methods_of(module) if own and method.name == name), name)
+    if isinstance(call.func, ast.Attribute) and not of_self:
+        of = ast.unparse(call.func.value).rpartition(".")[2]
+        is_function = call.func.attr == "apply"  # of a torch.autograd.Function
+        return of.lower().removesuffix("function") if is_function else call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _reached(module: nn.Module, node: ast.expr) -> Any:
+    """Returns what a path of attributes and keys of self leads to; None if it is no such path, or leads nowhere."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_reached(module, node.value), node.attr, None)
+    if isinstance(node, ast.Subscript):
+        try:
+            return _reached(module, node.value)[ast.literal_eval(node.slice)]
+        except (ValueError, TypeError, LookupError):
+            return None
+    return module if isinstance(node, ast.Name) and node.id == "self" else None
+
+
+def dim_of(call: ast.Call) -> Any:
+    """Returns the dimension that a call names, by keyword or last; None if it is not written out."""
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "dim"] or call.args[-1:]
+    try:
+        return ast.literal_eval(given[0])
+    except (ValueError, IndexError):
+        return None
+
+
+def flow_in(
+    called: nn.Module | Method, module: nn.Module, judge: Judge, *, sources: Collection[str] = (), end: str = ""
+) -> Flow:
+    """Follows values through a module's forward pass, or through a method of `module`, from its arguments.
+
+    sources: functions inside that return them, in place of the arguments. end: the one that takes them, from the first
+    argument on.
+    """
+    method: Method | None
+    if isinstance(called, nn.Module):
+        module, method = called, next((method for method in methods_of(called) if method.name == "forward"), None)
+        if method is None or has_own_forward(called):
+            return Flow(unknown=type(called).__name__)
+    else:
+        method = called
+    held = method.arguments[: 1 if end else None]
+    return follow(method, module, sources, end, partial(judge, module), held=() if sources else held, returns=True)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------

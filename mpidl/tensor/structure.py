@@ -15,13 +15,13 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from .flow import Flow, follow, is_size_alone
+from .flow import Flow, Judge, called_by, dim_of, flow_in, follow, is_size_alone
 from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
@@ -40,7 +40,7 @@ _MASKS = ("bias", "masked_bias", "mask", "causal_mask", "tril")
 _SHAPES = "(?:view|reshape|unflatten|expand|repeat|split|rearrange)"
 
 # Functions and methods that act on single elements, by their last names without "_" at the end.
-_ON_ELEMENTS = re.compile(
+ON_ELEMENTS = re.compile(
     r"(?!\w*(?:norm|mean|max|sum|pool|conv|att|mix|cat))(?:\w+_)?(?:relu6?|gelu|silu|swish|mish|sigmoid|tanh|[sc]?elu)(?:_\w+)?|"
     r"log_?sigmoid|hard(?:tanh|swish|sigmoid|shrink)|soft(?:plus|sign|shrink)|tanhshrink|threshold|rrelu|"
     r"(?:alpha_)?dropout|square|pow|r?sqrt|exp2?|expm1|log(?:1p|2|10)?|sin|cos|erf|abs|neg|sign|reciprocal|"
@@ -48,7 +48,7 @@ _ON_ELEMENTS = re.compile(
     r"masked_fill|nan_to_num|float|half|double|bfloat16|to|type(?:_as)?|contiguous|clone|detach|"
     r"(?:zeros|ones|empty|full)_like|is(?:finite|nan|inf)"
 )
-_MODULES_ON_ELEMENTS = (  # of torch
+MODULES_ON_ELEMENTS = (  # of torch
     "Identity", "Dropout", "AlphaDropout", "ReLU", "ReLU6", "GELU", "SiLU", "Mish", "Sigmoid", "LogSigmoid", "Tanh",
     "ELU", "SELU", "CELU", "LeakyReLU", "RReLU", "Hardtanh", "Hardswish", "Hardsigmoid", "Hardshrink", "Softplus",
     "Softsign", "Softshrink", "Tanhshrink", "Threshold",
@@ -62,7 +62,6 @@ _ON_HEADS = re.compile(
     r"(?!\w*(?:norm|mean|pool|conv))\w*(?:attention|attn|rotary|rope|rotate|heads)\w*"
 )
 
-Judge = Callable[[nn.Module, ast.expr], bool]  # of an expression in a module's source
 Recognised = AttentionParallel | FeedForwardParallel | str | None
 
 
@@ -225,10 +224,10 @@ class _Attention:
         """Tells whether an expression keeps heads apart. deep: how many methods may lie in each other."""
         if not isinstance(node, ast.Call):
             return not isinstance(node, ast.Lambda)
-        called = _called(module, node)
+        called = called_by(module, node)
         if isinstance(called, str):
-            across = called.endswith("softmax") and _dim_of(node) in (0, 1, -3)
-            return not across and any(names.fullmatch(called.rstrip("_")) for names in (_ON_ELEMENTS, _ON_HEADS))
+            across = called.endswith("softmax") and dim_of(node) in (0, 1, -3)
+            return not across and any(names.fullmatch(called.rstrip("_")) for names in (ON_ELEMENTS, _ON_HEADS))
         if isinstance(called, nn.Module):
             if has_own_forward(called):
                 return False
@@ -238,12 +237,12 @@ class _Attention:
                 if isinstance(called, nn.Softmax):
                     return called.dim not in (0, 1, -3)
                 of_head = tuple(getattr(called, "normalized_shape", ())) == (self.width,)
-                return of_head or type(called).__name__ in _MODULES_ON_ELEMENTS
+                return of_head or type(called).__name__ in MODULES_ON_ELEMENTS
             text = "\n".join(method.text for method in methods_of(called))
             own = [name for name, value in vars(called).items() if _is_number(value) and value in self.numbers]
             if any(re.search(rf"\bself\.{name}\b", text) for name in own):  # it has the number of all heads
                 return False
-        flow = _flow_in(called, module, partial(self.on_heads, deep=deep - 1)) if deep else Flow(unknown="...")
+        flow = flow_in(called, module, partial(self.on_heads, deep=deep - 1)) if deep else Flow(unknown="...")
         return not flow.unknown
 
     def _made(self, heads: int, keys: int, width: int, interleaved: bool) -> Recognised:
@@ -409,7 +408,7 @@ def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
     if there and sizes_of("", inside) == sizes_of("", output_layer)[::-1]:
         flow = _into_output(module, ("self.intermediate", "self.intermediate['dense']"), _on_features)
         if not isinstance(module.intermediate, nn.ModuleDict) and not flow.unknown:
-            flow = _flow_in(module.intermediate, module, _on_features, sources=("self.dense",))  # type: ignore[arg-type]
+            flow = flow_in(module.intermediate, module, _on_features, sources=("self.dense",))  # type: ignore[arg-type]
         if flow.unknown or flow.leaks:
             return f"{flow.unknown or 'intermediate'} may compute on several features"
         return FeedForwardParallel(("intermediate.dense",), "output.dense", inner="intermediate.dense")
@@ -469,17 +468,17 @@ def _on_features(module: nn.Module, node: ast.expr, halves: bool = False, deep: 
     if isinstance(node, ast.Subscript):
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
             return ast.unparse(node.slice) in ("0", ":-1")
-        return halves and isinstance(node.value, ast.Call) and _called(module, node.value) == "chunk"
+        return halves and isinstance(node.value, ast.Call) and called_by(module, node.value) == "chunk"
     if not isinstance(node, ast.Call):
         return False
-    called = _called(module, node)
+    called = called_by(module, node)
     if isinstance(called, nn.Module):
         return _module_on_features(called, halves, deep)
     if isinstance(called, str):
         if called == "size":
             return [ast.unparse(value) for value in node.args] == ["0"]
-        return _ON_ELEMENTS.fullmatch(called.rstrip("_")) is not None or (halves and called in ("chunk", "glu"))
-    flow = _flow_in(called, module, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
+        return ON_ELEMENTS.fullmatch(called.rstrip("_")) is not None or (halves and called in ("chunk", "glu"))
+    flow = flow_in(called, module, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
     return not (flow.unknown or flow.leaks)
 
 
@@ -490,59 +489,9 @@ def _module_on_features(child: nn.Module, halves: bool = False, deep: int = 4) -
     if type(child) is nn.Sequential:
         return all(_module_on_features(inner, halves, deep) for inner in child)
     if type(child).__module__.startswith("torch.nn.modules."):
-        return type(child).__name__ in _MODULES_ON_ELEMENTS or (halves and isinstance(child, nn.GLU))
-    flow = _flow_in(child, child, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
+        return type(child).__name__ in MODULES_ON_ELEMENTS or (halves and isinstance(child, nn.GLU))
+    flow = flow_in(child, child, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
     return not (flow.unknown or flow.leaks)
-
-
-# ---- what a source calls -------------------------------------------------------------------------------------------
-
-
-def _called(module: nn.Module, call: ast.Call) -> nn.Module | Method | str:
-    """Returns what a call in a module's source calls: a module, a method of its own, or a function, by its name."""
-    text = ast.unparse(call.func)
-    if re.fullmatch(r"self(?:\.\w+)+", text):
-        found: Any = module
-        for name in text.split(".")[1:]:
-            found = getattr(found, name, None)
-        while isinstance(found, partial):
-            found = found.func
-        if isinstance(found, nn.Module):
-            return found
-        last = getattr(found, "__name__", "")
-        own = text.count(".") == 1 and getattr(found, "__self__", module) is module
-        return next((method for method in methods_of(module) if own and method.name == last), last)
-    if text.endswith(".apply"):  # of a torch.autograd.Function
-        return text.split(".")[-2].lower().removesuffix("function")
-    return text.rpartition(".")[2] if isinstance(call.func, ast.Attribute | ast.Name) else ""
-
-
-def _dim_of(call: ast.Call) -> Any:
-    """Returns the dimension that a call of softmax names; None if it is not written out."""
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "dim"] or call.args[-1:]
-    try:
-        return ast.literal_eval(given[0])
-    except (ValueError, IndexError):
-        return None
-
-
-def _flow_in(
-    called: nn.Module | Method, module: nn.Module, judge: Judge, *, sources: Collection[str] = (), end: str = ""
-) -> Flow:
-    """Follows values through a module's forward pass, or through a method of `module`, from its arguments.
-
-    sources: functions inside that return them, in place of the arguments. end: the one that takes them, from the first
-    argument on.
-    """
-    method: Method | None
-    if isinstance(called, nn.Module):
-        module, method = called, next((method for method in methods_of(called) if method.name == "forward"), None)
-        if method is None or has_own_forward(called):
-            return Flow(unknown=type(called).__name__)
-    else:
-        method = called
-    held = method.arguments[: 1 if end else None]
-    return follow(method, module, sources, end, partial(judge, module), held=() if sources else held, returns=True)
 
 
 def _into_output(module: nn.Module, sources: Collection[str], judge: Judge) -> Flow:
@@ -553,5 +502,5 @@ def _into_output(module: nn.Module, sources: Collection[str], judge: Judge) -> F
         flow = follow(method, module, sources, "self.output", partial(judge, module))
     else:  # a dictionary of modules is run by the one around it
         flow = Flow(unknown="" if isinstance(module, nn.ModuleDict) else "what its source does not show")
-    within = _flow_in(module.output, module, judge, end="self.dense")  # type: ignore[arg-type]
+    within = flow_in(module.output, module, judge, end="self.dense")  # type: ignore[arg-type]
     return Flow(flow.leaks or within.leaks, flow.unknown or within.unknown)
