@@ -4,6 +4,7 @@
     LARS, LAMB          add up their norms over tp: mpidl.optim, with mesh=
     Muon, Adafactor     refused; ZeroOptimizer brings the parts together for them
     LBFGS               refused: it depends on several parameters at once
+    torch's GradScaler  refused: a rank would skip a step by itself, by its parts
 
 Torch tells of every optimizer's step before it begins, and each optimizer is checked in its first one. Of classes
 that are not torch's nothing is known: they are tried out on a few elements (`optimizer_trial`). Then its gradients are
@@ -13,7 +14,7 @@ compared over tp (`same_gradients`).
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..mesh import placement
 from ..mesh.mesh import open_meshes
 from ..optimizer_trial import ON_WHOLE_MODELS, ON_WHOLES, try_steps_of
 from ..partial_steps import is_partial
+from ..trained_by import trainer_of
 from .same_gradients import SameGradients
 
 _SEEN = "_mpidl_refused_no_parts"  # attribute of an optimizer: of how many parameters
@@ -43,6 +45,24 @@ def watch_steps(tp: Any) -> None:
 @cache
 def _hook() -> None:
     register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(optimizer))
+    torch.amp.GradScaler.step = _checked(torch.amp.GradScaler.step)  # type: ignore[method-assign]
+
+
+def _checked(step: Any) -> Any:
+    """Wraps a GradScaler's step, which tells no hook that it skips an optimizer's."""
+
+    @wraps(step)
+    def checked(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if type(scaler).__module__.startswith("torch.") and scaler.is_enabled():
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            if any("tp" in placement(p).axes and trainer_of(p) is None for p in parameters):
+                raise ConfigurationError(
+                    f"GradScaler: torch's decides on each rank by its gradients, and {type(optimizer).__name__} has "
+                    "parts of them, cut over tp; needs mpidl.GradScaler(mesh=mesh)"
+                )
+        return step(scaler, optimizer, *args, **kwargs)
+
+    return checked
 
 
 def _before_step(optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import mpidl
 from collectives import Communicator
-from mpidl import Mesh, TrainingError
+from mpidl import ConfigurationError, Mesh, TrainingError
 from mpidl.mesh import placement
 from mpidl.zero import Precision
 from tests.mpidl.tensor.engines import ENGINES, MESHES, Recipe, engine_of
@@ -66,6 +66,23 @@ def test_an_overflow_on_one_rank_of_tp_skips_the_step_on_all(comm: Communicator,
                     scales.append(scaling.get_scale())
             assert changed == [number != SPOILT for number in range(4)]
             assert scales == [8.0, 8.0, 4.0, 4.0]
+
+
+@pytest.mark.ranks(2, 3)
+def test_torchs_scaler_is_refused_where_an_optimizer_has_parts(comm: Communicator) -> None:
+    whole = torch.nn.Linear(2, 2)
+    with Mesh(dp=1, tp=comm.size, comm=comm) as mesh:
+        model = mpidl.parallelize(build(GPT2, torch.float32), mesh)
+        for each, scaled in ((whole, whole(torch.ones(1, 2)).sum()), (model, loss_of(model, tokens(0)))):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            scaling = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaling.scale(scaled).backward()
+            if each is whole:
+                scaling.step(optimizer)
+                continue
+            with pytest.raises(ConfigurationError, match=r"needs mpidl\.GradScaler\(mesh=mesh\)"):
+                scaling.step(optimizer)
+            torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
 @pytest.mark.at_most(4)
