@@ -27,6 +27,7 @@ from .input_check import refuse_different_models
 from .plans import Found, Plan, matches
 from .ready_plans import PLANS, plan_for
 from .saving import refuse_to_save_parts, without_marks
+from .source import methods_of
 from .styles import SequenceBegins, SequenceEnds
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
@@ -154,12 +155,28 @@ def _fitting(plan: Plan, model: nn.Module, *, in_pieces: bool) -> Found:
             "parallelize: sequence_parallel: got True with a plan that cuts no sequences; needs SequenceBegins() at "
             "the first block, SequenceParallel() at the norms and SequenceEnds() at the last module on pieces"
         )
+    if in_pieces:
+        _refuse_layerdrop(model)
     if in_pieces and not ends:
         raise ConfigurationError(
             f"plan: {begins[0]} has SequenceBegins() and no module has SequenceEnds(), so outputs would be pieces of "
             "sequences; needs it at the last module on pieces"
         )
     return found
+
+
+def _refuse_layerdrop(model: nn.Module) -> None:
+    """Raises ConfigurationError for a model that may leave out blocks: each rank of tp others, and they would wait."""
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        text = "".join(method.text for method in methods_of(module)) if hasattr(config, "__dict__") else ""
+        asked = {key: value for key, value in vars(config).items() if f"config.{key}" in text} if text else {}
+        for key, rate in (*vars(module).items(), *asked.items()):
+            if "layerdrop" in key and isinstance(rate, int | float) and rate > 0.0:
+                raise ConfigurationError(
+                    f"parallelize: sequence_parallel: {name or type(model).__name__} has {key}={rate}, by which each "
+                    "rank of tp would leave out other blocks; needs 0"
+                )
 
 
 def _refuse_ties(model: nn.Module, found: Found) -> None:

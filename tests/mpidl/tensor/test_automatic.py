@@ -175,6 +175,19 @@ def random_input(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_a_model_that_leaves_out_blocks_is_refused_in_pieces(comm: Communicator) -> None:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 53, "decoder_ffn_dim": 53}
+    heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "decoder_start_token_id": 2}
+    model = _hf("Bart", "ForConditionalGeneration", **sizes, **heads, encoder_layerdrop=0.5)
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        with pytest.raises(ConfigurationError, match=r"model\.encoder has layerdrop=0\.5"):
+            mpidl.parallelize(model, mesh, "auto", sequence_parallel=True)
+        model.model.encoder.layerdrop = 0.0
+        mpidl.parallelize(model, mesh, "auto", sequence_parallel=True)
+
+
 class GatedPost(nn.Module):
     """A gated feed-forward network with a norm behind it."""
 
