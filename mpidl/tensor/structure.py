@@ -21,10 +21,12 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import ConfigurationError
 from .flow import Flow, Judge, called_by, dim_of, flow_in, follow, is_size_alone
 from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
+from .sizes import cut_heads
 from .source import Method, method_with, methods_of, run_by
 
 _QUERY = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_linear", "queries")
@@ -146,6 +148,10 @@ class _Attention:
             keys, width = key // (query // heads), query // heads
             if heads % keys or value % keys or value // keys != self.joined // heads:
                 return "values are not of as many heads as keys"
+        try:
+            cut_heads("", heads, keys, ranks, 0)
+        except ConfigurationError as error:
+            return str(error).removeprefix(": ")
         self.width, self.numbers = width, {heads, keys, heads * width, keys * width}
         reason = self._others(heads, keys, width) or self._by_width() or self._mixing()
         return reason or self._made(heads, keys, width, interleaved)

@@ -984,6 +984,12 @@ def test_a_model_with_nothing_that_can_be_cut_is_refused(model: nn.Module) -> No
         automatic_plan(nn.Sequential(model), 2, sequence_parallel=False)
 
 
+def test_an_attention_with_fewer_heads_than_ranks_stays_whole() -> None:
+    made = automatic_plan(nn.Sequential(WithHeads(), Scaled()), 5, sequence_parallel=False)
+    assert list(made.plan) == ["1"]
+    assert any("has 4 heads, fewer than the 5 ranks" in line for line in made.lines)
+
+
 class ByWeight(nn.Module):
     """A language model that computes its logits with the weight of its embedding, in a method of its own."""
 
