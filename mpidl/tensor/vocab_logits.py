@@ -10,6 +10,7 @@ So a model that computes its own loss needs no change.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,10 @@ def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _changes_in_place(function: Any) -> bool:
     name = getattr(function, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return _IN_PLACE.fullmatch(name) is not None or (name.endswith("_") and not name.endswith("__"))
+
+
+_IN_PLACE = re.compile("__(?:setitem|i(?:add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__")
 
 
 def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:

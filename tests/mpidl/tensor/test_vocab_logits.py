@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -194,7 +195,13 @@ def test_gradients_of_logits_are_those_of_the_parts(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x.div_(2.0), lambda x: x.masked_fill_(x > 0, 0.0), lambda x: x.__setitem__((0, 0), 1.0)],
+    [
+        lambda x: x.div_(2.0),
+        lambda x: x.masked_fill_(x > 0, 0.0),
+        lambda x: x.__setitem__((0, 0), 1.0),
+        lambda x: operator.itruediv(x, 2.0),
+        lambda x: operator.iadd(x, torch.ones(13)),
+    ],
 )
 def test_changes_in_place_are_refused(comm: Communicator, change: Callable[[torch.Tensor], Any]) -> None:
     """They would change gathered logits, which are gone afterwards."""
