@@ -27,12 +27,13 @@ def refuse_different(comm: Communicator, x: torch.Tensor, what: str) -> None:
 def refuse_different_models(comm: Communicator, model: nn.Module, styles: Any) -> None:
     """Raises ModelMismatch on every rank if a rank has another model, or styles for it. Collective.
 
-    Names, shapes and dtypes are compared, and with MPIDL_DEBUG=1 values as well.
+    Names, shapes, dtypes and what is frozen are compared, and with MPIDL_DEBUG=1 values as well.
     """
     values = comm.is_debugging
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine = {
-        name: (tuple(t.shape), str(t.dtype), *(_sums(t) if values and not t.is_meta else ())) for name, t in tensors
+        name: (tuple(t.shape), str(t.dtype), t.requires_grad, *(_sums(t) if values and not t.is_meta else ()))
+        for name, t in tensors
     }
     for rank, (theirs, _) in enumerate(everyone := all_gather_object(comm, (mine, styles))):
         first = everyone[0][0]
@@ -49,8 +50,9 @@ def refuse_different_models(comm: Communicator, model: nn.Module, styles: Any) -
 def _in_words(known: tuple[Any, ...] | None) -> str:
     if known is None:
         return "is missing"
-    shape, dtype, *sums = known
-    return f"is {dtype.removeprefix('torch.')} of shape {shape}" + (f" with the sum {sums[0]:.17g}" if sums else "")
+    shape, dtype, trains, *sums = known
+    frozen, total = "" if trains else ", frozen", f" with the sum {sums[0]:.17g}" if sums else ""
+    return f"is {dtype.removeprefix('torch.')} of shape {shape}{total}{frozen}"
 
 
 def _sums(x: torch.Tensor) -> tuple[float, float]:

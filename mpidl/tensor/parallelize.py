@@ -28,7 +28,7 @@ from .plans import Found, Plan, matches
 from .ready_plans import PLANS, plan_for
 from .saving import refuse_to_save_parts, without_marks
 from .source import methods_of
-from .styles import SequenceBegins, SequenceEnds
+from .styles import SequenceBegins, SequenceEnds, Style
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 
@@ -74,7 +74,7 @@ def parallelize(
     )
     cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
     found = check_everywhere(mesh["tp"], lambda: _fitting(chosen, model, in_pieces=sequence_parallel and cuts))
-    refuse_different_models(mesh["tp"], model, [(name, type(style).__name__) for name, _, s in found for style in s])
+    refuse_different_models(mesh["tp"], model, [(name, _in_words(style)) for name, _, s in found for style in s])
     if not cuts and not by_index:
         return model
     overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
@@ -93,6 +93,11 @@ def parallelize(
         drop_by_index(model, tp)
     setattr(model, ATTRIBUTE, tp)
     return model
+
+
+def _in_words(style: Style) -> str:
+    """Describes a style, the same on all ranks: one of the program's own may print where it lies."""
+    return repr(style) if type(style).__module__.startswith(f"{__package__}.") else type(style).__name__
 
 
 def gains_by_overlap(mesh: Mesh) -> bool:

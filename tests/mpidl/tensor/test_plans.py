@@ -216,7 +216,7 @@ def test_a_forward_pass_of_an_instance_that_hides_the_cut_is_refused(
     module = model.get_submodule(at)
     module.forward = MethodType(type(module).forward, module)
     with Mesh(tp=2, dp=1, comm=comm) as mesh:
-        raised_alike(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh, plan))
+        raised_on_every_rank(comm, ConfigurationError, match, lambda: mpidl.parallelize(model, mesh, plan))
 
 
 @pytest.mark.mpi
@@ -259,6 +259,12 @@ def test_models_that_differ_over_the_ranks_are_refused(comm: Communicator, monke
         raised_on_every_rank(comm, ModelMismatch, match, lambda: mpidl.parallelize(model, mesh, plan))
         other: Any = {**plan, "output": VocabParallel()} if last else plan
         raised_on_every_rank(comm, ModelMismatch, "plan: that of rank", lambda: mpidl.parallelize(Tiny(), mesh, other))
+        other = {"layers.*.0": ColumnParallel(segments=7 if last else 1)}
+        raised_on_every_rank(comm, ModelMismatch, "plan: that of rank", lambda: mpidl.parallelize(Tiny(), mesh, other))
+        model = Tiny()
+        model.layers[3].requires_grad_(not last)
+        match = rf"layers.3.0.weight of rank {comm.size - 1} of tp is float32 of shape \(7, 6\), frozen, that of rank 0"
+        raised_on_every_rank(comm, ModelMismatch, match, lambda: mpidl.parallelize(model, mesh, plan))
         mpidl.parallelize(Tiny(seed=comm.rank), mesh, plan)
     if last:  # one rank is enough
         monkeypatch.setenv("MPIDL_DEBUG", "1")
@@ -339,14 +345,24 @@ def test_attentions_whose_key_heads_other_ranks_share_stand_in_one_model(comm: C
             torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
 
 
+class FourHeads(nn.Module):
+    """The layers of an attention of 4 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 8, bias=False) for _ in range(3))
+        self.o = nn.Linear(8, 4)
+
+
 @pytest.mark.mpi
-@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.ranks(3, exactly=True)
 def test_tied_layers_with_the_same_cuts_on_some_ranks_alone_are_refused_on_all(comm: Communicator) -> None:
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
-    model[1].weight = model[0].weight
-    plan: Any = {"0": ColumnParallel(), "1": ColumnParallel(segments=2 if comm.rank == 1 else 1)}
-    with Mesh(tp=2, dp=1, comm=comm) as mesh, pytest.raises(ConfigurationError, match="cut in two ways"):
-        mpidl.parallelize(model, mesh, plan)
+    """The last of three ranks has rows 6 and 7, by heads as well as by rows."""
+    model = nn.Sequential(FourHeads(), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].q.weight
+    style = AttentionParallel(query="q", key="k", value="v", output="o", heads=4, input="x")
+    with Mesh(tp=3, dp=1, comm=comm) as mesh, pytest.raises(ConfigurationError, match="cut in two ways"):
+        mpidl.parallelize(model, mesh, {"0": style, "1": ColumnParallel()})
     comm.barrier()
 
 
