@@ -91,11 +91,11 @@ def _total(table: np.ndarray, placements: list[frozenset[str]], mesh: Mesh, *, s
     return float(total)
 
 
-def differ(points: np.ndarray, first: np.ndarray) -> bool:
+def differ(points: np.ndarray, first: np.ndarray, tolerance: float = _TOLERANCE) -> bool:
     """Returns whether sums of powers, which should be equal, differ; one that is not finite differs from none."""
     both = np.isfinite(points) & np.isfinite(first)
     with np.errstate(invalid="ignore"):
-        return bool((both & ~np.isclose(points, first, rtol=_TOLERANCE, atol=0.0)).any())
+        return bool((both & ~np.isclose(points, first, rtol=tolerance, atol=0.0)).any())
 
 
 def _check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh) -> None:

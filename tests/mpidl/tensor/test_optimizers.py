@@ -10,7 +10,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from mpidl import ConfigurationError, Mesh
+from mpidl import ConfigurationError, Mesh, TrainingError
 from mpidl.mesh import placement
 from mpidl.tensor import FeedForwardParallel
 from tests.mpidl.tensor.engines import MESHES, Recipe, Trained, assert_same, batch, train_alone, train_cut
@@ -237,3 +237,25 @@ def test_steps_in_backward_with_norms_over_tp_are_refused(comm: Communicator) ->
             ddp.step_in_backward(mpidl.optim.LAMB(model.parameters(), mesh=mesh))
         with pytest.raises(ConfigurationError, match="Muon: a step needs whole parameters"):
             ddp.step_in_backward(torch.optim.Muon(model.parameters()))
+
+
+@pytest.mark.ranks(2, 3)
+def test_replicated_gradients_that_differ_a_little_are_an_error_of_the_step(comm: Communicator) -> None:
+    """As after torch's clipping of parts whose norms are nearly equal."""
+    with Mesh(dp=1, tp=comm.size, comm=comm) as mesh:
+        model = mpidl.parallelize(build(GPT2, torch.float32), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for factor in (1.0, 1.0003):
+            loss_of(model, batch(0, 0)).backward()
+            for p in model.parameters():
+                if placement(p).cut is None and comm.rank == comm.size - 1:
+                    assert p.grad is not None
+                    p.grad.mul_(factor)
+            if factor == 1.0:
+                optimizer.step()
+            else:
+                with pytest.raises(
+                    TrainingError, match="gradients of parameters that are placed on no part of tp differ"
+                ):
+                    optimizer.step()
+            optimizer.zero_grad()
