@@ -64,6 +64,7 @@ class Mesh:
         self.layout = agreed_layout(self.comm, {"dp": dp, "pp": pp, "tp": tp, "cp": cp, "ep": ep})
         self.coordinates = self.layout.coordinates(self.comm.rank)
         self._by_axes: dict[tuple[str, ...], Communicator] = {}
+        self._parts: dict[tuple[str, str], Communicator] = {}
         self._of_self: Communicator | None = None
         self._closed = False
         for axes in _EAGER:
@@ -97,6 +98,17 @@ class Mesh:
             same = next((axes for axes in self._by_axes if self.layout.groups(*axes) == groups), None)
             self._by_axes[longer] = self._split(longer) if same is None else self._by_axes[same]
         return self._by_axes[longer]
+
+    def part(self, axis: str, division: str, color: int) -> Communicator:
+        """The Communicator of the ranks of an axis with this rank's color, as of those that share something.
+
+        division: names what gives the ranks their colors. The first call for it is collective over the axis.
+        """
+        if (axis, division) not in self._parts:
+            made = self[axis].split(color, self.rank(axis))
+            assert made is not None
+            self._parts[axis, division] = made
+        return self._parts[axis, division]
 
     def _split(self, axes: tuple[str, ...]) -> Communicator:
         members = self.ranks(*axes)
@@ -160,7 +172,7 @@ class Mesh:
         if self._closed:
             return
         self._leave()
-        for made in dict.fromkeys(self._by_axes.values()):
+        for made in dict.fromkeys((*self._parts.values(), *self._by_axes.values())):
             made.close()
         if self._of_self is not None:
             self._of_self.close()

@@ -28,7 +28,7 @@ class _Rank:
     def __getitem__(self, axis: str) -> _Rank:
         return self
 
-    def split(self, color: int, key: int) -> _Rank:
+    def part(self, axis: str, division: str, color: int) -> _Rank:
         """Returns a group of ranks, which is not asked for anything."""
         return self
 

@@ -137,10 +137,9 @@ class TensorParallel:
     def _group_of(self, heads: Heads) -> TensorGroup:
         if len(heads.sharers) == self.ranks:
             return self.group
-        if heads.all_key not in self._sharers:  # which tells the groups of all ranks, so that all come to the split
-            group = self.comm.split(heads.sharers[0], self.rank)
-            assert group is not None
-            self._sharers[heads.all_key] = TensorGroup(group)
+        if heads.all_key not in self._sharers:  # which tells the groups of all ranks, so that all come to `part`
+            division = f"sharers of {heads.all_key} key/value heads"
+            self._sharers[heads.all_key] = TensorGroup(self.mesh.part("tp", division, heads.sharers[0]))
         return self._sharers[heads.all_key]
 
     # ---- sequences in pieces -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpidl
-from collectives import Communicator
+from collectives import Communicator, OperationError
 from mpidl import ConfigurationError, Mesh, ModelMismatch, UsageError, all_gather_object
 from mpidl.mesh import placement
 from mpidl.tensor import (
@@ -29,6 +29,7 @@ from mpidl.tensor import (
     plan_for,
     traffic,
 )
+from mpidl.tensor.parallelize import tensor_parallels
 from tests.mpidl.tensor.reference import VOCABULARY, build, loss_of, part_of, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mesh")
@@ -343,6 +344,25 @@ def test_attentions_whose_key_heads_other_ranks_share_stand_in_one_model(comm: C
             each(x).sin().sum().backward()
         for (at, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(p.grad, part_of(q.grad, p), rtol=1e-9, atol=1e-11, msg=at)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(4, exactly=True)
+def test_groups_that_share_heads_are_made_once_for_a_mesh_which_closes_them(comm: Communicator) -> None:
+    style = AttentionParallel(
+        query="q", key="k", value="v", output="o", heads=6, key_heads="key_heads", groups="groups", input="x"
+    )
+    groups = []
+    with Mesh(tp=4, dp=1, comm=comm) as mesh:
+        for _ in range(3):
+            model = mpidl.parallelize(nn.Sequential(Grouped(2)), mesh, {"0": style})
+            groups.append(tensor_parallels(model)[0].groups[1].comm)
+            mpidl.unparallelize(model)
+        assert groups[0].size == 2
+        assert groups[0] is groups[1] is groups[2]
+        groups[0].barrier()
+    with pytest.raises(OperationError, match="it was closed"):
+        groups[0].barrier()
 
 
 class FourHeads(nn.Module):
