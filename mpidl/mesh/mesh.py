@@ -8,9 +8,10 @@
 Which rank has which coordinates is `layout`'s matter. Each Communicator has a queue of its own, so operations on
 different axes do not wait for each other; within one axis every rank calls the same ones in the same order.
 
-Collective are the constructor, `close` and the first `along` of each product. The constructor makes the groups of all
-axes that are longer than 1, and of dp x cp, in the order of `_EAGER`. A group that is the whole world in its own order
-has the world's Communicator itself, and axes of size 1 share one of this rank, made when it is first asked for.
+Collective are the constructor, `close` and the first `along` of each product, and over an axis the first `part` of each
+division. The constructor makes the groups of all axes that are longer than 1, and of dp x cp, in the order of `_EAGER`.
+A group that is the whole world in its own order has the world's Communicator itself, and axes of size 1 share one of
+this rank, made when it is first asked for.
 """
 
 from __future__ import annotations

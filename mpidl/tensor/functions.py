@@ -8,11 +8,13 @@
     row_product           product; g, or reduce-scatter            identity or all-gather, then products
     cut_sequence          this rank's piece                all-gather
     join_sequence         all-gather                       this rank's piece
+    cut_last              this rank's features             all-gather
+    join_last             all-gather of the features       this rank's features
     summed_gradients      identity, of parameters          all-reduce
     told_of_backward      identity                         identity, and calls a function of the program
 
-The first five are used at the borders of a region, inside which each rank has a summand of the gradient; cut_sequence
-and join_sequence are used where all ranks have the whole gradient. Every rank runs the functions in the same order, as
+The first five are used at the borders of a region, inside which each rank has a summand of the gradient; those that cut
+and join are used where all ranks have the whole gradient. Every rank runs the functions in the same order, as
 autograd runs the same graph on all. torch.compile leaves them out of its graphs.
 """
 
@@ -27,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compiling import uncompiled
 from .communication import TensorGroup
+from .sizes import run_of
 
 
 @uncompiled
@@ -57,6 +60,18 @@ def cut_sequence(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 def join_sequence(x: torch.Tensor, group: TensorGroup, length: int) -> torch.Tensor:
     """[batch, piece, width] -> [batch, length, width]."""
     return _JoinSequence.apply(x, group, length)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@uncompiled
+def cut_last(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """[..., features] -> [..., this rank's features]."""
+    return _CutLast.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@uncompiled
+def join_last(x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
+    """[..., this rank's features] -> [..., features]. size: their number."""
+    return _JoinLast.apply(x, group, size)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
@@ -197,6 +212,42 @@ class _JoinSequence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _own_piece(gradient, ctx.group).contiguous(), None, None
+
+
+class _CutLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group, ctx.size = group, x.shape[-1]
+        group.check_inputs(x)
+        start, stop = run_of(x.shape[-1], group.ranks, group.rank)
+        return x[..., start:stop].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _joined(gradient, ctx.group, ctx.size), None
+
+
+class _JoinLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
+        ctx.run = run_of(size, group.ranks, group.rank)
+        return _joined(x, group, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient[..., ctx.run[0] : ctx.run[1]], None, None
+
+
+def _joined(x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
+    rows = rows_of(x)
+    whole = x.new_empty(size, rows.shape[0])
+    runs = (run_of(size, group.ranks, rank) for rank in range(group.ranks))
+    counts = [(stop - start) * rows.shape[0] for start, stop in runs]
+    group.traffic.count_all_gather(whole)
+    group.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)
+    return whole.t().contiguous().view(*x.shape[:-1], size)
 
 
 class _SumOfGradients(torch.autograd.Function):

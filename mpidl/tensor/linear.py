@@ -21,8 +21,9 @@ from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from ..mesh import Cut, Mesh, place, placement
 from .assigned import keep_placements
+from .communication import TensorGroup
 from .forward_wrapper import has_own_forward, run_around
-from .functions import CutProduct, column_product, row_product
+from .functions import CutProduct, column_product, cut_last, join_last, row_product
 from .local_elements import FeaturesHere, Part
 from .lora import adapters, base_of, is_adapted, variant_of
 from .saving import refuse_to_save_parts
@@ -295,23 +296,57 @@ def _derived(cls: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
 _DERIVED: dict[tuple[type, type], type] = {}
 
 
+class _Gathers:
+    """A forward hook of a column-parallel layer, whose output is to be whole. size: of all features."""
+
+    def __init__(self, group: TensorGroup, size: int) -> None:
+        self._group, self._size = group, size
+
+    def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return join_last(output, self._group, self._size)
+
+
+class _Cuts:
+    """A forward pre-hook of a row-parallel layer, whose input is whole."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+
+    def __call__(self, layer: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+        return cut_last(args[0], self._group)
+
+
 class ColumnParallelLinear(nn.Linear):
     """A linear layer of which each rank of tp computes some output features.
 
     in_features, out_features: of the whole layer; bias, device, dtype as in torch.nn.Linear. mesh: has the ranks of tp.
     All ranks begin with the whole layer's values, which are equal where their random generators are.
 
+    gather_output: every rank gets the whole output.
+
     [..., in_features] -> [..., this rank's of out_features]. The input is the same on all ranks of tp, and its gradient
     is summed over them. In training mode random numbers, as of dropout, are the rank's own from here to a
-    RowParallelLinear; where none follows, to the backward pass.
+    RowParallelLinear; where none follows, to the backward pass. Behind a whole output they are the same on all.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: Mesh,
+        gather_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         tp = TensorParallel.of_layers(mesh)
         run = run_of(out_features, tp.ranks, tp.rank)
         make_column(self, tp, [run], copies_input=True)
-        begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
+        if gather_output:
+            self.register_forward_hook(_Gathers(tp.group, out_features))
+        else:
+            begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
         refuse_to_save_parts(self, tp)
         keep_placements(self, tp)
 
@@ -319,12 +354,24 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """A linear layer of which each rank of tp has some input features; its output is the same on all.
 
-    Arguments as those of ColumnParallelLinear. [..., this rank's of in_features] -> [..., out_features]
+    Arguments as those of ColumnParallelLinear. input_is_parallel: whether the input has this rank's features; else it
+    has all, the same on every rank. [..., this rank's of in_features] -> [..., out_features]
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, mesh: Mesh, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: Mesh,
+        input_is_parallel: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         tp = TensorParallel.of_layers(mesh)
         make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])
+        if not input_is_parallel:
+            self.register_forward_pre_hook(_Cuts(tp.group))
         refuse_to_save_parts(self, tp)
         keep_placements(self, tp)

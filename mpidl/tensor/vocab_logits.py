@@ -15,12 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ..compiling import uncompiled
 from ..errors import TrainingError
 from .communication import TensorGroup
-from .functions import rows_of
+from .functions import join_last
 from .sizes import run_of
 
 
@@ -52,7 +50,7 @@ class VocabLogits(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """[..., vocabulary], gathered. Collective."""
         last = self.local if _is_last(self) else self.local.movedim(self._dim, -1)
-        gathered: torch.Tensor = _GatherLast.apply(last, self._group, self._tokens)  # type: ignore[no-untyped-call]
+        gathered = join_last(last, self._group, self._tokens)
         return gathered if _is_last(self) else gathered.movedim(-1, self._dim)
 
     def part_like(self, local: torch.Tensor) -> VocabLogits:
@@ -275,24 +273,3 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         _plain,
     ),
 }  # fmt: skip
-
-
-class _GatherLast(torch.autograd.Function):
-    """[..., this rank's tokens] -> [..., vocabulary]; every rank has the whole gradient."""
-
-    @staticmethod
-    @uncompiled
-    def forward(ctx: Any, local: torch.Tensor, group: TensorGroup, tokens: int) -> torch.Tensor:
-        ranks = group.ranks
-        ctx.run = run_of(tokens, ranks, group.rank)
-        rows = rows_of(local)
-        whole = local.new_empty(tokens, rows.shape[0])
-        counts = [(stop - start) * rows.shape[0] for start, stop in (run_of(tokens, ranks, r) for r in range(ranks))]
-        group.traffic.count_all_gather(whole)
-        group.comm.all_gather(whole.view(-1), rows.t().contiguous().view(-1), counts=counts)
-        return whole.t().contiguous().view(*local.shape[:-1], tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient[..., ctx.run[0] : ctx.run[1]], None, None

@@ -208,6 +208,25 @@ def test_dropout_between_layers_differs_over_tp_and_agrees_after_them(comm: Comm
             assert agree(torch.get_rng_state())
 
 
+@pytest.mark.parametrize("features", [1, 13])
+@pytest.mark.parametrize("shape", ["a vector", "sequences", "columns of a matrix", "no rows"])
+def test_a_layer_may_give_its_whole_output_and_take_a_whole_input(
+    comm: Communicator, shape: str, features: int
+) -> None:
+    x = INPUTS[shape]()
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            ColumnParallelLinear(IN, features, mesh=mesh, gather_output=True, dtype=torch.float64),
+            nn.GELU(),
+            RowParallelLinear(features, OUT, mesh=mesh, input_is_parallel=False, dtype=torch.float64),
+        )
+        check_same(model, whole_network(features=features), x.requires_grad_())
+        assert model[0](x).shape == (*x.shape[:-1], features)
+        dropped = nn.Dropout(0.5)(copy.deepcopy(model)[0](x.detach()))
+        assert all(torch.equal(other, dropped) for other in all_gather_object(comm, dropped.detach()))
+
+
 @pytest.mark.ranks(2, 3)
 def test_layers_of_a_mesh_share_their_memory(comm: Communicator) -> None:
     x = torch.ones(512, 64)
