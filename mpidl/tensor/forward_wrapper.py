@@ -31,7 +31,7 @@ def run_around(module: nn.Module, tp: TensorParallel, kind: str, around: Around)
 
 def has_own_forward(module: nn.Module) -> bool:
     """Tells whether a program has set a forward pass in the module itself, which hides what its class would do."""
-    found = vars(module).get("forward")
+    found: Any = vars(module).get("forward")
     while hasattr(found, "_before"):  # of sum_gradients, checkpoint_modules, DDP: they ask for the class's at each call
         found = found._before
     return found is not None

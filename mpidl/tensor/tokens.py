@@ -103,5 +103,5 @@ def _keeps_tokens(node: ast.Subscript) -> bool:
         return ast.unparse(node.slice) not in ("1", "-2")
     if not isinstance(node.slice, ast.Tuple):
         return isinstance(node.slice, ast.Constant | ast.UnaryOp | ast.Slice)
-    first, second, *others = map(ast.unparse, node.slice.elts)
-    return second == ":" or (first == "..." and not others)
+    index = [ast.unparse(part) for part in node.slice.elts]
+    return index[1:2] == [":"] or (index[:1] == ["..."] and len(index) == 2)
