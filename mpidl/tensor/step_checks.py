@@ -14,7 +14,7 @@ compared over tp (`same_gradients`).
 from __future__ import annotations
 
 import weakref
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch

@@ -56,7 +56,7 @@ MODULES_ON_ELEMENTS = (  # of torch
     "Softsign", "Softshrink", "Tanhshrink", "Threshold",
 )  # fmt: skip
 
-# Functions and methods that keep heads apart: shapes, products, attentions, rotary positions, caches of keys.
+# Functions and methods that do not mix heads: shapes, products, attentions, rotary positions, caches of keys.
 _ON_HEADS = re.compile(
     r"view(?:_as)?|reshape|(?:un)?flatten|transpose|permute|movedim|swap(?:axes|dims)|(?:un)?squeeze|expand(?:_as)?|"
     r"repeat\w*|rearrange|chunk|split|unbind|cat|concat|stack|size|numel|matmul|bmm|baddbmm|einsum|"
@@ -227,7 +227,7 @@ class _Attention:
         return f"{flow.unknown} may compute on several heads" if flow.unknown else None
 
     def on_heads(self, module: nn.Module, node: ast.expr, deep: int = 4) -> bool:
-        """Tells whether an expression keeps heads apart. deep: how many methods may lie in each other."""
+        """Tells whether an expression does not mix heads. deep: how many methods may lie in each other."""
         if not isinstance(node, ast.Call):
             return not isinstance(node, ast.Lambda)
         called = called_by(module, node)

@@ -228,4 +228,4 @@ def test_a_mask_that_a_model_computes_is_there(comm: Communicator, folder: Path)
         assert model.causal.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
         mpidl.parallelize(other, mesh, plan)
         match = "causal is on the meta device and in no file"
-        raised_alike(comm, ConfigurationError, match, lambda: load_safetensors(other, path))
+        raised_on_every_rank(comm, ConfigurationError, match, lambda: load_safetensors(other, path))
