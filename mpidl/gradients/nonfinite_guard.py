@@ -170,7 +170,7 @@ class NonfiniteGuard:
 
     @property
     def _compressed(self) -> CompressedReduction | None:
-        """What compresses the gradients; of a copy that has had no backward pass yet None."""
+        """The reduction that compresses the gradients; of a copy that has had no backward pass yet None."""
         found: CompressedReduction | None = getattr(self._trainer, "compressed", None)
         return found
 

@@ -6,8 +6,8 @@
         self.kept = h                 leaks    kept in an attribute, returned, or a condition
         return y
 
-What is done to them is judged by the caller, which knows what acts on single features or heads: so what nobody has
-thought of is not known.
+What is done to them is judged by the caller, which knows what acts on single features or heads: what it does not list
+is not known.
 """
 
 from __future__ import annotations

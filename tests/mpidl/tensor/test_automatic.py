@@ -511,7 +511,7 @@ def squash(h: torch.Tensor) -> torch.Tensor:
 
 
 class Squash(nn.Module):
-    """The same as a module."""
+    """A module that does what `squash` does."""
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return squash(h)

@@ -241,7 +241,7 @@ def test_steps_in_backward_with_norms_over_tp_are_refused(comm: Communicator) ->
 
 @pytest.mark.ranks(2, 3)
 def test_replicated_gradients_that_differ_a_little_are_an_error_of_the_step(comm: Communicator) -> None:
-    """As after torch's clipping of parts whose norms are nearly equal."""
+    """They differ as after torch's clipping of parts whose norms are nearly equal."""
     with Mesh(dp=1, tp=comm.size, comm=comm) as mesh:
         model = mpidl.parallelize(build(GPT2, torch.float32), mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -212,7 +212,7 @@ def test_a_linear_layer_with_a_forward_pass_of_its_own_is_refused(comm: Communic
 def test_a_forward_pass_of_an_instance_that_hides_the_cut_is_refused(
     comm: Communicator, at: str, plan: Any, match: str
 ) -> None:
-    """As programs patch modules: set beside the class's before the model is cut."""
+    """Programs patch modules so: they set a forward pass in an instance before the model is cut."""
     model = Tiny(tied=True)
     module = model.get_submodule(at)
     module.forward = MethodType(type(module).forward, module)
@@ -330,7 +330,7 @@ class Grouped(nn.Module):
 @pytest.mark.mpi
 @pytest.mark.ranks(4, exactly=True)
 def test_attentions_whose_key_heads_other_ranks_share_stand_in_one_model(comm: Communicator) -> None:
-    """Of 2 key/value heads ranks 0 and 1 share one and ranks 2 and 3 the other; of 3 ranks 0 and 1 share the first."""
+    """Ranks 0 and 1 share one of 2 key/value heads, and ranks 2 and 3 the other; of 3 ranks 0 and 1 share the first."""
     torch.manual_seed(0)
     whole = nn.Sequential(Grouped(2), Grouped(3)).double()
     model = copy.deepcopy(whole)

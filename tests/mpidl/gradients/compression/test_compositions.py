@@ -61,7 +61,7 @@ def test_gradients_of_several_passes_add_up_and_are_clipped(comm: Communicator, 
 
 @zeros
 def test_the_norm_is_that_of_gradients_alone(comm: Communicator, engine: str) -> None:
-    """Of short parameters, between which there is room, and of which the second step reaches one alone."""
+    """Parameters are short, there is room between them, and the second step reaches one of them alone."""
     model = fresh(lambda: Heads(5, 1))
     stage = int(engine[-1])
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage, process_group=comm, compress="sign", lr=0.1)
