@@ -17,7 +17,6 @@ from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
 from .gradients.reduced_gradients import ReducedGradients
 from .gradients.shard_reducer import ShardReducer
-from .offload import OffloadedOptimizer
 from .parameter_shard import ParameterShard
 from .parameters.gathered_block import WholeParameters
 from .parameters.strategy import ParameterStrategy
@@ -28,8 +27,9 @@ from .states.whole_states import StateNames
 from .stepping.backward_steps import BackwardSteps
 from .stepping.inner import InnerOptimizer
 
-if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+if TYPE_CHECKING:  # at run time with compress=, or offload=, alone: few programs need them
     from ..gradients.compression.hook import CompressedReduction
+    from .offload import OffloadedOptimizer
 
 
 @dataclass(frozen=True, eq=False)

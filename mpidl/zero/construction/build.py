@@ -44,13 +44,12 @@ from ..copy_guard import Hook, refuse_copies
 from ..forward_label import label_forward
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.shard_reducer import ShardReducer
-from ..offload import Offload, OffloadedOptimizer
+from ..offload import Offload
 from ..optimizer_parts import Parts
 from ..parameter_shard import ParameterShard
 from ..parameters.gathered_block import WholeParameters
 from ..parameters.node_shared import NodeSharedParameters, shared_arenas
 from ..parameters.replicated import ReplicatedParameters
-from ..parameters.sharded import ShardedParameters
 from ..parameters.strategy import ParameterStrategy
 from ..parameters.units import Unit, UnitLayout, cut, lay_out, warn_of_large_root_unit
 from ..parameters.weight_guard import WeightGuard
@@ -67,8 +66,9 @@ from . import arguments
 from .initial_values import Construction
 from .options import Options
 
-if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
+if TYPE_CHECKING:  # at run time with compress=, or offload=, alone: few programs need them
     from ...gradients.compression.hook import CompressedReduction
+    from ..offload import OffloadedOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +276,8 @@ def _check(
     )
     offloaded = None
     if offload is not None:
+        from ..offload import OffloadedOptimizer
+
         halves = conversion.precision.param_dtype is not None
         offloaded = OffloadedOptimizer(group, offload, optimizer_class, kwargs, groups, halves, place)
     return group, _Plan(
@@ -334,6 +336,8 @@ def _cut_parameters(
     arenas = shared_arenas(layouts, comm, plan.place) if in_node else None
     if arenas is not None:
         return NodeSharedParameters(layouts, comm, arenas, plan.place)
+    from ..parameters.sharded import ShardedParameters  # which programs on one node do not need
+
     return ShardedParameters(
         model,
         layouts,

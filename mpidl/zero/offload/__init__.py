@@ -21,8 +21,15 @@ Sources: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Train
 "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 5.
 """
 
+from typing import TYPE_CHECKING
+
+from ...lazy_names import lazily
 from .offloaded_slice import OffloadedSlice
-from .optimizer import OffloadedOptimizer
 from .settings import Offload
+
+if TYPE_CHECKING:
+    from .optimizer import OffloadedOptimizer
+
+__getattr__, __dir__ = lazily(__name__, {"OffloadedOptimizer": "optimizer"})  # few programs offload
 
 __all__ = ["Offload", "OffloadedOptimizer", "OffloadedSlice"]

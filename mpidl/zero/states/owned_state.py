@@ -11,20 +11,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.reduced_gradients import ReducedGradients
-from ..offload import OffloadedOptimizer, OffloadedSlice
+from ..offload import OffloadedSlice
 from ..parameter_shard import ParameterShard
 from ..parameters.strategy import ParameterStrategy
 from ..parameters.weight_guard import WeightGuard
 from ..shard_group import ShardGroup
 from ..slices import Slice
 from ..stepping.inner import InnerOptimizer
+
+if TYPE_CHECKING:  # at run time with offload= alone
+    from ..offload import OffloadedOptimizer
 
 
 @dataclass(frozen=True, eq=False)
