@@ -45,7 +45,11 @@ _SAMPLE = 5e-3  # seconds
 
 @dataclass(frozen=True)
 class Row:
-    """One operation. gb_s: 10^9 bytes of state a second. of_copy: its time over that of the plain copies."""
+    """One operation.
+
+    gb_s: 10^9 bytes of state a second.
+    of_copy: its time over that of the plain copies.
+    """
 
     operation: str
     ranks: int

@@ -88,7 +88,11 @@ def validation_loss(model: torch.nn.Module, tokens: torch.Tensor, count: int, co
 
 @dataclass(frozen=True)
 class Learner:
-    """call: gives the loss of a batch. sent: bytes that a rank has sent after so many steps."""
+    """A model and its optimizer in training.
+
+    call: gives the loss of a batch.
+    sent: bytes that a rank has sent after so many steps.
+    """
 
     call: Callable[..., torch.Tensor]
     optimizer: torch.optim.Optimizer

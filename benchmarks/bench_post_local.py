@@ -39,7 +39,12 @@ METHOD = re.compile(r"small|large|(post-)?local:([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Result:
-    """A run. accuracy: of the other images. reductions: how often all ranks sent a model's worth. seconds: of steps."""
+    """A run.
+
+    accuracy: of the other images.
+    reductions: how often all ranks sent a model's worth.
+    seconds: of steps.
+    """
 
     accuracy: float
     steps: int

@@ -21,8 +21,11 @@ _LIMIT, _CROWDED_LIMIT = (1.05, 1.0), (1.1, 3.0)
 class Cell:
     """A case of "auto" against the library's own. Times in microseconds.
 
-    library, version: its name, and what it calls itself. cores: for the ranks. kind: of arrays, "any" or "symmetric".
-    ratio: to the library's own, the median of those within each repetition. best: the fastest of all sides.
+    library, version: its name, and what it calls itself.
+    cores: for the ranks.
+    kind: of arrays, "any" or "symmetric".
+    ratio: to the library's own, the median of those within each repetition.
+    best: the fastest of all sides.
     """
 
     library: str

@@ -28,7 +28,11 @@ Adam = torch.optim.AdamW
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the ranks that train it. total: bytes of its gradients in fp32. blocks: of them, each unit's."""
+    """A model, and the ranks that train it.
+
+    total: bytes of its gradients in fp32.
+    blocks: of them, each unit's.
+    """
 
     total: float
     blocks: Sequence[float]
@@ -68,9 +72,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Method:
-    """make: builds the engine around a model. sends: bytes that a node sends in a step, by formula.
+    """make: builds the engine around a model.
 
-    is_peer: it is torch.distributed's. period: steps after which the same comes again, of which a time is the mean.
+    sends: bytes that a node sends in a step, by formula.
+    is_peer: it is torch.distributed's.
+    period: steps after which the same comes again, of which a time is the mean.
     warmup: steps that it needs before it is timed.
     """
 

@@ -43,8 +43,8 @@ class Row:
 class Run:
     """Result of one round of an engine.
 
-    seconds: [counted steps, parts], on the slowest rank. peak, node_peak: MiB of the largest rank, of a node's ranks
-    together; NaN where they are unknown.
+    seconds: [counted steps, parts], on the slowest rank.
+    peak, node_peak: MiB of the largest rank, of a node's ranks together; NaN where they are unknown.
     """
 
     seconds: Seconds
@@ -56,7 +56,11 @@ class Run:
 def rows_of(
     found: Mapping[str, Sequence[Run]], ranks: int, params: int, tokens: int, say: Callable[..., None]
 ) -> list[Row]:
-    """The table, printed. found: the runs of each engine. tokens: of all ranks in a step."""
+    """The table, printed.
+
+    found: the runs of each engine.
+    tokens: of all ranks in a step.
+    """
     heads = " ".join(f"{part:>9}" for part in PARTS)
     heads += f" {'tokens/s':>9} {'peak MiB':>9} {'node MiB':>9} {'last loss':>10}"
     say(f"# {'engine':>12} {'ms a step':>10} {heads}", flush=True)
@@ -130,7 +134,8 @@ def compare(times: Mapping[str, Seconds], say: Callable[..., None], bounded: boo
     """Prints each of this project's engines as a ratio to the peers, and DDP to what it cannot be faster than.
 
     times: of each engine, a step's in each turn or round; or [launches, turns], and then the lowest and the highest
-    launch's ratio stand next to the median. bounded: whether BOUNDS hold here.
+        launch's ratio stand next to the median.
+    bounded: whether BOUNDS hold here.
     """
 
     def ratios(ours: str, *others: str) -> Seconds:

@@ -83,7 +83,10 @@ class Caller:
 
 
 class Job:
-    """A job, started. command: gets `--called` and the socket's path. directory: for the socket and what it says.
+    """A job, started.
+
+    command: gets `--called` and the socket's path.
+    directory: for the socket and what it says.
 
     To be ended by leaving its context, which kills what of it still runs.
     """

@@ -46,10 +46,10 @@ def parse_together(
 ) -> Options:
     """Returns rank 0's options on every rank. Collective.
 
-    parse: reads them, on rank 0 alone; it may exit, as for `--help`: then every rank exits with its status. check:
-    looks at them on every rank, for what may differ between ranks. Where either raises Refused on any rank, rank 0
-    prints one line, "error: ...", and every rank exits with status 2. Any other error is raised where it occurs, and
-    the other ranks exit with status 1.
+    parse: reads them, on rank 0 alone; it may exit, as for `--help`: then every rank exits with its status.
+    check: looks at them on every rank, for what may differ between ranks. Where either raises Refused on any rank, rank
+        0 prints one line, "error: ...", and every rank exits with status 2. Any other error is raised where it occurs,
+        and the other ranks exit with status 1.
     """
     found: Any = None
     refused: str | None = None

@@ -172,7 +172,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
     ) -> Work | None:
         """out becomes this rank's part of the reduction of all ranks' x; x is unchanged. Lists: entry by entry.
 
-        x: n elements. out: counts[rank] elements; it may be x's own part of that place, which is then overwritten.
+        x: n elements.
+        out: counts[rank] elements; it may be x's own part of that place, which is then overwritten.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).
         """
         if isinstance(x, list):
@@ -270,8 +271,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
     ) -> Work | None:
         """out becomes all ranks' x, one behind the other. Lists: entry by entry.
 
-        out: n elements; from `shared` on all ranks or on none. x: counts[rank] elements; it may be out's own part of
-        that place, and is then not copied.
+        out: n elements; from `shared` on all ranks or on none.
+        x: counts[rank] elements; it may be out's own part of that place, and is then not copied.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).
         """
         if isinstance(out, list):
@@ -453,8 +454,9 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             step = comm.prepare("all_reduce", x, op="avg")
             step()                                             # as comm.all_reduce(x, op="avg")
 
-        operation: the name of one of the methods that move or reduce arrays, or "barrier". arrays, arguments: as that
-        method has them, but no async_op and no timeout, which the call takes. Not collective.
+        operation: the name of one of the methods that move or reduce arrays, or "barrier".
+        arrays, arguments: as that method has them, but no async_op and no timeout, which the call takes. Not
+            collective.
         """
         if operation not in PREPARED:
             raise ArgumentError(f"prepare: got {operation!r}; needs one of {', '.join(PREPARED)}")

@@ -21,8 +21,10 @@ from .runtime.progress import Work
 class PartitionedAllReduce:
     """An all_reduce of arrays that are handed in one by one; from `Communicator.partitioned_all_reduce`.
 
-    begin: starts the all_reduce of one array. reduction: None: each array is an operation of its own, by `begin`.
-    next_number: of the communicator's next operation. complete: issues `reduction` of so many arrays.
+    begin: starts the all_reduce of one array.
+    reduction: None: each array is an operation of its own, by `begin`.
+    next_number: of the communicator's next operation.
+    complete: issues `reduction` of so many arrays.
     """
 
     def __init__(

@@ -74,7 +74,9 @@ def resolve_device(options: argparse.Namespace) -> None:
 class Progress:
     """A line from rank 0 for the first step, the last and about 25 between: speed, time left, memory.
 
-    steps: of the whole training, which begins now. tokens: of all ranks in a step. before: steps of earlier runs.
+    steps: of the whole training, which begins now.
+    tokens: of all ranks in a step.
+    before: steps of earlier runs.
     """
 
     def __init__(self, comm: Communicator, steps: int, tokens: int, before: int = 0) -> None:

@@ -23,7 +23,8 @@ Read = Callable[[str], Any]
 class ModelFiles:
     """Files that fit a model: each of its tensors is in them once at least, whole, and nothing else is.
 
-    names: of each tensor of the model, several for a tied one. tensors: those of which the files have values.
+    names: of each tensor of the model, several for a tied one.
+    tensors: those of which the files have values.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class ModelFiles:
     ) -> None:
         """Opens the files and compares them.
 
-        tensors: of the model, or of its parts over tp, by name. rename: from a name in the files to the model's; None
-        from it leaves a tensor out. may_miss: which names the files may lack. asked_by, model: names for errors. Raises
-        ConfigurationError for files that cannot be read, missing and unexpected names, other shapes, and two tensors of
-        one name.
+        tensors: of the model, or of its parts over tp, by name.
+        rename: from a name in the files to the model's; None from it leaves a tensor out.
+        may_miss: which names the files may lack.
+        asked_by, model: names for errors. Raises ConfigurationError for files that cannot be read, missing and
+            unexpected names, other shapes, and two tensors of one name.
         """
         self._path, self._asked_by = path, asked_by
         self.names: dict[torch.Tensor, list[str]] = {}

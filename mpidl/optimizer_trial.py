@@ -36,9 +36,10 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class StepNeeds:
     """The needs of a step besides slices.
 
-    wholes: whole parameters. together: all of a rank's at once, in one call. block: elements of which slices hold whole
-    ones, counted from the parameter's first, but for its last. exchanges: whole parameters and gradients on every rank,
-    which the step itself averages (`optim.one_bit`).
+    wholes: whole parameters.
+    together: all of a rank's at once, in one call.
+    block: elements of which slices hold whole ones, counted from the parameter's first, but for its last.
+    exchanges: whole parameters and gradients on every rank, which the step itself averages (`optim.one_bit`).
     """
 
     wholes: bool
@@ -67,9 +68,11 @@ def exchanges_gradients(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 class Trial:
     """The findings of trial steps.
 
-    wholes: a step on a parameter is not one on its parts. together: it depends on other parameters too, or on random
-    numbers. sequential: on one parameter after another it is the same as on all at once. noted: settings of its groups
-    that it changes. failed: it raised something.
+    wholes: a step on a parameter is not one on its parts.
+    together: it depends on other parameters too, or on random numbers.
+    sequential: on one parameter after another it is the same as on all at once.
+    noted: settings of its groups that it changes.
+    failed: it raised something.
     """
 
     wholes: bool

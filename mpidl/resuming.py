@@ -92,9 +92,11 @@ def in_one_line(comm: Communicator, action: Callable[[], Result]) -> Result:
 class Checkpoints:
     """A program's checkpoints: its directory is claimed, if it has one.
 
-    options: of `add_options`. stop: made early, to hear of signals from then on. training: model, optimizer, scheduler,
-    scaler, sampler, or the first few of them. settings: warned of where a checkpoint has others. mesh: over which the
-    model lies in parts, as for `checkpoint.save`.
+    options: of `add_options`.
+    stop: made early, to hear of signals from then on.
+    training: model, optimizer, scheduler, scaler, sampler, or the first few of them.
+    settings: warned of where a checkpoint has others.
+    mesh: over which the model lies in parts, as for `checkpoint.save`.
     """
 
     def __init__(
@@ -177,7 +179,9 @@ class Checkpoints:
     def _find(self, resume: str, said: list[str], failed: Collection[Path]) -> Path | None:
         """Finds the checkpoint to go on from, on rank 0.
 
-        resume: auto, never or a path. said: what was passed over; it grows. failed: not to take.
+        resume: auto, never or a path.
+        said: what was passed over; it grows.
+        failed: not to take.
         """
         folder = self._options.checkpoint_dir
         if resume == "never":

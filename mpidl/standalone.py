@@ -15,7 +15,11 @@ _COMMANDS = ("mpidl.memory", "mpidl.checkpoint", "mpidl.launch")
 
 
 def is_standalone(interpreter: Sequence[str], program: str) -> bool:
-    """Returns whether Python is about to run such a command. interpreter: sys.orig_argv; program: sys.argv[0]."""
+    """Returns whether Python is about to run such a command.
+
+    interpreter: sys.orig_argv.
+    program: sys.argv[0].
+    """
     return program == "-m" and any(option == "-m" and name in _COMMANDS for option, name in pairwise(interpreter))
 
 

@@ -316,6 +316,24 @@ def wrong_beginnings(source: str) -> list[str]:
     return [text.partition("\n")[0] for text in found if _BEGINNING.match(text)]
 
 
+_PARAMETER = re.compile(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ")
+
+
+def crowded_lines(source: str) -> list[str]:
+    """The lines of a source's docstrings in which the meanings of several parameters, or fields, stand."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names = {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+            if isinstance(node, ast.ClassDef):
+                names |= {part.target.id for part in node.body if isinstance(getattr(part, "target", None), ast.Name)}
+            for line in (ast.get_docstring(node) or "").splitlines():
+                told = [names.issuperset(each[1].split(", ")) for each in _PARAMETER.finditer(line.strip())]
+                if sum(told) > 1:
+                    found.append(line.strip())
+    return found
+
+
 def forbidden(path: str, text: str) -> list[str]:
     """The words of a file that are not used, but for those that KEPT allows in it."""
     for begin, kept in KEPT.items():
@@ -332,6 +350,11 @@ def outside_tests(*more: Path) -> dict[str, str]:
 
 def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
     found = {path.relative_to(ROOT).as_posix(): wrong_beginnings(path.read_text()) for path in FILES}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_parameters_stand_one_a_line() -> None:
+    found = {path: crowded_lines(text) for path, text in outside_tests().items()}
     assert not {path: lines for path, lines in found.items() if lines}
 
 

@@ -24,9 +24,11 @@ Call = Callable[[], None]
 class Resources:
     """The communicators and the memory that the backends of one group are made from.
 
-    comm: of the group's ranks, for their messages. scratch: memory that operations use in turn. meetings: where the
-    ranks of a node meet in shared memory; None where those of some node share none. positions: where they show which
-    operations they are in. stages: whether arrays may go through a scratch of shared memory that others need not.
+    comm: of the group's ranks, for their messages.
+    scratch: memory that operations use in turn.
+    meetings: where the ranks of a node meet in shared memory; None where those of some node share none.
+    positions: where they show which operations they are in.
+    stages: whether arrays may go through a scratch of shared memory that others need not.
     """
 
     comm: MPI.Intracomm

@@ -47,10 +47,14 @@ class _MeetingCall(partial, MeetsInMemory):  # type: ignore[type-arg]
 class Dispatch:
     """The operations of one group on checked arguments.
 
-    comm: of the group's ranks, for nothing else. topology: from `discover`. made: gets the communicators that are
-    made. stages: as of Resources. Collective.
+    comm: of the group's ranks, for nothing else.
+    topology: from `discover`.
+    made: gets the communicators that are made.
+    stages: as of Resources. Collective.
 
-    backends: by name. selection: the choice among them. positions: where the ranks show what they are doing.
+    backends: by name.
+    selection: the choice among them.
+    positions: where the ranks show what they are doing.
     """
 
     def __init__(
@@ -96,7 +100,8 @@ class Dispatch:
     def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Call | Task:
         """The operation as a call that can be made again and again on the same arrays; on GPU memory it is a Task.
 
-        algorithm: the name of a backend that serves it; on GPU memory also "auto". arguments: as Backend has them.
+        algorithm: the name of a backend that serves it; on GPU memory also "auto".
+        arguments: as Backend has them.
         """
         index = next((a.device for a in arguments if isinstance(a, DeviceBuffer)), None)
         if index is not None:

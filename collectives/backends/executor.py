@@ -65,8 +65,9 @@ def single(data: Buffer, number: int, parts: int, pieces: int = 1) -> Region:
 class Execution:
     """One run of a schedule on this rank.
 
-    regions: what the schedule calls in and out. counts: elements of each chunk. op: the reduction operator,
-    None for movements.
+    regions: what the schedule calls in and out.
+    counts: elements of each chunk.
+    op: the reduction operator, None for movements.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class MeetsInMemory:
 class Entry(NamedTuple):
     """The operation that a rank is about to run; all ranks must agree on it.
 
-    elements: of the array that has one size on all ranks; 0 where there is none. parts: a number made of the counts by
-    which that is cut (`parts_of`); 0 where it is not cut.
+    elements: of the array that has one size on all ranks; 0 where there is none.
+    parts: a number made of the counts by which that is cut (`parts_of`); 0 where it is not cut.
     """
 
     operation: str
@@ -69,8 +69,9 @@ def parts_of(counts: Sequence[int]) -> int:
 class Meetings:
     """One group's rows, as seen by one of its ranks.
 
-    memory: shared by the group's ranks, theirs from byte `start` on for `Meetings.nbytes(ranks)` bytes. barrier: of the
-    group's ranks. names: by which errors name the group's ranks, from `topology.names`.
+    memory: shared by the group's ranks, theirs from byte `start` on for `Meetings.nbytes(ranks)` bytes.
+    barrier: of the group's ranks.
+    names: by which errors name the group's ranks, from `topology.names`.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class Meetings:
     ) -> bytes:
         """A rank's row.
 
-        x, out: the allocation that its arrays lie in and their place in its part; None for other arrays. addresses: of
-        x and out in its memory. filled: whether its first chunk is in the scratch already.
+        x, out: the allocation that its arrays lie in and their place in its part; None for other arrays.
+        addresses: of x and out in its memory.
+        filled: whether its first chunk is in the scratch already.
         """
         operation, dtype, op, root, elements, parts, factor = entry
         shared = any(place is not None and not place[0].stride for place in (x, out))
@@ -148,11 +150,13 @@ class Meetings:
 class Meeting:
     """All ranks' rows of one operation; equal on all of them. Raises MismatchError if they do not fit each other.
 
-    rows: from `publish`, with ranges if `moves`. names: as of Meetings. inputs, outputs: the allocations of this
-    rank's arrays.
+    rows: from `publish`, with ranges if `moves`.
+    names: as of Meetings.
+    inputs, outputs: the allocations of this rank's arrays.
 
-    pull, push: whether all inputs, all outputs lie in one allocation, which all ranks map. shared: whether an array of
-    any rank lies in memory that is one for all. filled: whether the first chunks of all ranks are in the scratch.
+    pull, push: whether all inputs, all outputs lie in one allocation, which all ranks map.
+    shared: whether an array of any rank lies in memory that is one for all.
+    filled: whether the first chunks of all ranks are in the scratch.
     """
 
     def __init__(

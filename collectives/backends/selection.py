@@ -18,10 +18,12 @@ from .tables import ALWAYS, LIBRARY, Table, Tables, served_tables
 class Selection:
     """The choices of one group.
 
-    backends: all that it has, in the order of preference where no table knows better. measured: tables in place of the
-    defaults, which may be some. defaults: those of the MPI library; the fallback where they are None.
+    backends: all that it has, in the order of preference where no table knows better.
+    measured: tables in place of the defaults, which may be some.
+    defaults: those of the MPI library; the fallback where they are None.
 
-    tables: by operation; the library's own is the last row of each. choose: see `_choose`.
+    tables: by operation; the library's own is the last row of each.
+    choose: see `_choose`.
     """
 
     def __init__(self, backends: Mapping[str, Backend], measured: Tables, defaults: Tables | None = None) -> None:

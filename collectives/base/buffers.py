@@ -27,7 +27,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 class DType:
     """An element type. kind: "f" float, "i" signed, "u" unsigned, "b" bool, "c" complex.
 
-    storage: the numpy dtype of the flat view. accumulate: the numpy dtype in which reductions run.
+    storage: the numpy dtype of the flat view.
+    accumulate: the numpy dtype in which reductions run.
     """
 
     name: str
@@ -71,7 +72,11 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """The memory of one array. flat: a 1-D numpy view of all its elements, in C order. owner: keeps it alive."""
+    """The memory of one array.
+
+    flat: a 1-D numpy view of all its elements, in C order.
+    owner: keeps it alive.
+    """
 
     flat: np.ndarray[Any, Any]
     dtype: DType
@@ -202,10 +207,11 @@ def signature(array: Any) -> tuple[Any, ...] | None:
 def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
     """The Buffer of a numpy or cupy array or a torch tensor; a DeviceBuffer if it is on a GPU.
 
-    name: the argument's name in errors. writable: refuse memory that must not be written.
-    Of subclasses of numpy's array the elements count, and of masked arrays, which are refused, the mask too.
-    Raises ArgumentTypeError for what is no array or has no numeric elements, ArgumentError for an array whose
-    elements do not lie in one piece, or that is read-only and must be written.
+    name: the argument's name in errors.
+    writable: refuse memory that must not be written. Of subclasses of numpy's array the elements count, and of masked
+        arrays, which are refused, the mask too. Raises ArgumentTypeError for what is no array or has no numeric
+        elements, ArgumentError for an array whose elements do not lie in one piece, or that is read-only and must be
+        written.
     """
     if isinstance(array, np.ndarray):
         return _inspect_numpy(array, name, writable)

@@ -34,8 +34,9 @@ _ALONE_BYTES = 1 << 20  # an array that is not packed
 class Item:
     """One array of a list.
 
-    whole: as long on every rank. own: this rank's part of it, where the operation has such, else None. counts: elements
-    of each rank's part; of one part, the whole, where there is none.
+    whole: as long on every rank.
+    own: this rank's part of it, where the operation has such, else None.
+    counts: elements of each rank's part; of one part, the whole, where there is none.
     """
 
     whole: Buffer
@@ -139,8 +140,9 @@ def arguments_of(
 class Packed:
     """A batch, packed into `memory` (uint8).
 
-    whole, counts: the packed elements, and how many are in each part. rank: whose part `own` is. copy(target, source):
-    copies flat views.
+    whole, counts: the packed elements, and how many are in each part.
+    rank: whose part `own` is.
+    copy: of a target and a source, both flat views.
     """
 
     def __init__(

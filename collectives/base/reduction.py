@@ -54,8 +54,9 @@ class PremulSum:
 class Reduction:
     """A checked operator, the same object for all calls that give the same.
 
-    factor: what this rank's contribution is multiplied by before it is added. partial: whether more is still to be
-    reduced, so that results stay in the accumulating dtype, neither averaged nor rounded; `finish` does that then.
+    factor: what this rank's contribution is multiplied by before it is added.
+    partial: whether more is still to be reduced, so that results stay in the accumulating dtype, neither averaged nor
+        rounded; `finish` does that then.
     """
 
     name: str
@@ -118,7 +119,8 @@ class Reduction:
         """The calls that make `combine`.
 
         An output may be the memory of an input, unless it has another dtype, as those of a partial reduction may.
-        factors: of all inputs, for a premultiplied sum. blocks: memory that the calls may use while they run.
+        factors: of all inputs, for a premultiplied sum.
+        blocks: memory that the calls may use while they run.
         """
         if dtype.widened:
             return self._widened_calls(inputs, outputs, dtype, factors, blocks)

@@ -50,7 +50,9 @@ WARM = Rotation(1)
 def cold(touched: int, caches: int, most: int) -> Rotation:
     """The rotation in which more bytes than the caches hold are touched between two uses of a set.
 
-    touched: bytes that a call touches at least. caches: bytes that they hold. most: sets.
+    touched: bytes that a call touches at least.
+    caches: bytes that they hold.
+    most: sets.
     """
     needed = int(caches * _MORE)
     sets = min(1 + max(1, -(-needed // touched)), max(2, most))
@@ -78,7 +80,8 @@ class Arena:
     """All sets of one kind of arrays for a case. Collective.
 
     kind: "user" is any memory; "symmetric" that of `Communicator.empty`, and for the output of an all_gather that of
-    `Communicator.shared`, one for the node. has_second: whether each set needs its second array.
+        `Communicator.shared`, one for the node.
+    has_second: whether each set needs its second array.
     """
 
     def __init__(self, comm: Communicator, case: Case, kind: str, sets: int, device: str, *, has_second: bool) -> None:

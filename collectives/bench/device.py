@@ -18,9 +18,12 @@ KERNEL = "kernel"  # the side in which the kernel copies from array to array
 class Device:
     """The CPU, or with `of_gpu` this rank's GPU.
 
-    name: as torch has it. synchronize: waits for queued work. groups: on a GPU, by their transport; on the CPU, by the
-    name of a side that needs one. nccl: a group of torch.distributed, or None. sharing: ranks on a GPU. bandwidth: of a
-    copy there, bytes read and written a second.
+    name: as torch has it.
+    synchronize: waits for queued work.
+    groups: on a GPU, by their transport; on the CPU, by the name of a side that needs one.
+    nccl: a group of torch.distributed, or None.
+    sharing: ranks on a GPU.
+    bandwidth: of a copy there, bytes read and written a second.
     """
 
     name: str = "cpu"

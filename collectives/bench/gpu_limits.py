@@ -70,7 +70,9 @@ class EventClock(Clock):
 class Gpu:
     """The GPU of this rank: they take the host's in turn. Collective.
 
-    sharing: how many ranks are on it. own: whether every rank has one to itself. l2_bytes: of its cache.
+    sharing: how many ranks are on it.
+    own: whether every rank has one to itself.
+    l2_bytes: of its cache.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -39,11 +39,15 @@ PERCENTILES = (95, 99)
 class Row:
     """A side's figures in one form. Times in microseconds, bandwidths in 10^9 bytes a second.
 
-    bytes, count: of the whole array, and what the call is given. buffer: "user" or "symmetric" arrays, "-" of a copy.
-    cache: "warm", "cold" or "fresh". place: "out" or "in". time_us: the median repetition; p95_us, p99_us, max_us:
-    others. wrong: elements that are not what they should be, None where none was looked at. ratios: by the side that is
-    compared with, the median of this time by that one's in the same repetition. limit_us: what a GPU's memory needs at
-    least.
+    bytes, count: of the whole array, and what the call is given.
+    buffer: "user" or "symmetric" arrays, "-" of a copy.
+    cache: "warm", "cold" or "fresh".
+    place: "out" or "in".
+    time_us: the median repetition.
+    p95_us, p99_us, max_us: others.
+    wrong: elements that are not what they should be, None where none was looked at.
+    ratios: by the side that is compared with, the median of this time by that one's in the same repetition.
+    limit_us: what a GPU's memory needs at least.
     """
 
     op: str

@@ -29,9 +29,12 @@ class Operation:
     """One operation.
 
     bus: from the number of ranks, the bytes that a link carries for a byte of the whole array: busbw is algbw times it
-    (nccl-tests, doc/PERFORMANCE.md). parts: the second array is a part, else another whole one. reduces: it
-    has an operator. rooted: it has a root. places: the forms that it comes in, "out" of place and "in" place. usual:
-    the form in which `Communicator` copies nothing more than it has to.
+        (nccl-tests, doc/PERFORMANCE.md).
+    parts: the second array is a part, else another whole one.
+    reduces: it has an operator.
+    rooted: it has a root.
+    places: the forms that it comes in, "out" of place and "in" place.
+    usual: the form in which `Communicator` copies nothing more than it has to.
     """
 
     name: str
@@ -77,8 +80,10 @@ DATATYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int3
 
 @dataclass(frozen=True)
 class Case:
-    """A case that all sides run: an operation on elements of a type. op: the operator, or "none". root: a rank, or -1.
+    """A case that all sides run: an operation on elements of a type.
 
+    op: the operator, or "none".
+    root: a rank, or -1.
     size: bytes of the whole array, to be cut down to equal parts for all ranks.
     """
 

@@ -35,7 +35,11 @@ explains all. The exit status is 1 where a result is wrong, and 2 for wrong opti
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a command line. compare: sides; those in `algorithms` too run once. cache: bytes, if cold."""
+    """The options of a command line.
+
+    compare: sides; those in `algorithms` too run once.
+    cache: bytes, if cold.
+    """
 
     operations: tuple[str, ...]
     min_bytes: int

@@ -55,7 +55,8 @@ def of_root(name: str, array: Any, root: int, rank: int, size: int, *, writable:
 class GroupCalls:
     """The calls of one group's operations: choice of the algorithm, preparation, reuse.
 
-    issuer: of the group. barrier: the call of the operation that has no arrays.
+    issuer: of the group.
+    barrier: the call of the operation that has no arrays.
     """
 
     def __init__(self, issuer: Issuer) -> None:

@@ -20,8 +20,8 @@ def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:
     Positions are read one after the other, and a progress thread may be late: only what is found again and again is a
     deadlock.
 
-    here: a Communicator in an operation of which this rank is now. there: a Communicator that has the ranks of `here`
-    among its own, by whose numbers the result goes.
+    here: a Communicator in an operation of which this rank is now.
+    there: a Communicator that has the ranks of `here` among its own, by whose numbers the result goes.
     """
     groups = here.mpi.Get_group(), there.mpi.Get_group()
     numbers = MPI.Group.Translate_ranks(groups[0], list(range(here.size)), groups[1])

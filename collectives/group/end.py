@@ -25,7 +25,8 @@ _CLOSE_AFTER_ERROR = 2.0  # seconds
 class GroupEnd:
     """The end of one group.
 
-    parts: of the group. duplicates: the ends of the groups that are closed with it.
+    parts: of the group.
+    duplicates: the ends of the groups that are closed with it.
     """
 
     def __init__(self, issuer: Issuer) -> None:

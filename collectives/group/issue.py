@@ -50,9 +50,13 @@ class Prepared(NamedTuple):
 class Issuer:
     """The operations of one group, and their queue. It lives until what is queued has run.
 
-    parts: of the group. progress: the queue and its thread. positions: where this rank shows what it is in. refusal:
-    whether the group can be used. issued: how many operations were issued. exempt: whether the watchdog takes no
-    notice of this rank's waits. compound_in: the thread that runs a compound operation, if one does.
+    parts: of the group.
+    progress: the queue and its thread.
+    positions: where this rank shows what it is in.
+    refusal: whether the group can be used.
+    issued: how many operations were issued.
+    exempt: whether the watchdog takes no notice of this rank's waits.
+    compound_in: the thread that runs a compound operation, if one does.
     """
 
     def __init__(self, parts: GroupParts) -> None:

@@ -112,7 +112,8 @@ class GroupMessages(OrderedGroup):
         """Sends x to rank `dest` and fills out with a message from rank `source`, both at once; returns the sender.
 
         Neither waits for the other, so that ranks may pass arrays around a ring. x and out must not overlap.
-        source: None: any rank. recv_tag: of the message that is received; by default `tag`. Errors: those of `recv`.
+        source: None: any rank.
+        recv_tag: of the message that is received; by default `tag`. Errors: those of `recv`.
         """
         self._refusal.check("sendrecv")
         own_tag = tag if recv_tag is None else recv_tag

@@ -22,11 +22,14 @@ from ..runtime.progress import Progress
 class Refusal:
     """Refuses operations of one group once it cannot be used, and says why.
 
-    progress: the group's. name: of the group, may be empty. when_dropped: takes what the group leaves when it is
-    garbage, unless MPI may be at work in it.
+    progress: the group's.
+    name: of the group, may be empty.
+    when_dropped: takes what the group leaves when it is garbage, unless MPI may be at work in it.
 
-    why: the reason, in words; empty while the group can be used. failed: whether what is queued is refused, too.
-    closed: whether the group has come to its end. kind: of the error.
+    why: the reason, in words; empty while the group can be used.
+    failed: whether what is queued is refused, too.
+    closed: whether the group has come to its end.
+    kind: of the error.
     """
 
     def __init__(self, progress: Progress, name: str, when_dropped: weakref.finalize[..., Any]) -> None:

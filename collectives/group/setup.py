@@ -36,11 +36,17 @@ Made = TypeVar("Made")
 class GroupParts:
     """The objects and facts that a group is set up with.
 
-    mpi: the communicator that was given. made: those that are made for the group, to be freed with it; more may be
-    added. for_messages: one of them, for messages alone. name: may be empty. called: what errors call this rank's
-    place in the group. is_debugging: whether the ranks compare each operation before it begins. dispatch: what carries
-    operations out; messages: what sends and receives. world: the number in MPI.COMM_WORLD of each rank, or
-    MPI.UNDEFINED. key: of `dropped`. guard: the watchdog's view of the group; None where it watches none.
+    mpi: the communicator that was given.
+    made: those that are made for the group, to be freed with it; more may be added.
+    for_messages: one of them, for messages alone.
+    name: may be empty.
+    called: what errors call this rank's place in the group.
+    is_debugging: whether the ranks compare each operation before it begins.
+    dispatch: what carries operations out.
+    messages: what sends and receives.
+    world: the number in MPI.COMM_WORLD of each rank, or MPI.UNDEFINED.
+    key: of `dropped`.
+    guard: the watchdog's view of the group; None where it watches none.
     """
 
     mpi: MPI.Intracomm
@@ -67,8 +73,8 @@ def set_up(
 ) -> GroupParts:
     """Sets up the parts of a group. Collective.
 
-    mpi, timeout, name, scratch: see `Communicator`. make: makes the Communicator that is measured where no table of
-    algorithms covers the group.
+    mpi, timeout, name, scratch: see `Communicator`.
+    make: makes the Communicator that is measured where no table of algorithms covers the group.
     """
     refuse_if_forked("Communicator")
     if not isinstance(name, str):

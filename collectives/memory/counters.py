@@ -94,9 +94,9 @@ class _Other(NamedTuple):
 class Counters:
     """The numbers of the ranks of a node, as seen by one of them.
 
-    memory: shared by them, and zero at first; private to a rank that is alone. start, sleepers: bytes of it at which
-    the numbers, one every `STRIDE` bytes, and the `nbytes_of_sleepers` begin. crowded: whether the node has more ranks
-    than cores.
+    memory: shared by them, and zero at first; private to a rank that is alone.
+    start, sleepers: bytes of it at which the numbers, one every `STRIDE` bytes, and the `nbytes_of_sleepers` begin.
+    crowded: whether the node has more ranks than cores.
 
     advance: this rank's number grows to that which it is given, which wakes who sleeps for it.
     """
@@ -175,8 +175,9 @@ def _padded(ranks: int) -> int:
 def _advancing(own: memoryview, address: int, asleep: memoryview) -> Callable[[int], None]:
     """Returns a function by which a rank's number grows to that which it is given, and wakes who sleeps for it.
 
-    own: the number, which lies at that address. asleep: words that say who sleeps. Every operation of a group calls it:
-    names of a function take half the time of an object's, a word a third of that of a piece of the memory.
+    own: the number, which lies at that address.
+    asleep: words that say who sleeps. Every operation of a group calls it: names of a function take half the time of an
+        object's, a word a third of that of a piece of the memory.
     """
     fence = threading.Lock()
     begin_fence, end_fence = fence.acquire, fence.release  # half the time of a `with`
@@ -205,8 +206,8 @@ def _advancing(own: memoryview, address: int, asleep: memoryview) -> Callable[[i
 class Barrier:
     """Returns from a call when all ranks of the node have made it.
 
-    memory: as for Counters, from byte `start` on, a multiple of STRIDE, for `Barrier.nbytes(ranks)` bytes. fence:
-    makes the ranks see each other's writes where the processor does not.
+    memory: as for Counters, from byte `start` on, a multiple of STRIDE, for `Barrier.nbytes(ranks)` bytes.
+    fence: makes the ranks see each other's writes where the processor does not.
     """
 
     def __init__(

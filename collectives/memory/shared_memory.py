@@ -46,8 +46,9 @@ Made = TypeVar("Made")
 class SharedMemory(mmap.mmap):
     """One allocation, as this rank maps it; arrays over it keep it alive.
 
-    number: of the allocation, the same on all its ranks. stride: bytes from one rank's part to the next rank's; 0 if
-    all share one. file: a descriptor of the file, where its pages come and go or others are to see it, else -1.
+    number: of the allocation, the same on all its ranks.
+    stride: bytes from one rank's part to the next rank's; 0 if all share one.
+    file: a descriptor of the file, where its pages come and go or others are to see it, else -1.
     """
 
     number: int
@@ -124,9 +125,10 @@ class Allocator:
     ) -> SharedMemory | None:
         """Room for the largest `nbytes` that a rank asks for, a part for each rank or one for all. Collective.
 
-        reserved: False: no pages yet; a user of some reserves them first, by `file`. keep_file: have a `file` in any
-        case. optional: it can be done without: only the first directory is tried, and nothing is said. None on all
-        ranks where no file system has room for it.
+        reserved: False: no pages yet; a user of some reserves them first, by `file`.
+        keep_file: have a `file` in any case.
+        optional: it can be done without: only the first directory is tried, and nothing is said. None on all ranks
+            where no file system has room for it.
         """
         self._made += 1
         part = _pages(max(1, self._node.allreduce(nbytes, MPI.MAX)))

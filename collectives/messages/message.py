@@ -50,8 +50,9 @@ _unbegun: set[Message] = set()  # those that wait for their turn in `Channels`
 class Channel:
     """The messages to or from one peer with one tag, in their order.
 
-    comm: for messages alone. messages: how many there were; as both ends count them, a message has one number. probed:
-    the header of the next message to come in, if a probe has taken it.
+    comm: for messages alone.
+    messages: how many there were; as both ends count them, a message has one number.
+    probed: the header of the next message to come in, if a probe has taken it.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int, tag: int) -> None:
@@ -104,8 +105,10 @@ class Header:
 class Message(Work):
     """A Work that is MPI requests, which do not wait for the turn of other operations. `begin` starts it.
 
-    channel: where it is, once it has begun. number: in its channel. waiting: a context for blocking. finish: called
-    when the array is sent or filled.
+    channel: where it is, once it has begun.
+    number: in its channel.
+    waiting: a context for blocking.
+    finish: called when the array is sent or filled.
     """
 
     def __init__(

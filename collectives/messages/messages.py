@@ -31,7 +31,9 @@ _MOMENT = 1e-3  # seconds
 class Envelope:
     """A message that has come and is not received yet.
 
-    source: its sender. dtype: the name of its elements' type. size: how many elements.
+    source: its sender.
+    dtype: the name of its elements' type.
+    size: how many elements.
     """
 
     source: int
@@ -42,7 +44,11 @@ class Envelope:
 
 @dataclass(frozen=True, eq=False)
 class P2POp:
-    """One message of `Communicator.batch_isend_irecv`. kind: "send" or "recv". peer: the other rank; None: from any."""
+    """One message of `Communicator.batch_isend_irecv`.
+
+    kind: "send" or "recv".
+    peer: the other rank; None: from any.
+    """
 
     kind: str
     x: Any
@@ -57,8 +63,10 @@ class P2POp:
 class Messages:
     """One rank's messages in one group.
 
-    comm: for nothing else. positions: where its waits are written. takes_addresses: whether the MPI library has been
-    seen to move GPU memory between this rank and another one. name: of the group, may be empty.
+    comm: for nothing else.
+    positions: where its waits are written.
+    takes_addresses: whether the MPI library has been seen to move GPU memory between this rank and another one.
+    name: of the group, may be empty.
     """
 
     def __init__(

@@ -13,11 +13,15 @@ from .cores import usable
 class Topology:
     """This rank's place: its number among the `local_size` ranks of its node, and the number of nodes.
 
-    members: this node's ranks. node: a communicator of them. across: one of the ranks with this rank's number on all
-    nodes. regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size
-    everywhere. crowded: whether this node has more ranks than cores that they may use. full: whether it has at least as
-    many ranks as such cores. cores: how many of them. layout: by which tables of algorithms are kept, the same on all
-    ranks: "2x4" for two nodes of four ranks, "3+1" for nodes of three and one.
+    members: this node's ranks.
+    node: a communicator of them.
+    across: one of the ranks with this rank's number on all nodes.
+    regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size everywhere.
+    crowded: whether this node has more ranks than cores that they may use.
+    full: whether it has at least as many ranks as such cores.
+    cores: how many of them.
+    layout: by which tables of algorithms are kept, the same on all ranks: "2x4" for two nodes of four ranks, "3+1" for
+        nodes of three and one.
     """
 
     local_rank: int

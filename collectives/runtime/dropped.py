@@ -38,8 +38,8 @@ class Closes(Protocol):
 class Remains:
     """The parts of a dropped Communicator that are still to be freed.
 
-    members: its ranks, by their numbers in the world, or MPI.UNDEFINED, with which it stays. comms: to be freed; more
-    may be added as long as it lives.
+    members: its ranks, by their numbers in the world, or MPI.UNDEFINED, with which it stays.
+    comms: to be freed; more may be added as long as it lives.
     """
 
     members: Sequence[int]

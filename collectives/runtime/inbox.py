@@ -69,7 +69,8 @@ class Inbox:
 def send(name: str, content: bytes, file: int | None, timeout: float) -> None:
     """Sends one message to the inbox of that name, if there is one here and it takes the message in time.
 
-    timeout: seconds. file: the receiver gets it for reading only.
+    timeout: seconds.
+    file: the receiver gets it for reading only.
     """
     with (
         contextlib.suppress(OSError),

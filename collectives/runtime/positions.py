@@ -66,11 +66,14 @@ NO_WORDS = bytes(_WORDS)
 class Position:
     """The position of a rank: in (or, if not inside, after) the collective of that number, and maybe in a message, too.
 
-    queued: it runs in the progress thread, and the program may go on meanwhile. failed: it was left by an exception.
+    queued: it runs in the progress thread, and the program may go on meanwhile.
+    failed: it was left by an exception.
     detail: what it works with, which must fit on all ranks, in words that follow the operation; may be empty.
-    waits: the messages that it has waited for. message: "send", "recv" or "probe", with `peer` (may be ANY), if it is
-    waiting for one. beat: how often its watchdog has looked. place, phase: what its program does (`program`).
-    At the end of its program `peer` is the status with which it exits, as far as is known.
+    waits: the messages that it has waited for.
+    message: "send", "recv" or "probe", with `peer` (may be ANY), if it is waiting for one.
+    beat: how often its watchdog has looked.
+    place, phase: what its program does (`program`). At the end of its program `peer` is the status with which it exits,
+        as far as is known.
     """
 
     number: int
@@ -127,8 +130,9 @@ class Position:
 class Positions:
     """The page of one group's ranks on one node, as seen by one of them.
 
-    memory: shared by these ranks, `Positions.nbytes(ranks)` long and zero at first; private to this rank where there
-    is no shared memory, and then of no use to others. crowded: whether the node has more ranks than cores.
+    memory: shared by these ranks, `Positions.nbytes(ranks)` long and zero at first; private to this rank where there is
+        no shared memory, and then of no use to others.
+    crowded: whether the node has more ranks than cores.
 
     state: a number that says whether this rank is in an operation; `leave` sets it to AFTER.
     """
@@ -168,7 +172,11 @@ class Positions:
         self._beat[0] += 1
 
     def enter(self, number: int, operation: str, detail: bytes = NO_WORDS, queued: bool = False) -> None:
-        """Notes that this rank begins an operation. queued: it runs in the progress thread. detail: from `words`."""
+        """Notes that this rank begins an operation.
+
+        queued: it runs in the progress thread.
+        detail: from `words`.
+        """
         collective = self._collective
         collective[2] = AFTER
         collective[1] = CODES[operation]

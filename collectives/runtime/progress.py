@@ -113,10 +113,12 @@ class Progress:
     progress thread takes it before it takes a task off the queue, so that an empty queue and a free turn mean that
     nothing is before a caller, who then takes the turn and runs its operation.
 
-    queue, turn: what is queued, and the lock of the thread that runs an operation. may_sleep: the thread may sleep
-    while it waits for messages (`idle_wait`). follows: it runs on the core of the thread that issues; both to be set
-    before the first task. drain_hook: see `collectives.draining`. number: in the order in which they were
-    made. stranded: an operation that its caller has given up, if there is one; it may never end.
+    queue, turn: what is queued, and the lock of the thread that runs an operation.
+    may_sleep: the thread may sleep while it waits for messages (`idle_wait`).
+    follows: it runs on the core of the thread that issues; both to be set before the first task.
+    drain_hook: see `collectives.draining`.
+    number: in the order in which they were made.
+    stranded: an operation that its caller has given up, if there is one; it may never end.
     """
 
     def __init__(self) -> None:

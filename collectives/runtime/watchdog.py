@@ -98,10 +98,14 @@ class _Seen:
 class Guard:
     """The watchdog's view of one group.
 
-    messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes. positions: of
-    this node's ranks. ranks: the group's number of each of them. world: the number in the world of each rank of the
-    group. limit: seconds. late: this rank takes part in its operations until after the end of its program. name: the
-    group's, may be empty. group: two numbers that no other group of the job has had, the same on all its ranks.
+    messages: the communicator for questions to ranks whose positions cannot be seen here, on other nodes.
+    positions: of this node's ranks.
+    ranks: the group's number of each of them.
+    world: the number in the world of each rank of the group.
+    limit: seconds.
+    late: this rank takes part in its operations until after the end of its program.
+    name: the group's, may be empty.
+    group: two numbers that no other group of the job has had, the same on all its ranks.
     """
 
     messages: MPI.Intracomm
@@ -322,9 +326,10 @@ def report(
 ) -> str:
     """Writes the report of a rank that waits: the operation, who has arrived, and where the others are.
 
-    ranks: of the communicator, by their numbers in the world, as all are. world: how many ranks it has. silent: ranks
-    whose beat has ceased, and for how many seconds. name: of the communicator. What a rank's program does is named as
-    of its watchdog's last look.
+    ranks: of the communicator, by their numbers in the world, as all are.
+    world: how many ranks it has.
+    silent: ranks whose beat has ceased, and for how many seconds.
+    name: of the communicator. What a rank's program does is named as of its watchdog's last look.
     """
     if mine.inside:
         operation = f"{mine.operation} (operation {mine.number} of {group_name(ranks, world, name)})"

@@ -64,7 +64,11 @@ def _send(message: Mapping[str, Any], file: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Page:
-    """members: the group's ranks that it is of. world: the number in the world of each rank of the group."""
+    """A page of positions that is looked at.
+
+    members: the group's ranks that it is of.
+    world: the number in the world of each rank of the group.
+    """
 
     members: list[int]
     world: list[int]

@@ -27,7 +27,8 @@ class Cluster:
 
     intra_latency, inter_latency: seconds until a message arrives, inside a node and between two (alpha).
     intra_bandwidth, inter_bandwidth: bytes a second, each way, of a rank inside its node and of a network port.
-    gamma: seconds to reduce a byte. copy: seconds to copy one in a schedule's own copies.
+    gamma: seconds to reduce a byte.
+    copy: seconds to copy one in a schedule's own copies.
     ports: network ports of a node; its ranks share them in turn (local rank modulo ports).
     """
 
@@ -57,7 +58,11 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message leaves. channel: which pair of ranks. order: of those that come to a port at once."""
+    """A message leaves.
+
+    channel: which pair of ranks.
+    order: of those that come to a port at once.
+    """
 
     channel: int
     chunks: int
@@ -102,8 +107,10 @@ _Move = tuple[Callable[[int, int], int], Callable[[int, int], int]]
 class Layout:
     """A schedule's rounds on a cluster, as far as they cost anything.
 
-    followed: how many ranks have to be followed: all, a node's, or one. programs: their rounds. channels: pairs of
-    ranks with messages, as `Send.channel` numbers them. ports: how many ports messages queue at.
+    followed: how many ranks have to be followed: all, a node's, or one.
+    programs: their rounds.
+    channels: pairs of ranks with messages, as `Send.channel` numbers them.
+    ports: how many ports messages queue at.
     symmetry, nodes, errors: as for `price.Pricing`.
     """
 

@@ -129,8 +129,10 @@ def finish(start: int, stop: int) -> Step:
 class Schedule:
     """An algorithm for a number of ranks.
 
-    name: the algorithm's, e.g. "ring". operation: the collective that it computes, e.g. "all_reduce".
-    chunks: into how many chunks the data is cut. root: of rooted operations, else 0.
+    name: the algorithm's, e.g. "ring".
+    operation: the collective that it computes, e.g. "all_reduce".
+    chunks: into how many chunks the data is cut.
+    root: of rooted operations, else 0.
     rounds_of: a rank's program; called once per rank and kept (`program`).
     pieces: chunks that each rank's part is cut into, where parts belong to ranks; chunks is then ranks * pieces.
     work: in movements, chunks of the work buffer, each with room for the largest chunk of in; 0: cut as in and out are.

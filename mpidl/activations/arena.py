@@ -17,7 +17,9 @@ from .first_fit import Space, aligned
 class Arena:
     """Memory of a device, or of the host where a device reaches it (pinned).
 
-    used: bytes of the checkpoints that are held now. peak: the most at a time. reserved: bytes of the one piece.
+    used: bytes of the checkpoints that are held now.
+    peak: the most at a time.
+    reserved: bytes of the one piece.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:

@@ -85,7 +85,8 @@ def call(
 class _Recomputed:
     """A function that runs on its own arguments, and every time after the first on ones that are put together anew.
 
-    owner, keep_sums: as of `call`. tensors: those among the arguments. They are held until the first run only.
+    owner, keep_sums: as of `call`.
+    tensors: those among the arguments. They are held until the first run only.
     """
 
     def __init__(

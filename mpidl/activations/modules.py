@@ -22,7 +22,8 @@ from .store import CheckpointStore
 class CheckpointedModules:
     """The modules of a model that are checkpointed; `remove()`, or the end of a `with` block, undoes it.
 
-    names: theirs, in the model's order. store: where their inputs lie.
+    names: theirs, in the model's order.
+    store: where their inputs lie.
     """
 
     def __init__(self, modules: dict[str, torch.nn.Module], store: CheckpointStore | None) -> None:

@@ -95,9 +95,12 @@ def rank_name(rank: int) -> str:
 class Collected:
     """Content of a checkpoint, not yet written.
 
-    pieces: what this rank writes. about: JSON, equal on every rank of a part. own: JSON of this rank. shared: tensors
-    that every rank holds and of which each writes a part. copied: what other parts may hold too. uncut: a state of the
-    optimizer that cannot be cut as its parameter is.
+    pieces: what this rank writes.
+    about: JSON, equal on every rank of a part.
+    own: JSON of this rank.
+    shared: tensors that every rank holds and of which each writes a part.
+    copied: what other parts may hold too.
+    uncut: a state of the optimizer that cannot be cut as its parameter is.
     """
 
     pieces: list[Piece]
@@ -120,8 +123,9 @@ def collect(
 ) -> Collected:
     """Collects the content without a copy.
 
-    parts: scheduler, scaler and sampler, or None. gradients: the engine's, by name of the parameter. compressed: the
-    state of its `CompressedReduction`, if it has one.
+    parts: scheduler, scaler and sampler, or None.
+    gradients: the engine's, by name of the parameter.
+    compressed: the state of its `CompressedReduction`, if it has one.
     """
     pieces: list[Piece] = []
     shared: dict[str, torch.Tensor] = {}

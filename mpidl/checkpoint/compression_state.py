@@ -28,8 +28,8 @@ Add = Callable[[str, HeldTensor, torch.Tensor, bool], None]
 def describe(engine: Engine, state: Mapping[str, Any], add: Add, spoken: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Describes the state of a `CompressedReduction` as JSON. Collective on no rank.
 
-    add: takes what this rank writes of a tensor that all ranks hold. spoken: gets the tensors of states, which rank 0
-    of the part writes.
+    add: takes what this rank writes of a tensor that all ranks hold.
+    spoken: gets the tensors of states, which rank 0 of the part writes.
     """
     number = engine.join.number
     part = f"part{number}." if number else ""
@@ -69,8 +69,10 @@ def common(about: Mapping[str, Any]) -> Any:
 class KeptCompression:
     """State of a checkpoint's compression, as far as it is read here.
 
-    targets: memory for whole mean remainders, by name of the parameter; held: the parameters. states: encoded. said:
-    what begins anew, or is dropped.
+    targets: memory for whole mean remainders, by name of the parameter.
+    held: the parameters.
+    states: encoded.
+    said: what begins anew, or is dropped.
     """
 
     method: str = ""
@@ -84,7 +86,8 @@ class KeptCompression:
     def install(self, engine: Engine, tensor: Callable[[str], torch.Tensor], factor: float) -> None:
         """Gives the engine's reduction what was read, or an empty state.
 
-        tensor: reads one by its name. factor: the loss scale here as a multiple of the saved one.
+        tensor: reads one by its name.
+        factor: the loss scale here as a multiple of the saved one.
         """
         if engine.compressed is None:
             return

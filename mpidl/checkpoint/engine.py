@@ -40,7 +40,10 @@ from .parts import ModelPart, group_of, part_of
 
 
 class Engine:
-    """The training of a model. model: the plain one inside wrappers; kind: "plain", "ddp", "zero1", "zero2" or "zero3".
+    """The training of a model.
+
+    model: the plain one inside wrappers.
+    kind: "plain", "ddp", "zero1", "zero2" or "zero3".
 
     Raises ConfigurationError for a model and an optimizer that do not belong together.
     """

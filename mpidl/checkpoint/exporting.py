@@ -79,11 +79,12 @@ def export_safetensors(
 ) -> None:
     """Writes the plain model's weights into the directory `path`, tied ones once. Collective; no rank gathers anything.
 
-    model: as for `save`. max_shard_size: of a file, in bytes or as "5GB"; a larger tensor has a file of its own.
-    dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are.
-    A model of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
-    transformers' `from_pretrained(path)` opens it. mesh: where the model lies over pp, tp or ep of one, as for `save`;
-    the files are those of one process.
+    model: as for `save`.
+    max_shard_size: of a file, in bytes or as "5GB"; a larger tensor has a file of its own.
+    dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are. A model
+        of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
+        transformers' `from_pretrained(path)` opens it.
+    mesh: where the model lies over pp, tp or ep of one, as for `save`; the files are those of one process.
 
     Raises CheckpointError on every rank for what cannot be written, and beforehand for weights or settings there
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
@@ -195,7 +196,8 @@ def _export(
 ) -> None:
     """Writes the files, each process its own elements. Collective, unless comm is None.
 
-    own: yields this process's elements: a tensor's name, which of it, their values. limit: bytes of a file.
+    own: yields this process's elements: a tensor's name, which of it, their values.
+    limit: bytes of a file.
     published: the texts of the settings that lie next to the weights.
     """
     files = _lay_out(tensors, limit)

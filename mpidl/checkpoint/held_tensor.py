@@ -31,10 +31,13 @@ class Share:
 class HeldTensor:
     """A tensor of the model, or what this rank holds of it.
 
-    cut: of the whole tensor, what this rank's part of the model has; all, if the model is not cut. values: elements
-    start..stop of the flattened cut, or the cut in its own shape. writes: what this rank writes of it; own: if the
-    ranks' values differ, so that each rank writes its own. key: under which the optimizer keeps its state; None for a
-    buffer. per_rank: the ranks' values differ. shared: every rank holds all of the cut, and writes a part.
+    cut: of the whole tensor, what this rank's part of the model has; all, if the model is not cut.
+    values: elements start..stop of the flattened cut, or the cut in its own shape.
+    writes: what this rank writes of it.
+    own: if the ranks' values differ, so that each rank writes its own.
+    key: under which the optimizer keeps its state; None for a buffer.
+    per_rank: the ranks' values differ.
+    shared: every rank holds all of the cut, and writes a part.
     """
 
     name: str

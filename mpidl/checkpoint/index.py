@@ -41,7 +41,8 @@ _HEAD = 200  # bytes at its beginning in which the number stands
 class StoredSlice(NamedTuple):
     """Elements start..stop of a flattened tensor, or of a cut of it: tensor `key` of `file`.
 
-    crc32: of each block of its bytes. cut: number of the cut in the tensor's entry.
+    crc32: of each block of its bytes.
+    cut: number of the cut in the tensor's entry.
     """
 
     file: str
@@ -77,7 +78,11 @@ class Entry:
 
 @dataclass
 class Index:
-    """Content of a checkpoint's index. path: the checkpoint's directory. about: all but the tensors and files."""
+    """Content of a checkpoint's index.
+
+    path: the checkpoint's directory.
+    about: all but the tensors and files.
+    """
 
     path: Path
     about: dict[str, Any]

@@ -31,8 +31,10 @@ _LINE = 1 << 10  # elements to which shares of larger ones are rounded
 
 @dataclass(frozen=True)
 class Declared:
-    """Declaration of a part's tensor. cut: what the part holds; stated: by `place(cut=)`, not by default.
+    """Declaration of a part's tensor.
 
+    cut: what the part holds.
+    stated: by `place(cut=)`, not by default.
     axes, counted: those of its `Placement`.
     """
 
@@ -65,10 +67,14 @@ class Owned:
 
 @dataclass
 class Join:
-    """The whole of some parts. contents: of all, by number. number: this rank's.
+    """The whole of some parts.
 
-    reason: why they do not join; None if they do. owned: by name and part. speakers: the part that writes the small
-    states of a name. turns: counts small tensors.
+    contents: of all, by number.
+    number: this rank's.
+    reason: why they do not join; None if they do.
+    owned: by name and part.
+    speakers: the part that writes the small states of a name.
+    turns: counts small tensors.
     """
 
     contents: Sequence[PartContent]

@@ -29,7 +29,11 @@ _SHOWN = 60  # characters of a value in a message
 
 
 class Malformed(ValueError):
-    """Error in a nested value. what: is wrong with it; place: keys and numbers, from the outside to the inside."""
+    """Error in a nested value.
+
+    what: is wrong with it.
+    place: keys and numbers, from the outside to the inside.
+    """
 
     def __init__(self, what: str, place: tuple[Any, ...] = ()) -> None:
         super().__init__(what, place)

@@ -37,7 +37,11 @@ from .saving import wait
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded checkpoint's own facts. path: its directory; ranks, engine: those that saved it."""
+    """A loaded checkpoint's own facts.
+
+    path: its directory.
+    ranks, engine: those that saved it.
+    """
 
     path: Path
     step: int

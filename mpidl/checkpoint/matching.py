@@ -48,10 +48,12 @@ class Request:
 
 @dataclass(eq=False)
 class ReadPlan:
-    """List of what to read. small: tensors to be read whole. states: by the optimizer's keys, to be filled.
+    """List of what to read.
 
-    unseen: parameters whose new values wait for the next step, under a delayed update. dtypes: those in which the
-    parameters were saved, by the optimizer's keys.
+    small: tensors to be read whole.
+    states: by the optimizer's keys, to be filled.
+    unseen: parameters whose new values wait for the next step, under a delayed update.
+    dtypes: those in which the parameters were saved, by the optimizer's keys.
     """
 
     index: Index

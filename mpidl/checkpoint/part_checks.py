@@ -98,7 +98,9 @@ _POSITION = record(
 def check_state(part: Any, saved: Any, here: Any) -> None:
     """Raises Malformed for a saved state with which a class of torch or mpidl could not go on.
 
-    part: the scheduler, scaler or sampler. saved: the state, encoded. here: `part.state_dict()`.
+    part: the scheduler, scaler or sampler.
+    saved: the state, encoded.
+    here: `part.state_dict()`.
 
     A class of the program checks its states itself. Of its schedulers that leave loading to torch `last_epoch` is
     checked.

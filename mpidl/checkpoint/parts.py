@@ -36,8 +36,11 @@ Result = TypeVar("Result")
 class ModelPart:
     """The part of a model that this rank's engine trains.
 
-    comm: the ranks that train it. whole: those of all parts. sizes: of the axes over which the parts lie, outermost
-    first; none for a whole model. coordinates: this rank's there. joined: all parts are one checkpoint.
+    comm: the ranks that train it.
+    whole: those of all parts.
+    sizes: of the axes over which the parts lie, outermost first; none for a whole model.
+    coordinates: this rank's there.
+    joined: all parts are one checkpoint.
     """
 
     comm: Communicator
@@ -107,7 +110,11 @@ def _name(sizes: dict[str, int], point: Sequence[int]) -> str:
 
 
 def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dict[str, str]) -> Index:
-    """Makes the index of the whole from those of the parts. about: of one part. texts: of all indexes, by folder."""
+    """Makes the index of the whole from those of the parts.
+
+    about: of one part.
+    texts: of all indexes, by folder.
+    """
     ranks = part.whole.size
     model = {"class": about["model"]["class"], "parameters": [], "buffers": [], "tied": {}}
     kept = {name: about[name] for name in ("step", "micro_step", "engine")}

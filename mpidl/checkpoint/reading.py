@@ -64,7 +64,8 @@ class Reader:
     ) -> None:
         """Fills a tensor of high - low elements with elements low..high of a cut, converted.
 
-        names: of several the mean. ranks: see `Request`.
+        names: of several the mean.
+        ranks: see `Request`.
         """
         if target.numel() == 0:
             return

@@ -57,7 +57,8 @@ def save(
 
     path: the directory of the job's checkpoints, on a file system that all ranks see; until the job ends no other one
         can save there (`claim`).
-    model: the plain model or its DistributedDataParallel; optimizer: a torch optimizer or the ZeroOptimizer.
+    model: the plain model or its DistributedDataParallel.
+    optimizer: a torch optimizer or the ZeroOptimizer.
     scheduler, scaler, sampler: with state_dict and load_state_dict; a DataLoader of mpidl.data is a sampler too.
     extra: nested dictionaries, lists and tuples of numbers, strings, None, tensors and arrays; rank 0's is kept.
     micro_step: how many micro-steps since the last step of the optimizer; unless 0 their gradients are saved too.

@@ -43,7 +43,12 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is on the disk. bytes: of the whole file; header: its checksum; blocks: those of each tensor."""
+    """A file that is on the disk.
+
+    bytes: of the whole file.
+    header: its checksum.
+    blocks: those of each tensor.
+    """
 
     bytes: int
     header: str

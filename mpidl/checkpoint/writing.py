@@ -77,7 +77,8 @@ def _groups(pieces: Sequence[Piece], file_bytes: int) -> list[list[Piece]]:
 class Saving:
     """A checkpoint that is being saved. path: its final directory.
 
-    write: writes what this rank owns. finish: on rank 0, commits what all ranks have written.
+    write: writes what this rank owns.
+    finish: on rank 0, commits what all ranks have written.
     """
 
     def __init__(

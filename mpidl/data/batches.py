@@ -36,8 +36,11 @@ def shares(total: int, ranks: int, most: int) -> tuple[int, int]:
 class TokenBatches:
     """Sequences of one text, cut into a part to train on and a part to validate with.
 
-    tokens: integers [n] of any type. block: tokens a sequence. batch: sequences a rank a micro-step.
-    micro_steps: of a step. held_out: the share of the text, at its end, that is for validation.
+    tokens: integers [n] of any type.
+    block: tokens a sequence.
+    batch: sequences a rank a micro-step.
+    micro_steps: of a step.
+    held_out: the share of the text, at its end, that is for validation.
     """
 
     def __init__(

@@ -39,9 +39,9 @@ _AHEAD = 2
 class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's DataLoader for one rank of many: the same arguments, and these that differ.
 
-    batch_size: samples a rank a batch. shuffle, seed, process_group, mesh: of the DistributedSampler that is made where
-        neither sampler nor batch_sampler is given. An IterableDataset has no sampler and must give each rank its part
-        itself.
+    batch_size: samples a rank a batch.
+    shuffle, seed, process_group, mesh: of the DistributedSampler that is made where neither sampler nor batch_sampler
+        is given. An IterableDataset has no sampler and must give each rank its part itself.
     generator: gives the workers' seeds, as torch's does; by default they come from the sampler's seed, epoch and
         position, the pass, the rank and the worker.
     drop_last: leaves out samples rather than have a smaller last batch or samples that come twice.
@@ -183,7 +183,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Pass(Iterator[Any]):
     """One loop over the batches.
 
-    load: gives the next batch, or _END. thread: where to load `ahead` of them before they are asked for; None: nowhere.
+    load: gives the next batch, or _END.
+    thread: where to load `ahead` of them before they are asked for; None: nowhere.
     sampler: is told after each batch how many samples were handed out.
     """
 

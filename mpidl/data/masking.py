@@ -24,10 +24,12 @@ IGNORED = -100  # the label of a position that is not to be predicted; torch's c
 class Masking:
     """Chooses positions and hides them.
 
-    vocab_size: tokens are 0 <= t < vocab_size. mask: the token that hides others. special: tokens that are never
-    chosen nor put in another's place, such as [CLS], and `mask` itself. seed: any integer from 0.
-    chosen: the share of a sequence's ordinary tokens that is to be predicted; hidden, swapped: the shares of those that
-    become `mask` and a random token.
+    vocab_size: tokens are 0 <= t < vocab_size.
+    mask: the token that hides others.
+    special: tokens that are never chosen nor put in another's place, such as [CLS], and `mask` itself.
+    seed: any integer from 0.
+    chosen: the share of a sequence's ordinary tokens that is to be predicted.
+    hidden, swapped: the shares of those that become `mask` and a random token.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Masking:
     def __call__(self, tokens: torch.Tensor, step: int, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 [batch, time] both; `tokens`, of the same shape, are left as they are.
 
-        step: from 0. numbers: of each sequence, from 0, in the global batch of the step. The masks depend on the
-        seed, the step and the number. Of each sequence as many tokens are chosen as the share comes to, rounded, but
-        at least one where there is an ordinary one. Labels are IGNORED where nothing was chosen.
+        step: from 0.
+        numbers: of each sequence, from 0, in the global batch of the step. The masks depend on the seed, the step and
+            the number. Of each sequence as many tokens are chosen as the share comes to, rounded, but at least one
+            where there is an ordinary one. Labels are IGNORED where nothing was chosen.
         """
         if len(numbers) != len(tokens):
             raise ConfigurationError(f"numbers: got {len(numbers)} for {len(tokens)} sequences; needs one for each")

@@ -42,8 +42,10 @@ class DistributedSampler(Sampler[int]):
     ahead of time; mpidl.data.DataLoader therefore sets `follows` and counts with `consumed` what it has handed out
     itself.
 
-    epoch, seed: what the order depends on. begin: at which sample of the order the next pass begins. position: up to
-    which sample the latest pass has come. follows: a loader counts in place of this object.
+    epoch, seed: what the order depends on.
+    begin: at which sample of the order the next pass begins.
+    position: up to which sample the latest pass has come.
+    follows: a loader counts in place of this object.
     """
 
     def __init__(

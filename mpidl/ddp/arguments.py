@@ -72,7 +72,11 @@ def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
 def trained(
     names: Mapping[torch.nn.Parameter, str], mesh: Mesh | None, divisor: int, compression: Compression | None
 ) -> None:
-    """Refuses parameters that these settings do not fit. names: of those that train. divisor: as of `mesh.experts`."""
+    """Refuses parameters that these settings do not fit.
+
+    names: of those that train.
+    divisor: as of `mesh.experts`.
+    """
     if mesh is not None:
         refuse_experts(mesh, divisor, ((name, p) for p, name in names.items()))
         if compression is not None:

@@ -47,8 +47,9 @@ from .used_gradient import UsedGradient
 class _InFlight:
     """A bucket that has a buffer.
 
-    reached: flags of its parameters, of all ranks once `agreed` has ended. handle, agreed: the two operations, each
-    None before it begins and after it has ended. has_failed: an error of one of them was raised.
+    reached: flags of its parameters, of all ranks once `agreed` has ended.
+    handle, agreed: the two operations, each None before it begins and after it has ended.
+    has_failed: an error of one of them was raised.
     """
 
     bucket: GradientBucket

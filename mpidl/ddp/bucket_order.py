@@ -68,8 +68,8 @@ class BucketOrder:
     def learn(self, root: int, *, varies: bool) -> None:
         """Learns the order from the first synchronised pass, which ends. Collective then.
 
-        root: the rank whose order counts. varies: whether passes may leave out some parameters, each others, so that
-        the order stays as it is.
+        root: the rank whose order counts.
+        varies: whether passes may leave out some parameters, each others, so that the order stays as it is.
         """
         if self.rebuilt:
             return

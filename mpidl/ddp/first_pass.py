@@ -24,8 +24,9 @@ from .reducer import Reducer
 class FirstPass:
     """Sets a copy up when a backward pass through its module begins.
 
-    watch: of the copy's forward passes. set_up: of the copy, which has this object; makes its reducer, whose phases the
-    watch has from then on, or returns None in a pass that is not synchronised.
+    watch: of the copy's forward passes.
+    set_up: of the copy, which has this object; makes its reducer, whose phases the watch has from then on, or returns
+        None in a pass that is not synchronised.
     """
 
     def __init__(

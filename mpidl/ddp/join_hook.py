@@ -18,8 +18,8 @@ from .reducer import Reducer
 class WrapperJoinHook(JoinHook):
     """Stands in for backward passes. take_over(root): brings all ranks a rank's states.
 
-    synchronised_norms: whether the module has any, which wait for all ranks in a forward pass. divide_by_active: the
-    mean is over the ranks that have batches.
+    synchronised_norms: whether the module has any, which wait for all ranks in a forward pass.
+    divide_by_active: the mean is over the ranks that have batches.
     """
 
     def __init__(

@@ -34,8 +34,10 @@ class Joining(Protocol):
 class JoinedPasses:
     """The state of a reducer in a `Join`, or outside of one.
 
-    joining: the block; None outside. is_shadow: this rank has no batches left, and contributes zeros to a pass of the
-    others. mean_correction: factor of the mean over all ranks. order_root: the rank whose order of arrival counts.
+    joining: the block; None outside.
+    is_shadow: this rank has no batches left, and contributes zeros to a pass of the others.
+    mean_correction: factor of the mean over all ranks.
+    order_root: the rank whose order of arrival counts.
     """
 
     def __init__(self) -> None:

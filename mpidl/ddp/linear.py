@@ -35,7 +35,8 @@ SMALLEST_WEIGHT = 1 << 20  # bytes of a weight: to copy fewer takes no longer th
 class Destination:
     """The destination of the gradient of a layer's weight.
 
-    place: in a bucket, as a view of the weight's shape; None while there is none. watch: of the model's passes.
+    place: in a bucket, as a view of the weight's shape; None while there is none.
+    watch: of the model's passes.
     synchronised: whether the pass under way is averaged.
     """
 

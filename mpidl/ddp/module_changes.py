@@ -23,7 +23,8 @@ from ..errors import listed
 class ModuleChanges:
     """The parameters of a module as they were when it was wrapped.
 
-    names: of those that are reduced if they train. ignored: names of others that may be there.
+    names: of those that are reduced if they train.
+    ignored: names of others that may be there.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ def check(
 ) -> None:
     """Raises ConfigurationError for what cannot step within the passes of a module.
 
-    names: of the parameters whose gradients the module's passes average. ignored: its other ones.
+    names: of the parameters whose gradients the module's passes average.
+    ignored: its other ones.
     """
     from ..tensor.step_checks import refuse_steps_on_parts  # with all of tensor parallelism, which few programs use
 

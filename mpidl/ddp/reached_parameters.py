@@ -97,7 +97,8 @@ class ReachedParameters:
     def start_anew(self, former: Sequence[torch.nn.Parameter], sparse: Set[torch.nn.Parameter]) -> None:
         """Takes up what trains now. Collective where parameters were frozen.
 
-        former: what has trained up to now; sparse: those of it with sparse gradients.
+        former: what has trained up to now.
+        sparse: those of it with sparse gradients.
         """
         trained = set(self._trained.parameters)
         self._average_left_behind([p for p in former if p not in trained], sparse)

@@ -19,7 +19,8 @@ _ALLOWED = frozenset({"zero_", "_foreach_zero_"})  # by which a gradient is clea
 class UsedGradient(torch.Tensor):
     """A gradient without memory; reading or changing it raises TrainingError.
 
-    parameter: whose it is. name: of the parameter.
+    parameter: whose it is.
+    name: of the parameter.
     """
 
     _name_of_parameter: str

@@ -17,7 +17,11 @@ Facts = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """problem: whether trainings would fail or be slow for it; else a remark. advice: what to do."""
+    """A problem or a remark.
+
+    problem: whether trainings would fail or be slow for it; else it is a remark.
+    advice: what to do.
+    """
 
     problem: bool
     what: str
@@ -25,7 +29,11 @@ class Finding:
 
 
 def findings(facts: Facts, speed: dict[str, Any]) -> list[Finding]:
-    """All of them, the gravest first. facts: of each rank. speed: see `speed.measure`."""
+    """All of them, the gravest first.
+
+    facts: of each rank.
+    speed: see `speed.measure`.
+    """
     rules = (_world, _versions, _mpi, _shared_memory, _threads, _pinning, _gpus)
     found = [finding for rule in rules for finding in rule(facts)] + list(_speed(facts, speed))
     return sorted(found, key=lambda finding: not finding.problem)

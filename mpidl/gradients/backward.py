@@ -243,12 +243,14 @@ class BackwardWatch:
     `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it. Who listens to
     the parameters' gradients (`BucketQueue`) calls `begin` and the phase `reached` for each.
 
-    active: whether a pass is under way. number: of the pass, or of the last; from 1 on. phases: may be set, also by
-    one of `begun`, which then runs the new ones itself.
-    is_training_backward(nodes): called when the gradient of an output arrives, with the nodes of autograd's graph that
-    follow the output; returns True if this backward pass goes to the model's parameters. nodes: None where other
-    tensors were in place of the parameters in the forward pass alone. are_replaced: see `replacement_test`. forwards:
-    number of forward passes with gradients.
+    active: whether a pass is under way.
+    number: of the pass, or of the last; from 1 on.
+    phases: may be set, also by one of `begun`, which then runs the new ones itself.
+    is_training_backward: called with the nodes of autograd's graph that follow an output when its gradient arrives;
+        returns True if this backward pass goes to the model's parameters. The nodes are None where other tensors were
+        in place of the parameters in the forward pass alone.
+    are_replaced: see `replacement_test`.
+    forwards: number of forward passes with gradients.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,8 @@ class Piece:
 class BucketLayout:
     """Parameters of one dtype in a flat buffer, each from the start of a cache line, cut into `ranks` equal shards.
 
-    sizes: elements of each parameter. line: elements of a cache line, or of several that no edge may cut.
+    sizes: elements of each parameter.
+    line: elements of a cache line, or of several that no edge may cut.
     """
 
     sizes: tuple[int, ...]
@@ -166,10 +167,13 @@ def aligned(elements: int, dtype: torch.dtype) -> int:
 class GradientBucket:
     """The flat gradient storage of a group of parameters of one dtype.
 
-    layout: where each parameter lies, and how the bucket is cut over the ranks; by default not cut. flat: the storage,
-    `layout.padded` elements, or None while it is not needed. views: the parameters' places in it. ready: per parameter,
-    whether this backward pass has finished it. launched: whether this pass has started the collective. work: the
-    collective under way. streams: those whose work has filled it in this pass (`Place.stream`).
+    layout: where each parameter lies, and how the bucket is cut over the ranks; by default not cut.
+    flat: the storage, `layout.padded` elements, or None while it is not needed.
+    views: the parameters' places in it.
+    ready: per parameter, whether this backward pass has finished it.
+    launched: whether this pass has started the collective.
+    work: the collective under way.
+    streams: those whose work has filled it in this pass (`Place.stream`).
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: BucketLayout | None = None) -> None:

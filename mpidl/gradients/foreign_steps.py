@@ -57,7 +57,8 @@ def _listen() -> None:
 class ForeignSteps:
     """Compares parameters before and after a backward pass.
 
-    names: of all parameters. stay_in_place: whether a pass of the engine's leaves them and their values where they are.
+    names: of all parameters.
+    stay_in_place: whether a pass of the engine's leaves them and their values where they are.
     """
 
     def __init__(self, names: Mapping[torch.nn.Parameter, str], *, stay_in_place: bool = False) -> None:

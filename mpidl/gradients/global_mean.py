@@ -21,10 +21,10 @@ def global_mean(
 ) -> torch.Tensor:
     """A loss whose gradient, averaged over the ranks, is that of the mean over all samples of all ranks. Collective.
 
-    loss_sum: the sum of this rank's losses in this pass. count: how many samples (tokens, ...) this rank has in the
-    whole step; with several micro-batches a step, each call gets the count of all of them. Returns
-    loss_sum * ranks / (count of all ranks): its mean over the ranks, summed over the micro-batches, is the loss of
-    the whole batch.
+    loss_sum: the sum of this rank's losses in this pass.
+    count: how many samples (tokens, ...) this rank has in the whole step; with several micro-batches a step, each call
+        gets the count of all of them. Returns loss_sum * ranks / (count of all ranks): its mean over the ranks, summed
+        over the micro-batches, is the loss of the whole batch.
 
     Raises TrainingError on every rank when no rank has a sample.
     """

@@ -58,7 +58,8 @@ Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
 class NonfiniteGuard:
     """Decides for all ranks together whether a step is taken.
 
-    model: plain or DistributedDataParallel, the one that is called. optimizer: its own, if that is a ZeroOptimizer.
+    model: plain or DistributedDataParallel, the one that is called.
+    optimizer: its own, if that is a ZeroOptimizer.
     on_nan: "stop": TrainingError on every rank; "skip": a warning on rank 0, and `allows` is False.
     give_up_after: so many steps skipped in a row are a TrainingError, too.
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
@@ -126,8 +127,9 @@ class NonfiniteGuard:
     def allows(self, loss: float | torch.Tensor, norm: float | torch.Tensor | None = None) -> bool:
         """Returns whether the step may be taken, the same on every rank. Collective; call it before `optimizer.step()`.
 
-        loss: this rank's, a number or a tensor of one element. norm: of all gradients, as clip_grad_norm_ has given it,
-        which tells whether they are finite; without it they are all read.
+        loss: this rank's, a number or a tensor of one element.
+        norm: of all gradients, as clip_grad_norm_ has given it, which tells whether they are finite; without it they
+            are all read.
         """
         self._refuse_to_skip()
         self._announce()

@@ -22,7 +22,8 @@ from collectives.draining import exempt_from_watchdog, register_drain_hook
 class PooledCommunicator:
     """A duplicate of a process group.
 
-    comm: the duplicate. free: whether no engine of this rank uses it.
+    comm: the duplicate.
+    free: whether no engine of this rank uses it.
     """
 
     def __init__(self, comm: Communicator) -> None:

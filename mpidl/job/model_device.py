@@ -19,8 +19,9 @@ from ..errors import ConfigurationError
 def place_of_model(what: str, model: torch.nn.Module, ignored: Container[str] = (), device: Any = None) -> Place:
     """The place of a model's parameters and buffers, but those of ignored names.
 
-    what: the argument that the model is. device: where those on the meta device are to be; by default with the others,
-    or in the host's memory. Raises ConfigurationError for several devices, and for a GPU that cannot be used here.
+    what: the argument that the model is.
+    device: where those on the meta device are to be; by default with the others, or in the host's memory. Raises
+        ConfigurationError for several devices, and for a GPU that cannot be used here.
     """
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if name not in ignored]
     first: dict[torch.device, str] = {}

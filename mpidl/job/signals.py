@@ -36,7 +36,8 @@ STOPPED = 75  # exit status of a job that was asked to stop and can go on; EX_TE
 class StopSignal:
     """Takes note of signals from now on, in place of what they did before. To be made by the main thread.
 
-    signals: which. process_group: the ranks that stop together; the world by default.
+    signals: which.
+    process_group: the ranks that stop together; the world by default.
 
     signal: what the ranks have agreed on in `requested`; None before.
 

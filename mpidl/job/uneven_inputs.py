@@ -37,7 +37,11 @@ class Turn(IntEnum):
 
 
 class JoinTurns:
-    """The turns of one `Join`. throw: the first rank that ends is an error. active: ranks that had batches last."""
+    """The turns of one `Join`.
+
+    throw: the first rank that ends is an error.
+    active: ranks that had batches last.
+    """
 
     def __init__(self, comm: Communicator, throw: bool) -> None:
         self._comm, self.throw = comm, throw

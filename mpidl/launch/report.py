@@ -51,8 +51,9 @@ _FRAME = re.compile(r"\s|Traceback |During handling|The above exception|$")
 class Report:
     """Gathers facts on a job's ranks. The order of their ends is known on Linux alone.
 
-    ranks: by process id, those on this machine, as the launcher's variables number them. processes: node and process id
-    of each rank, as the ranks tell. groups: where the ranks of this node were, by their numbers in the world.
+    ranks: by process id, those on this machine, as the launcher's variables number them.
+    processes: node and process id of each rank, as the ranks tell.
+    groups: where the ranks of this node were, by their numbers in the world.
     """
 
     def __init__(self, witness: Witness | None = None) -> None:

@@ -37,10 +37,12 @@ _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 class RestartPlan:
     """The command to run, and the limits of its restarts.
 
-    checkpoint: the directory in which the command saves; None: progress is not known. patience: runs in a row without
-    a newer checkpoint. backoff, longest: seconds of the first pause, and at most. ranks: of the first restart, the
-    second, ...; the last one holds from there on. min_ranks: after a run without a newer checkpoint one rank fewer,
-    down to this. divided: then only numbers of ranks that divide this one, such as a global batch.
+    checkpoint: the directory in which the command saves; None: progress is not known.
+    patience: runs in a row without a newer checkpoint.
+    backoff, longest: seconds of the first pause, and at most.
+    ranks: of the first restart, the second, ...; the last one holds from there on.
+    min_ranks: after a run without a newer checkpoint one rank fewer, down to this.
+    divided: then only numbers of ranks that divide this one, such as a global batch.
     """
 
     command: Sequence[str]

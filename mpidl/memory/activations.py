@@ -39,13 +39,17 @@ def activation_bytes(
 ) -> int:
     """Bytes of activations of a transformer, a rank: `layers` times s b h (34 + 5 a s / h) in half precision.
 
-    batch: sequences of a micro-step. sequence: tokens of each. hidden: width. heads: of attention. dtype: "fp32",
-    "bf16" or "fp16". Embeddings and the output layer are not counted.
+    batch: sequences of a micro-step.
+    sequence: tokens of each.
+    hidden: width.
+    heads: of attention.
+    dtype: "fp32", "bf16" or "fp16". Embeddings and the output layer are not counted.
     recompute: "selective" computes the scores of attention again in backward, as fused attention does by itself, and
         leaves 34 s b h; "full" keeps a layer's input alone (2 s b h), and one layer at a time whole.
     partition: with "full", over how many ranks the layers' inputs are cut (mpidl.activations, ZeRO-R).
     tp: how many ranks have parts of the layers: of the rank with the most heads, as the features are cut too.
-    sequence_parallel: what lies between the cut layers is cut over these as well. dropout: with its masks.
+    sequence_parallel: what lies between the cut layers is cut over these as well.
+    dropout: with its masks.
 
     The 34 are 16 values of 2 bytes and two dropout masks of 1 byte; the 5 are two values and a mask for each score. Of
     the 16 values tp cuts 12: queries, keys, values, what attention returns, and twice the 4 of the feed-forward
@@ -115,7 +119,11 @@ def slot_bytes(
 
 
 class SavedActivations:
-    """The findings of `measure_activations`. nbytes: held now. peak: the most that was held at a time. Bytes."""
+    """The findings of `measure_activations`.
+
+    nbytes: held now.
+    peak: the most that was held at a time. Bytes.
+    """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model = model

@@ -24,11 +24,14 @@ from .process import MIB, pss_mib, rss_mib
 class Measurement:
     """Bytes of this rank, now.
 
-    parameters: what is whole or sharded, and the model's buffers (running statistics, ...). optimizer: its state and
-    fp32 masters. buckets: storage for gradients in flight that holds none to keep. activations: what autograd keeps
-    for backward. compression: what `compress=` has not sent, and its compressor's states; the place for messages of
-    `compress_parameters=`, which may be the node's. slots: memory by which ranks of tp exchange activations. offloaded:
-    optimizer state and masters elsewhere (`Offload`), in no total.
+    parameters: what is whole or sharded, and the model's buffers (running statistics, ...).
+    optimizer: its state and fp32 masters.
+    buckets: storage for gradients in flight that holds none to keep.
+    activations: what autograd keeps for backward.
+    compression: what `compress=` has not sent, and its compressor's states; the place for messages of
+        `compress_parameters=`, which may be the node's.
+    slots: memory by which ranks of tp exchange activations.
+    offloaded: optimizer state and masters elsewhere (`Offload`), in no total.
     rss, pss: of the process as a whole, with Python, torch and all else in it.
     """
 
@@ -59,7 +62,8 @@ def measure(
 ) -> Measurement:
     """The bytes that this rank holds now, by category. Not collective.
 
-    model: plain, or in DistributedDataParallel. optimizer: of torch, or a ZeroOptimizer.
+    model: plain, or in DistributedDataParallel.
+    optimizer: of torch, or a ZeroOptimizer.
     activations: from `measure_activations`, in which the forward pass ran; without it they count as none.
     """
     held = _held(model, optimizer)

@@ -57,10 +57,13 @@ _ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's o
 class Estimate:
     """Bytes a rank.
 
-    optimizer: its state and fp32 masters. buckets: gradients in flight, and units of stage 3 that are whole.
-    offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total. tp: of the ranks, how
-    many hold parts of the same layers. slots: memory by which these exchange activations. compression: what `compress=`
-    has not sent, and its compressor's states; the place for messages of `compress_parameters=`.
+    optimizer: its state and fp32 masters.
+    buckets: gradients in flight, and units of stage 3 that are whole.
+    offloaded: what of the optimizer lies elsewhere, in CPU memory or on disk; not in any total.
+    tp: of the ranks, how many hold parts of the same layers.
+    slots: memory by which these exchange activations.
+    compression: what `compress=` has not sent, and its compressor's states; the place for messages of
+        `compress_parameters=`.
     """
 
     stage: int
@@ -96,10 +99,13 @@ class Estimate:
 class _Whole:
     """Bytes of a model that no engine has cut.
 
-    buckets: of the gradient buckets of stage 2 that are there at a time. ddp_buckets: of those of DDP that steps in
-    the backward pass: the one that fills and the two largest of each dtype. unit: of the largest unit of stage 3; own:
-    of the model's own. unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their
-    buckets in the dtype in which they are reduced. trained: how many parameters, and shapes: theirs, if they are known.
+    buckets: of the gradient buckets of stage 2 that are there at a time.
+    ddp_buckets: of those of DDP that steps in the backward pass: the one that fills and the two largest of each dtype.
+    unit: of the largest unit of stage 3.
+    own: of the model's own.
+    unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their buckets in the
+        dtype in which they are reduced.
+    trained: how many parameters, and shapes: theirs, if they are known.
     gathered: elements of what stage 3 gathers in one operation at most.
     """
 
@@ -322,8 +328,10 @@ def _state_bytes(optimizer: str | float | type[torch.optim.Optimizer]) -> float:
 
 @dataclass(frozen=True)
 class _State:
-    """State of an optimizer. each: bytes a parameter. scales: they grow with the dtype of the stepped values.
+    """State of an optimizer.
 
+    each: bytes a parameter.
+    scales: they grow with the dtype of the stepped values.
     least: elements of a parameter below which they are those of Adam.
     """
 

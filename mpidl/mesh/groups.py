@@ -28,7 +28,9 @@ def data_group(
 ) -> Communicator:
     """The Communicator of data parallelism from two arguments, of which one at most is given.
 
-    what: whose arguments these are, for messages. axes: of the mesh. needed: what to give in place of the world.
+    what: whose arguments these are, for messages.
+    axes: of the mesh.
+    needed: what to give in place of the world.
     """
     mesh = checked(what, process_group, mesh)
     if mesh is not None:

@@ -41,7 +41,8 @@ MODEL_AXES = ("pp", "tp", "ep")  # along which ranks may hold different paramete
 class Layout:
     """Sizes of the axes, and the rank at each point. `Layout.of` checks and places.
 
-    ranks: the rank at each point of AXES, in C order. nodes: the node of each rank, any numbers.
+    ranks: the rank at each point of AXES, in C order.
+    nodes: the node of each rank, any numbers.
     """
 
     pp: int

@@ -39,8 +39,10 @@ def norm_over_mesh(
 ) -> float:
     """Computes the norm of all gradients of the model. Collective over the mesh, also for ranks without gradients.
 
-    local_norms: of each parameter's gradient on this rank. shards: these are of parts, cut over dp x cp; else every
-    rank of dp x cp (of edp, for experts) has the whole gradient. counted: False for shards that other ranks hold too.
+    local_norms: of each parameter's gradient on this rank.
+    shards: these are of parts, cut over dp x cp; else every rank of dp x cp (of edp, for experts) has the whole
+        gradient.
+    counted: False for shards that other ranks hold too.
     joined: of each parameter, whether its norm is that of all parts over tp already.
     """
     axes = mesh.layout.model_axes

@@ -40,8 +40,9 @@ Run = tuple[int, int]  # indices start..stop of a dimension
 class Cut:
     """The elements of a whole tensor that a rank holds.
 
-    shape: of the whole tensor. runs: of every dimension, the indices that the rank holds, in the order in which they
-    follow one another in its part; ((0, n),) for a dimension of n that is not cut.
+    shape: of the whole tensor.
+    runs: of every dimension, the indices that the rank holds, in the order in which they follow one another in its
+        part; ((0, n),) for a dimension of n that is not cut.
     """
 
     shape: tuple[int, ...]
@@ -102,8 +103,8 @@ class Placement:
 def place(parameter: torch.Tensor, *axes: str, counted: bool = True, cut: Cut | None = None) -> None:
     """Declares along which of pp, tp and ep the ranks hold different elements of the parameter.
 
-    counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings. cut:
-    which elements this rank holds. Kept on the tensor itself; copies by copy.deepcopy and pickle have it as well.
+    counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings.
+    cut: which elements this rank holds. Kept on the tensor itself; copies by copy.deepcopy and pickle have it as well.
     """
     wrong = [axis for axis in axes if axis not in MODEL_AXES]
     if wrong:

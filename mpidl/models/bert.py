@@ -22,8 +22,11 @@ from ..errors import UsageError
 
 @dataclass(frozen=True)
 class BERTConfig:
-    """Sizes. block_size: positions, the longest sequence; embd: width, a multiple of heads; types: of segments.
+    """Sizes.
 
+    block_size: positions, the longest sequence.
+    embd: width, a multiple of heads.
+    types: of segments.
     inner: width between the two projections of a layer; four times embd by default (0).
     std: of the random weights at the start.
     checkpoint_activations: a layer keeps its input alone for backward and computes the rest again.
@@ -165,7 +168,11 @@ class Predictions(nn.Module):
 
 
 class Output(NamedTuple):
-    """logits: [batch, time, vocab_size], or [chosen, vocab_size] with `where`. loss: with labels."""
+    """Output of the model.
+
+    logits: [batch, time, vocab_size], or [chosen, vocab_size] with `where`.
+    loss: with labels.
+    """
 
     logits: torch.Tensor
     loss: torch.Tensor | None

@@ -20,7 +20,11 @@ from ..errors import UsageError
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes. block_size: positions, the longest sequence; embd: width, a multiple of heads."""
+    """Sizes.
+
+    block_size: positions, the longest sequence.
+    embd: width, a multiple of heads.
+    """
 
     vocab_size: int = 50257
     block_size: int = 1024

@@ -111,14 +111,16 @@ SIZES: dict[str, tuple[type[Block], tuple[int, int, int, int]]] = {
 class ResNet(nn.Module):
     """Images to logits.
 
-    name: one of SIZES. num_classes: logits. in_channels: of the images (1: grey, 3: colour). width: channels of the
-    first stage's convolutions; 64 in the paper.
+    name: one of SIZES.
+    num_classes: logits.
+    in_channels: of the images (1: grey, 3: colour).
+    width: channels of the first stage's convolutions; 64 in the paper.
     stem: "imagenet", a 7x7 convolution and a pooling that leave a quarter of the resolution; "small", a 3x3
         convolution that leaves all of it, for images of 8x8 to 64x64.
     zero_init_residual: blocks start as their shortcuts.
     segments: while training, the residual blocks run in so many checkpointed segments; 0: without. An attribute, too,
-        which may be changed at any time. use_reentrant: see torch.utils.checkpoint.
-    Raises ConfigurationError for what is not in these ranges.
+        which may be changed at any time.
+    use_reentrant: see torch.utils.checkpoint. Raises ConfigurationError for what is not in these ranges.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ def run_in_segments(
 ) -> torch.Tensor:
     """Runs the blocks one after another, of which only the segments' inputs keep their memory until backward.
 
-    blocks: modules that take and return one tensor. use_reentrant: which of torch's two checkpoints; the re-entrant
-    one gives gradients only if `x` requires them.
+    blocks: modules that take and return one tensor.
+    use_reentrant: which of torch's two checkpoints; the re-entrant one gives gradients only if `x` requires them.
     """
     for part in split_blocks(blocks, segments):
         x = checkpoint(_Segment(part), x, use_reentrant=use_reentrant)

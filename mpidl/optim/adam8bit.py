@@ -38,7 +38,8 @@ class Adam8bit(torch.optim.Optimizer):
 
     in fp32, of which m and v are then rounded to 8 bits. Those of parameters of fewer than 4096 elements stay in fp32.
 
-    params: parameters or groups of them. maximize: goes up the gradient.
+    params: parameters or groups of them.
+    maximize: goes up the gradient.
 
     The state of a parameter is `step`, `exp_avg` and `exp_avg_sq`, uint8 of its shape, and the scales of their blocks.
     state_dict() holds Adam's own state, fp32, from which `load_state_dict` makes the same bits; so states go from Adam

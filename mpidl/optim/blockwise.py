@@ -28,8 +28,10 @@ BLOCK = 256  # elements of a scale
 
 @dataclass(frozen=True, eq=False)
 class Book:
-    """A code book. values: fp32 [256], ascending. signed: also of negative numbers.
+    """A code book.
 
+    values: fp32 [256], ascending.
+    signed: also of negative numbers.
     first, border: by the first 16 bits of a number of -1 .. 1, as uint8 and fp32 [65536]: the code of the lowest such
     number, and the border above which the next code is nearer.
     """
@@ -76,8 +78,9 @@ def blocks(elements: int) -> int:
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> None:
     """Encodes whole blocks.
 
-    values: fp32 [n * 256]; overwritten by their quotients. codes: uint8 [up to n * 256]; a shorter one leaves out the
-    padding, which must be zero. scales: fp32 [n, 1].
+    values: fp32 [n * 256]; overwritten by their quotients.
+    codes: uint8 [up to n * 256]; a shorter one leaves out the padding, which must be zero.
+    scales: fp32 [n, 1].
     """
     known = book(signed, values.device)
     rows = values.view(values.numel() // BLOCK, BLOCK)

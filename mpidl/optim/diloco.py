@@ -46,7 +46,8 @@ class DiLoCo(PostLocalSGDOptimizer):
     overlap: tau, inner steps for which a fragment is reduced meanwhile, below period / fragments.
     mixing: alpha, the share of a rank's own weights when they merge: theta = theta_0 + alpha (theta - theta_0).
     compress: None, or what pseudo-gradients are sent in: "bf16", "int8" or "int4" (`gradients.compression`), each of
-        whose methods keeps fp32 errors. error_feedback: add what rounding left to the next one.
+        whose methods keeps fp32 errors.
+    error_feedback: add what rounding left to the next one.
 
     At construction all ranks get rank 0's weights. The arguments must be the same on every rank, and the parameters of
     the same shapes, on which groups are fixed. Every rank must make the same steps. After an outer step with mixing 0

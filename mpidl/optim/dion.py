@@ -40,10 +40,13 @@ _TOLERANCE = 1e-5  # of sums of squares that should be equal; norms are in fp32
 class Dion(torch.optim.Optimizer):
     """Steps on matrices by Dion and, in groups with rule="adamw", on other parameters by AdamW.
 
-    params: parameters or groups of them. rule: of a group, "dion" for matrices, or "adamw".
-    lr: of Dion's groups and, unless they have their own, of AdamW's. mu: momentum that is kept of what a step has used,
-        0 to 1. rank_fraction: r by the smaller side of a matrix, above 0, at most 1.
-    betas, eps: of AdamW. weight_decay: decoupled, in both.
+    params: parameters or groups of them.
+    rule: of a group, "dion" for matrices, or "adamw".
+    lr: of Dion's groups and, unless they have their own, of AdamW's.
+    mu: momentum that is kept of what a step has used, 0 to 1.
+    rank_fraction: r by the smaller side of a matrix, above 0, at most 1.
+    betas, eps: of AdamW.
+    weight_decay: decoupled, in both.
     process_group: where gradients of matrices are each rank's own, as by `dion_hook`: the ranks. A step is collective
         then. None: gradients are reduced, or there is one process.
 

@@ -79,8 +79,9 @@ class EMA:
     parameters have no average; unfrozen ones take part from the next update on. The arguments must be the same on
     every rank.
 
-    steps: calls of `update`. updates: those that averaged. averages, buffers: what this rank keeps, by the plain
-    model's names: whole tensors, or flat slices under ZeRO.
+    steps: calls of `update`.
+    updates: those that averaged.
+    averages, buffers: what this rank keeps, by the plain model's names: whole tensors, or flat slices under ZeRO.
     """
 
     def __init__(

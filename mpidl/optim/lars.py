@@ -24,7 +24,8 @@ class LARS(TrustRatioOptimizer):
 
     params: parameters or groups of them. A group with `trust=False` (biases, normalisation layers) has ratio 1, as
         has a parameter whose weights or gradient are all zero: it is plain SGD with momentum.
-    lr: the global learning rate, of any size that the batch asks for. maximize: goes up the gradient.
+    lr: the global learning rate, of any size that the batch asks for.
+    maximize: goes up the gradient.
     mesh: a `Mesh` over whose tp parameters are cut; ZeroOptimizer gives its own. A step is collective over tp then.
 
     The state of a parameter is `momentum_buffer`, v. Sharded by ZeroOptimizer as well as plain.

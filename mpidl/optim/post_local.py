@@ -49,8 +49,8 @@ class PeriodicAverager:
 
     parameters: floating-point tensors, of the same number, shapes and dtypes on every rank.
     process_group: the Communicator; by default the world.
-    period: steps from one averaging to the next, at least 1. warmup_steps: steps in which gradients are averaged, so
-        that the weights are equal anyway.
+    period: steps from one averaging to the next, at least 1.
+    warmup_steps: steps in which gradients are averaged, so that the weights are equal anyway.
 
     steps: how many `step` has counted.
     """
@@ -155,9 +155,10 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 class PostLocalSGDState:
     """State of `post_local_sgd_hook`, which ends the averaging of gradients over all ranks.
 
-    process_group: all ranks' Communicator; None: the world. start_step: the first step whose gradients are not averaged
-        over all ranks; the averager's warmup_steps. local_group: the Communicator of the ranks that go on averaging
-        theirs, those of a node, say; None: each rank keeps its own.
+    process_group: all ranks' Communicator; None: the world.
+    start_step: the first step whose gradients are not averaged over all ranks; the averager's warmup_steps.
+    local_group: the Communicator of the ranks that go on averaging theirs, those of a node, say; None: each rank keeps
+        its own.
 
     steps: backward passes whose buckets have all been reduced: one in each optimizer step, the others under no_sync.
     """

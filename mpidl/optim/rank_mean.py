@@ -40,8 +40,10 @@ _across: weakref.WeakKeyDictionary[Communicator, weakref.WeakKeyDictionary[Commu
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduction under way. number: of the tensor. mean: becomes it, on every rank to the same bits.
+    """A reduction under way.
 
+    number: of the tensor.
+    mean: becomes it, on every rank to the same bits.
     error: fp32, what this rank's messages of its piece lack, if the mean is used.
     """
 
@@ -61,8 +63,11 @@ class Reduction:
 class RankMean:
     """Reduces flat tensors of given sizes, each known by its number, to their means over the ranks.
 
-    comm: the ranks. node: those of this rank's node, if they hold equal tensors; as many on every node.
-    sizes: elements of each tensor. compress: None, or one of METHODS. feedback: keep errors. Collective.
+    comm: the ranks.
+    node: those of this rank's node, if they hold equal tensors; as many on every node.
+    sizes: elements of each tensor.
+    compress: None, or one of METHODS.
+    feedback: keep errors. Collective.
     """
 
     def __init__(

@@ -25,7 +25,8 @@ from ..setting_checks import require
 def scale_learning_rate(base_lr: float, batch: int, base_batch: int = 256, rule: str = "linear") -> float:
     """Scales a learning rate that is good for `base_batch` samples to a global batch.
 
-    batch: samples of all ranks in a step. rule: "linear" (SGD, LARS), or "sqrt" (LAMB: You et al. 2020, section 4).
+    batch: samples of all ranks in a step.
+    rule: "linear" (SGD, LARS), or "sqrt" (LAMB: You et al. 2020, section 4).
     """
     require("base_lr", base_lr, base_lr >= 0, "at least 0")
     require("batch", batch, batch > 0, "samples of all ranks in a step, above 0")

@@ -42,7 +42,8 @@ def squared_norms_over(
 ) -> torch.Tensor:
     """Computes the sums of squares of tensors of which every rank holds a slice. Collective.
 
-    of: the slices' parameters, by which `placements` has them. mesh: over whose tp the parameters may be cut.
+    of: the slices' parameters, by which `placements` has them.
+    mesh: over whose tp the parameters may be cut.
     """
     total = squared_norms(slices)
     comm.all_reduce(total)

@@ -60,7 +60,8 @@ def _taken_in(rows: Any) -> Any:
 def difference(comm: Communicator, sums: Mapping[str, bytes], partly: bool = False) -> str | None:
     """Describes what differs first, and on which ranks; None if nothing does. Collective.
 
-    sums: by name. partly: ranks without a name do not differ in it.
+    sums: by name.
+    partly: ranks without a name do not differ in it.
     """
     mine = np.array([code(repr(dict(sums)))])
     everyone = np.empty(comm.size, np.int64)

@@ -65,8 +65,8 @@ class Traffic:
 class TensorGroup:
     """A group of ranks that share layers: collectives of activations, and the memory that they need.
 
-    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`. overlaps: the
-    ranks gather pieces while they compute.
+    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`.
+    overlaps: the ranks gather pieces while they compute.
     """
 
     def __init__(self, comm: Communicator, *, overlaps: bool = False) -> None:

@@ -36,7 +36,11 @@ _TAKES_SIZES = re.compile(
 
 @dataclass
 class Flow:
-    """Where values go. leaks: elsewhere than to `end`. unknown: the first thing done to them that is not known."""
+    """Where values go.
+
+    leaks: elsewhere than to `end`.
+    unknown: the first thing done to them that is not known.
+    """
 
     leaks: bool = False
     unknown: str = ""
@@ -54,10 +58,12 @@ def follow(
 ) -> Flow:
     """Follows what `sources` return, up to the calls of `end`, which gives something else.
 
-    module: of the method's class; branches that its settings rule out are not read. sources, end: functions as written,
-    such as "self.up". knows: tells whether an expression does to these values what it may: a call, a subscript, an
-    attribute, a product of matrices. held: arguments that hold them from the beginning. returns: whether the method may
-    return them, to one that goes on.
+    module: of the method's class; branches that its settings rule out are not read.
+    sources, end: functions as written, such as "self.up".
+    knows: tells whether an expression does to these values what it may: a call, a subscript, an attribute, a product of
+        matrices.
+    held: arguments that hold them from the beginning.
+    returns: whether the method may return them, to one that goes on.
     """
     assert method.tree is not None
     follower = _Follower(module, sources, end, knows, held, returns)
@@ -272,8 +278,8 @@ def flow_in(
 ) -> Flow:
     """Follows values through a module's forward pass, or through a method of `module`, from its arguments.
 
-    sources: functions inside that return them, in place of the arguments. end: the one that takes them, from the first
-    argument on.
+    sources: functions inside that return them, in place of the arguments.
+    end: the one that takes them, from the first argument on.
     """
     method: Method | None
     if isinstance(called, nn.Module):

@@ -94,8 +94,9 @@ def told_of_backward(x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
 class CutProduct:
     """The setting of a product of which each rank computes a part.
 
-    group: the ranks. out_in: whether the weight is [out, in], instead of [in, out]. length: of the sequences that are
-    in pieces outside of the region; None where they are whole.
+    group: the ranks.
+    out_in: whether the weight is [out, in], instead of [in, out].
+    length: of the sequences that are in pieces outside of the region; None where they are whole.
     """
 
     group: TensorGroup
@@ -107,7 +108,11 @@ class CutProduct:
         return weight.t() if self.out_in else weight
 
     def of_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Computes the weight's gradient. x: [rows, in]. gradient: of the product, [rows, out]."""
+        """Computes the weight's gradient.
+
+        x: [rows, in].
+        gradient: of the product, [rows, out].
+        """
         return gradient.t().mm(x) if self.out_in else x.t().mm(gradient)
 
 
@@ -133,8 +138,8 @@ def row_product(
 ) -> torch.Tensor:
     """[..., in] -> [..., out]: x @ weight, summed over the ranks, plus the bias, which is added once.
 
-    x, weight: this rank's features of `in`. In pieces of sequences [batch, length, in] -> [batch, piece, out]. sums:
-    keeps the result, or gives one that it has kept, which is the result without communication.
+    x, weight: this rank's features of `in`. In pieces of sequences [batch, length, in] -> [batch, piece, out].
+    sums: keeps the result, or gives one that it has kept, which is the result without communication.
     """
     return _RowProduct.apply(x, weight, bias, setting, sums)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -148,8 +148,8 @@ def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region
 def begin_regions(layer: nn.Module, tp: TensorParallel, part: Part, dropouts: Dropouts | None = None) -> None:
     """Lets a column-parallel layer begin a region by itself, with random numbers of the rank's own until it ends.
 
-    part: what this rank computes of the region. dropouts: of the region, which a row-parallel layer ends; None where
-    neither is known.
+    part: what this rank computes of the region.
+    dropouts: of the region, which a row-parallel layer ends; None where neither is known.
     """
     tp.keep(layer.register_forward_hook(_BeginsRegion(tp, part, dropouts)))
 
@@ -319,8 +319,9 @@ class _Cuts:
 class ColumnParallelLinear(nn.Linear):
     """A linear layer of which each rank of tp computes some output features.
 
-    in_features, out_features: of the whole layer; bias, device, dtype as in torch.nn.Linear. mesh: has the ranks of tp.
-    All ranks begin with the whole layer's values, which are equal where their random generators are.
+    in_features, out_features: of the whole layer; bias, device, dtype as in torch.nn.Linear.
+    mesh: has the ranks of tp. All ranks begin with the whole layer's values, which are equal where their random
+        generators are.
 
     gather_output: every rank gets the whole output.
 

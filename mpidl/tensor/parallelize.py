@@ -44,15 +44,17 @@ def parallelize(
     """Cuts a model over the ranks of tp, in place, and returns it.
 
     model: whole, the same on all ranks of tp. One on the meta device stays there: `load_safetensors` or `materialize`
-    give it values. plan: names of modules and their styles; by default the ready plan of the model's class; "auto"
-    finds attentions, feed-forward networks and the vocabulary by structure, and prints on rank 0 what it does.
+        give it values.
+    plan: names of modules and their styles; by default the ready plan of the model's class; "auto" finds attentions,
+        feed-forward networks and the vocabulary by structure, and prints on rank 0 what it does.
     sequence_parallel: in training mode each rank also computes norms, dropout and residuals on a piece of the
-    sequences, which takes the memory of activations down by the number of ranks. dropout: "streams" for random numbers
-    of each rank's own where ranks compute different things; "by_index" to drop the same elements for every tp, also 1,
-    which takes more time and memory. overlap: of sequence_parallel: the input of a column-parallel layer is gathered in
-    chunks, each during the product of the one before, and in backward during the product of the input's gradient;
-    "auto" does so where tp goes over several nodes, or the ranks of each node leave a core for it. Sums of products
-    then round otherwise. Collective over tp.
+        sequences, which takes the memory of activations down by the number of ranks.
+    dropout: "streams" for random numbers of each rank's own where ranks compute different things; "by_index" to drop
+        the same elements for every tp, also 1, which takes more time and memory.
+    overlap: of sequence_parallel: the input of a column-parallel layer is gathered in chunks, each during the product
+        of the one before, and in backward during the product of the input's gradient; "auto" does so where tp goes over
+        several nodes, or the ranks of each node leave a core for it. Sums of products then round otherwise. Collective
+        over tp.
 
     Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 

@@ -25,7 +25,11 @@ from .functions import gather_to_region
 
 
 class GatheredInput:
-    """The input of a region. x: [batch, length, width], gathered. piece: this rank's, which backward gathers again."""
+    """The input of a region.
+
+    x: [batch, length, width], gathered.
+    piece: this rank's, which backward gathers again.
+    """
 
     def __init__(self, piece: torch.Tensor, group: TensorGroup, length: int) -> None:
         self.x, self.piece = gather_to_region(piece, group, length), piece.detach()

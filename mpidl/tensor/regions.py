@@ -27,17 +27,23 @@ from .tensor_parallel import Dropouts, TensorParallel
 class AttentionParallel:
     """An attention of which each rank computes some heads.
 
-    query, key, value: names of the linear layers in the module; or fused: of one with all three in a row, or with
-    those of each head in a row (interleaved). whole_input: whether the module asks for the shape of its input, which
-    is then gathered before it, and not in the fused layer. output: of the layer that joins the heads. heads,
+    query, key, value: names of the linear layers in the module; or fused: of one with all three in a row, or with those
+        of each head in a row (interleaved).
+    whole_input: whether the module asks for the shape of its input, which is then gathered before it, and not in the
+        fused layer.
+    output: of the layer that joins the heads. heads,
     key_heads: their numbers, or the attributes that have them, of the module, or of its config as "config.NAME";
-    key_heads where several query heads share a key/value head. scaled, scaled_keys: attributes that grow with the
-    number of query heads, or of key/value heads, such as these numbers. groups: the attribute with the number of query
-    heads a key/value head. inside: modules that compute on single heads, such as norms of queries. bias_of_heads: an
-    embedding [any, heads] of biases. inner: the module in this one that computes the heads, where the output layer is
-    outside of it, or the layer that begins the region. each: whether each of the first layers begins the region, where
-    what they get is not the input, or the input goes elsewhere besides. input, memory: arguments of its forward pass,
-    see Region.
+        key_heads where several query heads share a key/value head.
+    scaled, scaled_keys: attributes that grow with the number of query heads, or of key/value heads, such as these
+        numbers.
+    groups: the attribute with the number of query heads a key/value head.
+    inside: modules that compute on single heads, such as norms of queries.
+    bias_of_heads: an embedding [any, heads] of biases.
+    inner: the module in this one that computes the heads, where the output layer is outside of it, or the layer that
+        begins the region.
+    each: whether each of the first layers begins the region, where what they get is not the input, or the input goes
+        elsewhere besides.
+    input, memory: arguments of its forward pass, see Region.
     """
 
     output: str
@@ -136,10 +142,13 @@ class AttentionParallel:
 class FeedForwardParallel:
     """A feed-forward network of which each rank computes some features.
 
-    inputs: names of the linear layers that compute features: one, or a gate and the values that it gates. segments: of
-    a single one that has both in a row, 2. output: of the layer that joins the features. inner: the module in this one
-    that computes the features, where the output layer is outside of it, or the layer that begins the region. each: see
-    AttentionParallel. input: the argument of its forward pass.
+    inputs: names of the linear layers that compute features: one, or a gate and the values that it gates.
+    segments: of a single one that has both in a row, 2.
+    output: of the layer that joins the features.
+    inner: the module in this one that computes the features, where the output layer is outside of it, or the layer that
+        begins the region.
+    each: see AttentionParallel.
+    input: the argument of its forward pass.
     """
 
     inputs: tuple[str, ...]

@@ -31,8 +31,9 @@ _ON_CPUS, _ELSEWHERE = 1e-4, 1e-3  # of sums of squares, as others than CPUs com
 class SameGradients:
     """Comparison of one optimizer's gradients over tp. Holds no parameters: they are the optimizer's.
 
-    mesh: over whose tp the ranks hold the same ones of its parameters. model: all parameters of the cut model; none
-    where only its layers are known, and an optimizer without any part is left alone then.
+    mesh: over whose tp the ranks hold the same ones of its parameters.
+    model: all parameters of the cut model; none where only its layers are known, and an optimizer without any part is
+        left alone then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, model: Iterable[torch.Tensor]) -> None:

@@ -33,7 +33,8 @@ def run_of(size: int, ranks: int, rank: int) -> Run:
 class Heads:
     """Heads of an attention that a rank holds.
 
-    query, key: runs of query heads and of key/value heads. sharers: ranks with the same key/value heads. all_query,
+    query, key: runs of query heads and of key/value heads.
+    sharers: ranks with the same key/value heads. all_query,
     all_key: numbers of heads of the whole attention.
     """
 
@@ -80,7 +81,11 @@ def cut_heads(what: str, query: int, key: int, ranks: int, rank: int) -> Heads:
 
 
 def in_elements(run: Run, width: int, start: int = 0) -> Run:
-    """A run of heads as elements. width: of a head. start: element of head 0."""
+    """A run of heads as elements.
+
+    width: of a head.
+    start: element of head 0.
+    """
     return start + run[0] * width, start + run[1] * width
 
 

@@ -26,11 +26,14 @@ NUMBERS = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad", "
 class Method:
     """One method of a class.
 
-    calls: functions in the order in which they are evaluated, as written, such as "self.act". feeds: by function, what
-    may be in the first argument of a call of it: arguments of the method, and results as "self.act()". direct: by
-    function, the arguments of the method that are given to it as they came, and "" for anything else. uses: how often
-    each argument is read as it came. weights: modules whose weight the method itself computes with, by their last
-    names, "self" for its own; "*" for one that a variable holds or a call returns. tree: the method's syntax.
+    calls: functions in the order in which they are evaluated, as written, such as "self.act".
+    feeds: by function, what may be in the first argument of a call of it: arguments of the method, and results as
+        "self.act()".
+    direct: by function, the arguments of the method that are given to it as they came, and "" for anything else.
+    uses: how often each argument is read as it came.
+    weights: modules whose weight the method itself computes with, by their last names, "self" for its own; "*" for one
+        that a variable holds or a call returns.
+    tree: the method's syntax.
     written_in: the module of the class that has it.
     """
 

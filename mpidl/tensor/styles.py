@@ -185,9 +185,10 @@ class Argument:
 class Region:
     """Runs around the forward pass of a module that begins a region and ends it with a row-parallel layer.
 
-    input: the argument that comes in pieces under sequence parallelism; memory: one that is always whole, such as what
-    a decoder attends to. copies: whether the region's own layers do not begin it by themselves. part: what this rank
-    computes of it. Raises ConfigurationError for a module whose forward pass is not its class's.
+    input: the argument that comes in pieces under sequence parallelism.
+    memory: one that is always whole, such as what a decoder attends to.
+    copies: whether the region's own layers do not begin it by themselves.
+    part: what this rank computes of it. Raises ConfigurationError for a module whose forward pass is not its class's.
     """
 
     def __init__(

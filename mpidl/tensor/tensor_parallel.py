@@ -57,13 +57,18 @@ class TensorParallel:
     overlaps: the pieces are gathered while the ranks compute.
 
     length: of the sequences that are in pieces at this place of a forward pass, and where a backward pass computes
-    activations again; None where they are whole. region_length: the same for the region that began last. regions: their
-    names. part: what this rank computes of the region that runs. gathered: the input of that region, while it is
-    gathered from pieces. changes: what undoes the cuts, in order; of layers that a model is written with, none. summed:
-    parameters whose gradients are summed over the ranks. recorded: of a model from deferred_init, the recordings, and
-    where the whole values of its tensors are on their tapes. model: the one that was cut, not a copy of it. refused:
-    why a plan does not fit on this rank, which others may not see. kept_sums: keeps outputs of row-parallel layers for
-    a checkpoint.
+        activations again; None where they are whole.
+    region_length: the same for the region that began last.
+    regions: their names.
+    part: what this rank computes of the region that runs.
+    gathered: the input of that region, while it is gathered from pieces.
+    changes: what undoes the cuts, in order; of layers that a model is written with, none.
+    summed: parameters whose gradients are summed over the ranks.
+    recorded: of a model from deferred_init, the recordings, and where the whole values of its tensors are on their
+        tapes.
+    model: the one that was cut, not a copy of it.
+    refused: why a plan does not fit on this rank, which others may not see.
+    kept_sums: keeps outputs of row-parallel layers for a checkpoint.
     """
 
     def __init__(
@@ -122,8 +127,8 @@ class TensorParallel:
     def sum_gradients(self, module: nn.Module, heads: Heads | None = None, *, if_in_pieces: bool) -> None:
         """Sums the gradients of a module's parameters over the ranks of tp, each of which has a summand. Collective.
 
-        heads: those of this rank, whose sharers sum; None: all ranks do. if_in_pieces: only of passes in which
-        sequences are in pieces.
+        heads: those of this rank, whose sharers sum; None: all ranks do.
+        if_in_pieces: only of passes in which sequences are in pieces.
         """
         group = self.group if heads is None else self._group_of(heads)
         self.summed.update(module.parameters())

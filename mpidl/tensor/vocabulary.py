@@ -86,8 +86,8 @@ def _refuse_out_of_range(tokens: torch.Tensor, count: int) -> None:
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding of which each rank of tp holds some rows; its output is the same on all.
 
-    num_embeddings, embedding_dim: of the whole embedding; the rest as in torch.nn.Embedding. mesh: has the ranks of tp.
-    Integers [...] -> [..., embedding_dim]
+    num_embeddings, embedding_dim: of the whole embedding; the rest as in torch.nn.Embedding.
+    mesh: has the ranks of tp. Integers [...] -> [..., embedding_dim]
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, mesh: Mesh, **kwargs: Any) -> None:

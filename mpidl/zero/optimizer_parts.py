@@ -38,7 +38,8 @@ class Parts:
 
     group: the ranks: all of them, those that have shards, those with this rank's shard.
     mesh: the axes over which the norm of the whole model is taken; None: those of `group`.
-    model: the plain model, trained in place. place: where its parameters lie.
+    model: the plain model, trained in place.
+    place: where its parameters lie.
     names: of the model's state_dict.
     groups: list of dicts; the parameter groups as given, with the model's parameters.
     prototype: optimizer of the inner class on single elements; refuses wrong groups before anything is changed.
@@ -48,13 +49,17 @@ class Parts:
     parameters: where the parameters live.
     shards: list of ParameterShard; this rank's shards that train, by the numbers of the gradients' buckets.
     slices: dict of parameter to Slice; this rank's part of each that trains.
-    shard_reducer: reduces gradients to shards in backward passes. reduced_gradients: the gradients between
-        passes. grad_attributes: shows them as `.grad`.
-    inner: steps on the slices' values. offloaded: the same, where state is offloaded; else None.
-    guard: refuses weights that were changed from outside. whole: the `gathered` blocks.
+    shard_reducer: reduces gradients to shards in backward passes.
+    reduced_gradients: the gradients between passes.
+    grad_attributes: shows them as `.grad`.
+    inner: steps on the slices' values.
+    offloaded: the same, where state is offloaded; else None.
+    guard: refuses weights that were changed from outside.
+    whole: the `gathered` blocks.
     backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
     compressed: reduces the gradients, with `compress=`; else None.
-    hooks: list of handles on the model, to be removed. dtypes: of parameters before `precision`.
+    hooks: list of handles on the model, to be removed.
+    dtypes: of parameters before `precision`.
     """
 
     group: ShardGroup

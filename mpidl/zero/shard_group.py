@@ -37,9 +37,13 @@ _by_node: weakref.WeakKeyDictionary[Communicator, tuple[Communicator, Communicat
 class ShardGroup:
     """The ranks of an engine.
 
-    world: all of them. shards: those over which state is cut. replicas: those with this rank's shard, None if alone.
-    rank, size: among `shards`. is_root: whether this is rank 0 of all, which gets whole states.
-    in_pass: all ranks, for operations of backward passes. reducing: those of `shards`, for what is reduced there.
+    world: all of them.
+    shards: those over which state is cut.
+    replicas: those with this rank's shard, None if alone.
+    rank, size: among `shards`.
+    is_root: whether this is rank 0 of all, which gets whole states.
+    in_pass: all ranks, for operations of backward passes.
+    reducing: those of `shards`, for what is reduced there.
     """
 
     def __init__(self, world: Communicator, shards: Communicator, replicas: Communicator | None) -> None:

@@ -21,9 +21,11 @@ class ShardedStateSpec:
 class Slice:
     """The part of one parameter that this rank's shard holds.
 
-    shard: of the group that the parameter is in. number: of the shard, among those that train.
+    shard: of the group that the parameter is in.
+    number: of the shard, among those that train.
     piece: the part, and its place in the shard.
-    values: the tensor on which the inner optimizer steps. is_master: whether it is an fp32 copy of 16-bit parameters.
+    values: the tensor on which the inner optimizer steps.
+    is_master: whether it is an fp32 copy of 16-bit parameters.
     """
 
     def __init__(self, shard: ParameterShard, number: int, piece: Piece) -> None:

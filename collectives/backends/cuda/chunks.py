@@ -39,8 +39,10 @@ class CopyPiece:
 class Chunk:
     """One of the host's operations.
 
-    x, out: where in the host's memory its arrays lie. counts: elements of each rank's part, or of what leaves for each
-    rank; coming: of what comes from each. elements: of its larger array, the same on all ranks.
+    x, out: where in the host's memory its arrays lie.
+    counts: elements of each rank's part, or of what leaves for each rank.
+    coming: of what comes from each.
+    elements: of its larger array, the same on all ranks.
     """
 
     gives: tuple[CopyPiece, ...]
@@ -137,7 +139,11 @@ def all_to_all(splits: Splits, largest: int, room: int) -> StagingPlan:
 
 
 def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[Any], largest: int = 0) -> StagingPlan:
-    """The plan of an operation; arguments: as `Backend` has them. largest: see `all_to_all`."""
+    """The plan of an operation.
+
+    arguments: as `Backend` has them.
+    largest: see `all_to_all`.
+    """
     if operation in ("all_reduce", "scan", "exscan"):
         return whole(arguments[0].size, room)
     if operation == "reduce":

@@ -114,7 +114,11 @@ class CudaSharedEvent(SharedEvent):
 
 
 class CudaStream(Stream):
-    """A cudaStream_t. ptr: its handle, by the name that cupy knows. owned: whether it ends with this object."""
+    """A cudaStream_t.
+
+    ptr: its handle, by the name that cupy knows.
+    owned: whether it ends with this object.
+    """
 
     def __init__(self, runtime: Any, ptr: int, owned: bool) -> None:
         self._runtime, self.ptr, self._owned = runtime, ptr, owned

@@ -153,7 +153,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The parameters of a compiled kernel. read, written: types of the elements. divisor: of what is accumulated."""
+    """The parameters of a compiled kernel.
+
+    read, written: types of the elements.
+    divisor: of what is accumulated.
+    """
 
     op: str
     read: DType

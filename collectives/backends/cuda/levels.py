@@ -62,7 +62,11 @@ class Level(Protocol):
 
 
 class Levels:
-    """The operations of one group. inner: of this rank's island. outer: of the ranks in its place of every island."""
+    """The operations of one group.
+
+    inner: of this rank's island.
+    outer: of the ranks in its place of every island.
+    """
 
     def __init__(self, inner: Level, outer: Level, device: Device, gone: Retired) -> None:
         self.inner, self.outer = inner, outer

@@ -32,7 +32,8 @@ _ALIGNMENT = 2 << 20  # bytes; the driver packs smaller ones together, and would
 class Dropped:
     """An allocation that this rank no longer uses, and others may still have mapped.
 
-    own: address of its own part, or 0. closed: where each of so many ranks writes that it has closed its mappings.
+    own: address of its own part, or 0.
+    closed: where each of so many ranks writes that it has closed its mappings.
     """
 
     own: int
@@ -100,7 +101,9 @@ def retired(device: Device) -> Retired:
 class DeviceMemory:
     """One allocation, as this rank maps it; arrays over it keep it alive.
 
-    number, stride: as of SharedMemory. address: of this rank's part. bases: of every rank's part, in this process.
+    number, stride: as of SharedMemory.
+    address: of this rank's part.
+    bases: of every rank's part, in this process.
     """
 
     def __init__(self, number: int, nbytes: int, bases: list[int], rank: int, shared: bool) -> None:

@@ -28,8 +28,9 @@ Hold = Callable[[Event, Any], None]
 class Task:
     """An operation on the arrays of one GPU, to be issued any number of times.
 
-    run: carries it out after an event, in the order of issue, and gives the event of its end. hold: keeps arrays alive
-    until an event. device: the GPU's number.
+    run: carries it out after an event, in the order of issue, and gives the event of its end.
+    hold: keeps arrays alive until an event.
+    device: the GPU's number.
     """
 
     def __init__(self, operation: str, run: Enqueue, hold: Hold, device: int) -> None:
@@ -57,7 +58,8 @@ class Task:
 class Compound(Task):
     """Several operations as one, on a stream of their own, which is torch's current one for them.
 
-    parts: calls them, in the thread whose turn it is. branch: gives the stream.
+    parts: calls them, in the thread whose turn it is.
+    branch: gives the stream.
     """
 
     def __init__(self, name: str, parts: Callable[[], None], branch: Callable[[], Stream], device: int) -> None:
@@ -80,7 +82,11 @@ class Compound(Task):
 
 
 class Started:
-    """One issue of a task. stream: the caller's. current: gives the one that is its library's current one then."""
+    """One issue of a task.
+
+    stream: the caller's.
+    current: gives the one that is its library's current one then.
+    """
 
     def __init__(
         self,

@@ -68,8 +68,9 @@ class _Views:
 class _InFlight:
     """One all-reduce in flight.
 
-    views: None where nothing goes through the node's memory, and messages leave and enter x. size: elements of a
-    segment. sources: every local rank's x, where the node can read it; else None.
+    views: None where nothing goes through the node's memory, and messages leave and enter x.
+    size: elements of a segment.
+    sources: every local rank's x, where the node can read it; else None.
     """
 
     x: Buffer

@@ -35,7 +35,8 @@ def readable(meeting: Meeting, x: Buffer) -> list[Array] | None:
 def add(op: Reduction, contributions: Sequence[Array], out: Buffer, ranks: int) -> None:
     """out = the complete reduction of at least two contributions, in the order of nodes.
 
-    contributions: partial results in the accumulating dtype, the first of which is overwritten. ranks: of all nodes.
+    contributions: partial results in the accumulating dtype, the first of which is overwritten.
+    ranks: of all nodes.
     """
     accumulated, last = contributions[0], len(contributions) - 1
     for number, contribution in enumerate(contributions[1:], 1):

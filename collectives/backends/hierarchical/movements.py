@@ -51,9 +51,10 @@ _AHEAD = 2  # ticks from a put to the get
 class _Tick:
     """The work of one rank in one step of an operation.
 
-    puts, gets: targets and sources of copies; gets from other ranks' messages wait for those two ticks older. own:
-    copies from memory that was put in this tick. sends, receives: messages and their other ends. meets: the node's
-    ranks wait for each other between the puts and the rest.
+    puts, gets: targets and sources of copies; gets from other ranks' messages wait for those two ticks older.
+    own: copies from memory that was put in this tick.
+    sends, receives: messages and their other ends.
+    meets: the node's ranks wait for each other between the puts and the rest.
     """
 
     puts: list[tuple[Array, Array]] = field(default_factory=list)
@@ -76,7 +77,9 @@ class _Held:
 class Movements:
     """The movements of one group, as one of its ranks sees them.
 
-    comm: of the group. nodes: its ranks on each node. meetings, allocator: of this node's ranks.
+    comm: of the group.
+    nodes: its ranks on each node.
+    meetings, allocator: of this node's ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm, nodes: Nodes, meetings: Meetings, allocator: Allocator) -> None:
@@ -175,7 +178,8 @@ class _Movement:
     """A movement of given arrays, to be called any number of times. Collective.
 
     leaving, coming: elements of the parts of x for each rank and of out from each; of gather and scatter those of every
-    rank. known: this rank knows from them how large all parts are that go through its node.
+        rank.
+    known: this rank knows from them how large all parts are that go through its node.
 
     What is worked out is kept for the next call: the ticks for each turn that they may begin with.
     """
@@ -307,7 +311,11 @@ class _Movement:
         return ticks
 
     def _add(self, ticks: list[_Tick], held: _Held, parts: list[int], size: int, turn: int) -> None:
-        """Adds this rank's share of a channel to the ticks. parts: their elements. size: of a segment."""
+        """Adds this rank's share of a channel to the ticks.
+
+        parts: their elements.
+        size: of a segment.
+        """
         one, me = held.channel, self._group.rank
         starts = (0, *accumulate(parts))
         here, there = one.sender in self._group.local, one.receiver in self._group.local

@@ -51,8 +51,12 @@ _TAG = 6
 class _InFlight:
     """One reduce in flight.
 
-    size: elements of a segment. heads: the leader of each node. direct: messages leave x itself. sources: every local
-    rank's x, where the node can read it. requests, sums: of a segment, at its leader; sums: of each node, at the root.
+    size: elements of a segment.
+    heads: the leader of each node.
+    direct: messages leave x itself.
+    sources: every local rank's x, where the node can read it.
+    requests, sums: of a segment, at its leader.
+    sums: of each node, at the root.
     """
 
     x: Buffer
@@ -84,7 +88,9 @@ class _InFlight:
 class PipelinedReduce:
     """The reduce of one group over any nodes.
 
-    comm: of the group. nodes: its ranks on each node. meetings, allocator: of this node's ranks.
+    comm: of the group.
+    nodes: its ranks on each node.
+    meetings, allocator: of this node's ranks.
     """
 
     def __init__(

@@ -48,7 +48,10 @@ _TURNS = 2  # of all memory: a segment travels while the next one is combined
 class _InFlight:
     """One reduce-scatter in flight.
 
-    parts: the ranges of x. size: elements of a piece. direct: messages leave x. sources: every local rank's x, or None.
+    parts: the ranges of x.
+    size: elements of a piece.
+    direct: messages leave x.
+    sources: every local rank's x, or None.
     """
 
     out: Buffer

@@ -29,9 +29,11 @@ _SMALL = 64 << 10  # bytes of an operation; larger ones have a scratch of their 
 class StagedSizes:
     """The largest operations, in bytes, that take the staged way although the ranks could reach the arrays otherwise.
 
-    symmetric: on symmetric arrays. private: on arrays that the kernel could copy. reduced, exchanged: the same of
-    all_reduce and reduce, whose results go through the scratch too, and of all_to_all, in which each byte is for one
-    rank. whole: of reductions of which each rank reduces all, if they are staged.
+    symmetric: on symmetric arrays.
+    private: on arrays that the kernel could copy.
+    reduced, exchanged: the same of all_reduce and reduce, whose results go through the scratch too, and of all_to_all,
+        in which each byte is for one rank.
+    whole: of reductions of which each rank reduces all, if they are staged.
     """
 
     symmetric: float = 0
@@ -44,8 +46,9 @@ class StagedSizes:
 class Group:
     """One group of ranks that share memory, as seen by one of them.
 
-    peers: access to the ranks' private memory, on all of them or on none. processor: copies and reduces. staged: what
-    takes the staged way all the same.
+    peers: access to the ranks' private memory, on all of them or on none.
+    processor: copies and reduces.
+    staged: what takes the staged way all the same.
     """
 
     def __init__(

@@ -28,9 +28,11 @@ class Movement:
 class Operation(MeetsInMemory):
     """An operation on given arrays, to be called any number of times. The ranks meet first.
 
-    x, out: the arrays whose places the others must know. movement: of this rank, if it is one. stages: for the staged
-    way. program: from the meeting to the calls of the other ways; None for the staged one. private_out: in place of
-    `out`, an array of which the others learn the address alone.
+    x, out: the arrays whose places the others must know.
+    movement: of this rank, if it is one.
+    stages: for the staged way.
+    program: from the meeting to the calls of the other ways; None for the staged one.
+    private_out: in place of `out`, an array of which the others learn the address alone.
     """
 
     def __init__(

@@ -37,8 +37,9 @@ _DRAWN = 1 << 32  # more than there are chunks: those of generation g have the t
 class Counts:
     """Numbers that the ranks share in one partitioned reduction: of chunks that are drawn, of arrays handed in.
 
-    memory: shared by the ranks, zero at first, with a file. start: the byte of it at which these begin, a multiple of
-    STRIDE; they take `Counts.nbytes(ranks)` bytes. crowded: see Counters.
+    memory: shared by the ranks, zero at first, with a file.
+    start: the byte of it at which these begin, a multiple of STRIDE; they take `Counts.nbytes(ranks)` bytes.
+    crowded: see Counters.
     """
 
     def __init__(self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool) -> None:
@@ -100,9 +101,11 @@ def position_of(data: Buffer, allocator: Allocator) -> ArrayPosition | None:
 class PartitionedReduction(MeetsInMemory):
     """One rank's view of it. Called, it reduces the arrays that all ranks have handed in since the last call.
 
-    counts: the last that the pool has made. parts: this rank's arrays. places: of all ranks' arrays, which fit each
-    other; by rank. entered: whether a rank of the group has come to the operation that this rank is in, from which it
-    hands in nothing more.
+    counts: the last that the pool has made.
+    parts: this rank's arrays.
+    places: of all ranks' arrays, which fit each other; by rank.
+    entered: whether a rank of the group has come to the operation that this rank is in, from which it hands in nothing
+        more.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ class Stages:
 class Staging:
     """The scratch of one group, and its pipeline. All methods but `fill` are collective.
 
-    chunk_bytes: of scratch, a rank and buffer. optional: whether there is another way, so that it need not be had.
+    chunk_bytes: of scratch, a rank and buffer.
+    optional: whether there is another way, so that it need not be had.
 
     is_ready: whether `fill` can be called: there is memory, since an earlier operation.
     """

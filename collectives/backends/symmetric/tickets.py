@@ -12,7 +12,8 @@ from ...memory.shared_memory import SharedMemory
 class Tickets:
     """The next number of a node's ranks, which only grows.
 
-    memory: shared by them, zero at first, with a file. start: the byte of it at which the number is; there are 8.
+    memory: shared by them, zero at first, with a file.
+    start: the byte of it at which the number is; there are 8.
 
     A rank locks these bytes of the file while it draws. The system frees the lock of a rank that dies, and no window of
     MPI's is needed, which every rank would have to give back at once.

@@ -43,8 +43,8 @@ MOVEMENTS = ("all_to_all", "gather", "scatter")
 class Channel:
     """The parts that go from one node to another as one message, or from one rank to the others of its node.
 
-    parts: the source and the destination of each, in the order in which they lie in the message. sender, receiver: the
-    ranks in whose memory it lies before and after it has travelled; inside a node they are one.
+    parts: the source and the destination of each, in the order in which they lie in the message.
+    sender, receiver: the ranks in whose memory it lies before and after it has travelled; inside a node they are one.
 
     is_put: its sources put their parts into the sender's memory; else they lie in the sender's input as they are.
     is_got: its destinations get their parts from the receiver's memory; else they lie in the receiver's output.

@@ -45,7 +45,11 @@ _GAIN = 0.97  # of the plain time; what is measured is uncertain by about that
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of a method for all gradients. total: until the last mean is there. computed: by this thread."""
+    """Seconds of a method for all gradients.
+
+    total: until the last mean is there.
+    computed: by this thread.
+    """
 
     method: str
     total: float
@@ -62,7 +66,11 @@ def decide(plain: float, backward: float, figures: Sequence[Figure]) -> str:
 def part_of_bytes(
     compressor: Compressor, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size]
 ) -> float:
-    """Bytes of a method by those of fp32. shapes: of the parameters; elements: of all; others as of `sent_bytes`."""
+    """Bytes of a method by those of fp32.
+
+    shapes: of the parameters.
+    elements: of all; others as of `sent_bytes`.
+    """
     return compressor.sent_bytes(elements, ranks, needs_all, shapes) / Uncompressed().sent_bytes(
         elements, ranks, needs_all
     )
@@ -127,8 +135,9 @@ class AutoChoice:
     candidates: a reduction for each method that may be chosen; none where nothing is to be decided.
     shards, replicas: as of `CompressedReduction`; shards is None in DDP.
 
-    chosen: name of the method, "none", or None while it is open. tried: the method on trial. left_out: names of methods
-        that were not measured, as their bytes alone take too long.
+    chosen: name of the method, "none", or None while it is open.
+    tried: the method on trial.
+    left_out: names of methods that were not measured, as their bytes alone take too long.
     """
 
     def __init__(

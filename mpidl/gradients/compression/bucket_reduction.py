@@ -22,9 +22,12 @@ from .remainders import BucketSection
 class BucketReduction:
     """The reduction of a bucket.
 
-    kept: its section. method: what reduces it. contributions: ranks whose gradients are averaged. names: of parameters,
-        some of which may have none.
-    step: number of passes before this one. begins_step: it is the first since the optimizer stepped.
+    kept: its section.
+    method: what reduces it.
+    contributions: ranks whose gradients are averaged.
+    names: of parameters, some of which may have none.
+    step: number of passes before this one.
+    begins_step: it is the first since the optimizer stepped.
     window: to be undone; None: never.
     """
 

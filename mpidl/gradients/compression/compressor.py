@@ -56,7 +56,9 @@ class Exchange:
 class Matrix:
     """A whole parameter in a section.
 
-    start: of its first element. parameter: the key of states that belong to it. name: the same on every rank.
+    start: of its first element.
+    parameter: the key of states that belong to it.
+    name: the same on every rank.
     """
 
     parameter: torch.nn.Parameter
@@ -146,8 +148,8 @@ class Compressor(ABC):
     ) -> torch.Tensor:
         """Makes of a pass's gradients what is added to the remainder: the gradients themselves for most methods.
 
-        summed: 1-D, a section's gradients of this rank, or summed over its node; not changed. arrays: fp32, one for
-            each of `arrays`, which it updates; it may return one.
+        summed: 1-D, a section's gradients of this rank, or summed over its node; not changed.
+        arrays: fp32, one for each of `arrays`, which it updates; it may return one.
         begins_step: the pass is the first one since the optimizer stepped; those that follow it add up with it.
         contributions, ranks: as of the section, and of its exchange.
         """
@@ -166,7 +168,9 @@ class Compressor(ABC):
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
         """Bytes that a rank sends to reduce a section, without headers of messages.
 
-        elements: of the section. ranks: of the exchange. shapes: of the whole parameters in it.
+        elements: of the section.
+        ranks: of the exchange.
+        shapes: of the whole parameters in it.
         """
 
     def state(self) -> Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]:

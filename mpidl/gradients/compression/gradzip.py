@@ -30,7 +30,8 @@ _DEPENDENT = 1e-8  # smallest eigenvalue of Q^T Q, of its mean
 class GradZIP(LowRank):
     """Sends factors of low rank, "gradzip:4,ridge=1e-3": the rank, then any of the words and values below.
 
-    rank: columns of a factor, from 1 up. ridge: between 0 and 1, relative ("ridge=1e-3").
+    rank: columns of a factor, from 1 up.
+    ridge: between 0 and 1, relative ("ridge=1e-3").
     factors, batched, warm_start, min_rate: as of `PowerSGD`.
 
     Raises ConfigurationError for wrong settings.

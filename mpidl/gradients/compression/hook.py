@@ -40,11 +40,13 @@ if TYPE_CHECKING:
 class CompressedReduction:
     """A communication hook, called as `hook(None, bucket)`, that reduces by `settings`. Collective.
 
-    world: the ranks whose gradients are averaged. names: of the parameters, for `state_dict`.
+    world: the ranks whose gradients are averaged.
+    names: of the parameters, for `state_dict`.
     shards, replicas: under hybrid sharding, the ranks with the shards of a bucket, and those with this rank's shard;
         compression is then over the replicas.
 
-    steps: number of reduced passes. choice: the measurements and the choice of "auto"; None without.
+    steps: number of reduced passes.
+    choice: the measurements and the choice of "auto"; None without.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
     """

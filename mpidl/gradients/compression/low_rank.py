@@ -78,9 +78,12 @@ class Plan:
 class LowRank(Compressor):
     """Reduces matrices by factors.
 
-    rank: columns of a factor. factors: dtype in which they are sent. batched: a whole section is one matrix.
-    warm_start: begin with the last step's right factors; those that are not there are drawn, seeded by the step and
-    the parameter's name. min_rate: how many times smaller the factors must be.
+    rank: columns of a factor.
+    factors: dtype in which they are sent.
+    batched: a whole section is one matrix.
+    warm_start: begin with the last step's right factors; those that are not there are drawn, seeded by the step and the
+        parameter's name.
+    min_rate: how many times smaller the factors must be.
     """
 
     phases = 2
@@ -272,8 +275,9 @@ class LowRank(Compressor):
 class Sums:
     """The arrays that one phase adds up over the ranks.
 
-    factors: fp32, of all groups; by_group: each group's. rest: what is not compressed, with the left factors, or as
-    `with_rest` says.
+    factors: fp32, of all groups.
+    by_group: each group's.
+    rest: what is not compressed, with the left factors, or as `with_rest` says.
     """
 
     def __init__(

@@ -24,9 +24,12 @@ _CHUNK = 1 << 20  # elements: 4 MiB, as calls on less cost more than memory that
 
 @dataclass(frozen=True)
 class View:
-    """A matrix in a section's values. start: of its first element. tail: elements of a last row that is not full.
+    """A matrix in a section's values.
 
-    owner: the parameter that its state belongs to. name: tells it from others, the same on every rank.
+    start: of its first element.
+    tail: elements of a last row that is not full.
+    owner: the parameter that its state belongs to.
+    name: tells it from others, the same on every rank.
     """
 
     start: int

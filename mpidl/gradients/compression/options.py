@@ -11,7 +11,12 @@ from ...errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Option:
-    """A value in a name. reads: makes it of its text, ValueError if that is none. fits: tests it. needs: in words."""
+    """A value in a name.
+
+    reads: makes it of its text, ValueError if that is none.
+    fits: tests it.
+    needs: in words.
+    """
 
     reads: Callable[[str], Any]
     fits: Callable[[Any], bool]
@@ -20,7 +25,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """The settings read. first: the number that begins them, None without. words, values: those given."""
+    """The settings read.
+
+    first: the number that begins them, None without.
+    words, values: those given.
+    """
 
     first: Any
     words: frozenset[str]
@@ -36,8 +45,10 @@ def read(
 ) -> Given:
     """Reads the settings that follow the colon of a method's name.
 
-    text: of them; None: there are none. first: name and kind of the number. words: allowed ones; values: allowed
-    `name=value`.
+    text: of them; None: there are none.
+    first: name and kind of the number.
+    words: allowed ones.
+    values: allowed `name=value`.
 
     Raises ConfigurationError for wrong ones.
     """

@@ -24,7 +24,9 @@ from .compressor import Steps
 class Reduction(Then):
     """The reduction of one bucket: the handle of the communication hook.
 
-    phases_entered: int; how many it has begun. done: bool. found: what `wait` returns.
+    phases_entered: int; how many it has begun.
+    done: bool.
+    found: what `wait` returns.
     """
 
     def __init__(self, pipeline: Pipeline, steps: Steps, found: Callable[[], torch.Tensor | None]) -> None:

@@ -22,8 +22,10 @@ from .settings import Compression
 class Ranks:
     """The ranks of a compressor's sections. Collective; the Communicators go back to the pool with this object.
 
-    where: "between_nodes" or "everywhere". exchange: with a Communicator for each phase of the compressor, if it has
-        something to reduce (`compresses`). peers: how many ranks exchange. is_hybrid: they are replicas of a shard.
+    where: "between_nodes" or "everywhere".
+    exchange: with a Communicator for each phase of the compressor, if it has something to reduce (`compresses`).
+    peers: how many ranks exchange.
+    is_hybrid: they are replicas of a shard.
     scatters, gathers: Communicators of the ranks that share a bucket, each with a section of it; None: a section is the
         whole bucket.
     is_over_network: more than one node exchanges.

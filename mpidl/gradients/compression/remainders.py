@@ -53,7 +53,8 @@ class BucketSection:
     ) -> torch.Tensor:
         """Adds a pass's sums to the remainder and returns it; without a remainder returns the sums.
 
-        window: to be undone; None: never. absorb: makes of the sums what is added; gets the further arrays too.
+        window: to be undone; None: never.
+        absorb: makes of the sums what is added; gets the further arrays too.
         """
         if self.values is None:
             return absorb(summed, ())

@@ -21,7 +21,11 @@ from .blockwise import BLOCK
 
 @dataclass(frozen=True)
 class Block:
-    """Elements of a bucket that are reduce-scattered inside a node. start: the first. counts: of each local rank."""
+    """Elements of a bucket that are reduce-scattered inside a node.
+
+    start: the first.
+    counts: of each local rank.
+    """
 
     start: int
     counts: tuple[int, ...]
@@ -41,9 +45,12 @@ class Block:
 class SectionLayout:
     """Where the elements of this rank's section lie.
 
-    elements: of the bucket. blocks: of it; the section is this rank's part of each, one behind the other.
-    local_rank: among the ranks inside. pieces: (start, stop) in the section, one for each peer.
-    needs_all: every peer needs the mean of the whole section. gathers: every rank inside needs the whole bucket.
+    elements: of the bucket.
+    blocks: of it; the section is this rank's part of each, one behind the other.
+    local_rank: among the ranks inside.
+    pieces: (start, stop) in the section, one for each peer.
+    needs_all: every peer needs the mean of the whole section.
+    gathers: every rank inside needs the whole bucket.
     """
 
     elements: int
@@ -70,7 +77,8 @@ class SectionLayout:
 def by_pieces(elements: int, shard: int | None, inside: tuple[int, int], peers: int) -> SectionLayout:
     """The layout in which a bucket has a piece for every rank.
 
-    shard: elements of each rank's under ZeRO; None: all ranks need the mean of all elements. inside: (rank, size).
+    shard: elements of each rank's under ZeRO; None: all ranks need the mean of all elements.
+    inside: (rank, size).
     """
     local_rank, local = inside
     size = shard or _blocks_of(elements, peers * local)

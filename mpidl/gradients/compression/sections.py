@@ -30,8 +30,10 @@ Key = tuple[tuple[int, tuple[int, ...]], ...]
 class Sections:
     """The sections of an engine's buckets.
 
-    method: what reduces them; may become another one between two passes. world: the ranks whose gradients are averaged.
-    window: the passes since the last step. drain: completes the reductions under way.
+    method: what reduces them; may become another one between two passes.
+    world: the ranks whose gradients are averaged.
+    window: the passes since the last step.
+    drain: completes the reductions under way.
 
     undoable: the passes of the window can be undone.
     """

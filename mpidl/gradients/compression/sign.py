@@ -52,8 +52,9 @@ class Sign(OwnedCompressor):
     ) -> None:
         """Writes the signs, and the scale.
 
-        count: n in it, where not all values count; the others are zeros. squares: the sum of the values' squares, if
-        it is known. factor: the remainder is multiplied by it.
+        count: n in it, where not all values count; the others are zeros.
+        squares: the sum of the values' squares, if it is known.
+        factor: the remainder is multiplied by it.
         """
         n = values.numel() if count is None else count
         scale = _root_mean_square(sum_of_squares(values) if squares is None else squares, n)

@@ -36,8 +36,9 @@ COLUMNS = Option(float, lambda value: 1 <= value < math.inf, "a number from 1 up
 class Hashes:
     """The hashes of a section's elements in a step.
 
-    columns: c. signs: (r, 2 c) of +1 and -1, each row twice. offsets, turns: (chunks, r) numbers below c: by how much a
-    chunk, and its signs, are rotated.
+    columns: c.
+    signs: (r, 2 c) of +1 and -1, each row twice.
+    offsets, turns: (chunks, r) numbers below c: by how much a chunk, and its signs, are rotated.
 
     Element i of chunk q is in column (i + offset of q) mod c: two elements of different chunks share a column with
     probability 1/c, those of one chunk never. So the variance of a row's estimate is at most the sum of squares over c,
@@ -96,8 +97,8 @@ class Hashes:
 class CountSketch(Compressor):
     """Sends a count sketch, then the values of its largest estimates, "sketch:0.001,rows=5": k's part of the values.
 
-    rows: of the sketch, odd: estimates are their medians ("rows=5"). columns: of a row, as a multiple of k
-        ("columns=5").
+    rows: of the sketch, odd: estimates are their medians ("rows=5").
+    columns: of a row, as a multiple of k ("columns=5").
 
     Raises ConfigurationError for wrong settings.
     """

@@ -42,7 +42,8 @@ OfRange = Callable[[int, int], None]  # is called with the first element, and th
 class Errors:
     """Errors of this rank's messages of an array, and the elements that are zero in every mean.
 
-    layout: which elements this rank exchanges: its section. values: fp32, those elements; None without error feedback.
+    layout: which elements this rank exchanges: its section.
+    values: fp32, those elements; None without error feedback.
     masked: int64, the numbers of the array's elements that are zero in every mean; None before they are known.
     """
 
@@ -86,11 +87,12 @@ class Errors:
 class OneBitExchange:
     """The ranks, and the Communicators of each phase. Collective.
 
-    world: all ranks. where: "between_nodes", "everywhere", or None: between nodes, if there are several that fit.
+    world: all ranks.
+    where: "between_nodes", "everywhere", or None: between nodes, if there are several that fit.
     feeds_back: keeps errors for the next exchange.
 
-    inside: the ranks of this node, where only nodes exchange and have several; else None. compresses: whether anything
-        is sent in bits.
+    inside: the ranks of this node, where only nodes exchange and have several; else None.
+    compresses: whether anything is sent in bits.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
     """

@@ -18,8 +18,10 @@ from ...gradients.buckets import BucketLayout
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a parameter in a range of an array. number: of the parameter. start, stop: of its elements.
+    """The part of a parameter in a range of an array.
 
+    number: of the parameter.
+    start, stop: of its elements.
     of_array: its elements there.
     """
 
@@ -32,8 +34,11 @@ class Span:
 class FlatBucket:
     """Some parameters, and arrays of their states.
 
-    parameters: of the optimizer. layout: where each lies in an array, and the chunks. keys: of the states.
-    arrays: by key, fp32, `layout.padded` elements. views: by key, each parameter's elements, of its shape.
+    parameters: of the optimizer.
+    layout: where each lies in an array, and the chunks.
+    keys: of the states.
+    arrays: by key, fp32, `layout.padded` elements.
+    views: by key, each parameter's elements, of its shape.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: BucketLayout, keys: Sequence[str]) -> None:

@@ -63,8 +63,8 @@ def descend_range(
 ) -> None:
     """The decay, and w = w - lr m / corrections[0] / (sqrt(v / corrections[1]) + eps), in a range of the array.
 
-    groups: of each parameter. scratch: fp32, of at least the elements of the range. Parameters that are not contiguous
-    are left out.
+    groups: of each parameter.
+    scratch: fp32, of at least the elements of the range. Parameters that are not contiguous are left out.
     """
     first, root = corrections[0], math.sqrt(corrections[1])
     for span in bucket.spans(start, stop):

@@ -47,7 +47,8 @@ class ZeroOneAdam(OneBitOptimizer):
     params: parameters or groups of them, of 32 or 16 bits.
     renewals: of v, at every k-th step, after which k doubles; k is 1 at first.
     local_after: the last step in which v may be renewed.
-    local_interval_steps: local steps after which h doubles; h is 1 at first. max_local_interval: the largest h.
+    local_interval_steps: local steps after which h doubles; h is 1 at first.
+    max_local_interval: the largest h.
     process_group, where, error_feedback, bucket_cap_mb: as of `OneBitOptimizer`.
 
     The weights are the ranks' own between two exchanges: a state can be taken at the step of an exchange alone, when

@@ -90,8 +90,9 @@ def refuse_placements(
 ) -> None:
     """Refuses parameters that are cut over a mesh where that cannot be trained.
 
-    offloads: state lies elsewhere. wholes: a step needs whole ones. divisor: of contributions to gradients, as
-    `gradient_group` gives it.
+    offloads: state lies elsewhere.
+    wholes: a step needs whole ones.
+    divisor: of contributions to gradients, as `gradient_group` gives it.
     """
     if mesh is not None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -146,8 +146,8 @@ class Construction:
     ) -> bool:
         """Fills this rank's shards and masters, and all that is in no shard; whether there was any. Collective.
 
-        rank: among those over which shards are cut. originals: values from before a conversion, of which each is given
-            up once it is used.
+        rank: among those over which shards are cut.
+        originals: values from before a conversion, of which each is given up once it is used.
         """
         model, loaded = self._model, self._loaded
         empty = dict.fromkeys([*self._parameters, *originals])

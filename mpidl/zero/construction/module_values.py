@@ -20,10 +20,12 @@ Named = tuple[str, torch.nn.Module]
 class ModuleCalls:
     """The modules that are called, and the tensors that each of them sets. Changes nothing.
 
-    wanted: parameters and buffers without values. init_fn: called with each module that has some of its own; None: the
-    `reset_parameters` (or `_reset_parameters`) of every module that has such a method, for all that is in the module.
-    filled_later: parameters that get their values after the calls, which may set them. loadable: what `file_values`
-    could give, for the message. Raises ConfigurationError for a module with parameters or buffers that no call sets.
+    wanted: parameters and buffers without values.
+    init_fn: called with each module that has some of its own; None: the `reset_parameters` (or `_reset_parameters`) of
+        every module that has such a method, for all that is in the module.
+    filled_later: parameters that get their values after the calls, which may set them.
+    loadable: what `file_values` could give, for the message. Raises ConfigurationError for a module with parameters or
+        buffers that no call sets.
     """
 
     def __init__(

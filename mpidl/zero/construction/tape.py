@@ -28,7 +28,11 @@ Start = torch.Tensor | int | None
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of the recorded construction. storage: its number; offset: in elements."""
+    """A tensor of the recorded construction.
+
+    storage: its number.
+    offset: in elements.
+    """
 
     storage: int
     dtype: torch.dtype
@@ -50,10 +54,13 @@ class View:
 class Operation:
     """One call of a torch operator.
 
-    args, kwargs: as it was called, with Views in place of recorded tensors. outputs: tensors in storage that it made.
-    reads, writes: storages; what it makes counts as written. overwrites: those of them that it writes whole, unread.
-    default_dtype: torch's at that time. random: it draws from a generator, which continues after random operation
-    `start` (its number on the tape), or begins with the state `start`.
+    args, kwargs: as it was called, with Views in place of recorded tensors.
+    outputs: tensors in storage that it made.
+    reads, writes: storages; what it makes counts as written.
+    overwrites: those of them that it writes whole, unread.
+    default_dtype: torch's at that time.
+    random: it draws from a generator, which continues after random operation `start` (its number on the tape), or
+        begins with the state `start`.
     """
 
     function: Any
@@ -82,8 +89,9 @@ class _Memory(dict[int, torch.UntypedStorage]):
 class Tape:
     """Operations in the order of the construction. bytes_of: the size of each storage.
 
-    first: the default generator's state before, end: the number of the last operation that drew from it, None if
-    there is none or if it was seeded anew after it. looked_at: the construction depends on values that are random.
+    first: the default generator's state before, end: the number of the last operation that drew from it, None if there
+        is none or if it was seeded anew after it.
+    looked_at: the construction depends on values that are random.
     """
 
     def __init__(self) -> None:

@@ -51,8 +51,8 @@ def make_whole(
 ) -> None:
     """Gives the parameters of all shards memory of their own, with the values on which training goes on. Collective.
 
-    slices: those that train, with masters where there are any. dtypes: of the parameters that are to have another one
-    than now. No hook may be left on them.
+    slices: those that train, with masters where there are any.
+    dtypes: of the parameters that are to have another one than now. No hook may be left on them.
     """
     for shard in shards:
         masters = [slices[p] for p in shard.parameters if p in slices and slices[p].is_master]

@@ -27,7 +27,8 @@ class BucketGradient:
     keeps_memory: whether the bucket is reduced into `memory`, which stays from step to step, and not in place.
     filled: per parameter, whether its place in bucket.flat holds a gradient of passes not yet reduced.
     reached: per parameter, whether any pass since zero_grad gave it a gradient.
-    shard: the reduced part, of all passes since zero_grad. target: what the reduction in flight writes.
+    shard: the reduced part, of all passes since zero_grad.
+    target: what the reduction in flight writes.
     handle: of a communication hook, while its reduction is in flight.
     agreed_reached: `reached` of all ranks, once the work is complete, for a `Stepper`.
     used: per parameter, whether a `Stepper` has used up the last pass's gradient.

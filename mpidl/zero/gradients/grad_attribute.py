@@ -40,8 +40,10 @@ _EXACT_BITS = 20  # of numbers whose squares, and sums of these over the ranks, 
 class GradAttributes:
     """Puts ShardedGradients into `.grad`, and takes in what the program does to them.
 
-    comm: the ranks over which `gradients` are cut. names: of the parameters. release: returns when no rank
-    needs another one for a pass that is over; collective. tp: ranks over which parameters are cut as well, or None.
+    comm: the ranks over which `gradients` are cut.
+    names: of the parameters.
+    release: returns when no rank needs another one for a pass that is over; collective.
+    tp: ranks over which parameters are cut as well, or None.
     """
 
     def __init__(
@@ -264,7 +266,8 @@ class GradAttributes:
     def _over_tp(self, places: list[GradientPlace], asked: str, powers: np.ndarray, infinite: bool) -> np.ndarray:
         """Powers of norms of whole parameters, from those of the parts that this rank of tp has. Collective over tp.
 
-        powers: changed in place. infinite: they are the largest elements.
+        powers: changed in place.
+        infinite: they are the largest elements.
         """
         cut = [n for n, place in enumerate(places) if "tp" in place.placed.axes]
         if self._tp is None or not cut:

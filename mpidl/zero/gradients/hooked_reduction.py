@@ -21,7 +21,8 @@ from .bucket_gradient import BucketGradient
 def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str) -> GradBucket:
     """Returns the bucket as a communication hook sees it.
 
-    last: whether no bucket follows in the pass. algorithm: of the reduce-scatter of the bucket's own memory.
+    last: whether no bucket follows in the pass.
+    algorithm: of the reduce-scatter of the bucket's own memory.
     """
     bucket, flat, size = gradient.bucket, gradient.bucket.flat, gradient.bucket.layout.shard_size
     assert flat is not None

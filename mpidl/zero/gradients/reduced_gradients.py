@@ -26,11 +26,14 @@ from .buffer_pool import BufferPool
 class ReducedGradients:
     """The gradients that an engine's backward passes have left, by the numbers of their buckets.
 
-    of: the gradient of each bucket; more may come. queue: fills the buckets. buffers: that buckets take to be filled.
+    of: the gradient of each bucket; more may come.
+    queue: fills the buckets.
+    buffers: that buckets take to be filled.
     rank: among those over which gradients are cut.
     keep_whole: stage 1, where the buckets stay allocated.
     place: where the parameters lie.
-    finish: waits for what is in flight. end: waits for it too, where its results are of no use.
+    finish: waits for what is in flight.
+    end: waits for it too, where its results are of no use.
 
     sums_whole: stage 1 with a hook that leaves a whole bucket reduced: what several passes give adds up in all of it;
         may be set.
@@ -126,7 +129,8 @@ class ReducedGradients:
     def restore(self, number: int, reached: Sequence[bool], in_fp32: bool) -> torch.Tensor:
         """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
 
-        reached: as of `reached`. in_fp32: fp32 where the bucket has 16 bits.
+        reached: as of `reached`.
+        in_fp32: fp32 where the bucket has 16 bits.
         """
         gradients = self._of[self._queue.buckets[number]]
         dtype = torch.float32 if in_fp32 and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype

@@ -85,10 +85,14 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class GradientPlace:
-    """The place of one parameter's gradient. name: of the parameter. piece: what this rank holds of it.
+    """The place of one parameter's gradient.
 
-    number, index: the bucket, and the parameter in it. source: gives the Source; None once that is gone. arrived: what
-    autograd has added to the `.grad` in the backward pass under way. placed: the parameter's placement on a mesh.
+    name: of the parameter.
+    piece: what this rank holds of it.
+    number, index: the bucket, and the parameter in it.
+    source: gives the Source; None once that is gone.
+    arrived: what autograd has added to the `.grad` in the backward pass under way.
+    placed: the parameter's placement on a mesh.
     """
 
     name: str
@@ -340,7 +344,12 @@ class ShardedGradient(torch.Tensor):
 
 @dataclass(frozen=True)
 class _Reduction:
-    """local: of this rank's part, which may be empty. combine: of all ranks' numbers. dtype: of the result."""
+    """A reduction of a gradient over the ranks.
+
+    local: of this rank's part, which may be empty.
+    combine: of all ranks' numbers.
+    dtype: of the result.
+    """
 
     local: Callable[[torch.Tensor], Any]
     combine: Callable[[torch.Tensor], torch.Tensor]

@@ -18,7 +18,11 @@ class Stepper(Protocol):
         """Notes that all gradients of a bucket are there on this rank."""
 
     def step(self, number: int, gradient: torch.Tensor, reached: Sequence[bool]) -> None:
-        """Steps on a reduced bucket. gradient: this rank's shard. reached: for each parameter, by any rank."""
+        """Steps on a reduced bucket.
+
+        gradient: this rank's shard.
+        reached: for each parameter, by any rank.
+        """
 
     def end(self) -> None:
         """Ends a pass of which all buckets have been reduced."""

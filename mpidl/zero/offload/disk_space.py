@@ -44,7 +44,11 @@ def foresee(make: Make, group: Mapping[str, Any], dtype: torch.dtype, size: int)
 
 
 def needed(make: Make, groups: Groups, halves: bool, ranks: int) -> int:
-    """Bytes of a rank's file. groups: the model's parameters. halves: they will be of 16 bits."""
+    """Bytes of a rank's file.
+
+    groups: the model's parameters.
+    halves: they will be of 16 bits.
+    """
     total = regions = 0
     for group in groups:
         each: dict[tuple[torch.dtype, bool], list[int]] = {}

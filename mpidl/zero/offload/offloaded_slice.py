@@ -38,9 +38,12 @@ class OffloadedSlice(Slice):
     """A Slice that an OffloadedOptimizer steps on.
 
     room: gives the memory for a master in the file, from a slice and its dtype; None: in CPU memory.
-    delayed: new values are seen when `publish` is called. down, up: copy from and to where the parameters lie.
+    delayed: new values are seen when `publish` is called.
+    down, up: copy from and to where the parameters lie.
 
-    index: of the parameter in the shard. on_accelerator: the parameters are. in_file: the master is there.
+    index: of the parameter in the shard.
+    on_accelerator: the parameters are.
+    in_file: the master is there.
     gradient: what `attach` gave, in the dtype and on the device of the reduction.
     """
 

@@ -43,10 +43,13 @@ class OffloadedOptimizer(InnerOptimizer):
     """Steps on OffloadedSlices. Constructed before the model is changed; then `slice`, then `add_param_group`.
 
     optimizer_class, kwargs: of the inner optimizers, one for each sub-group.
-    groups: the model's parameters, to foresee the state. halves: they will be of 16 bits. place: where they lie.
+    groups: the model's parameters, to foresee the state.
+    halves: they will be of 16 bits.
+    place: where they lie.
 
     Collective. Raises ConfigurationError on every rank where the file cannot be made.
-    param_groups: settings, which a step gives to all inner optimizers. state: by `OffloadedSlice.values`.
+    param_groups: settings, which a step gives to all inner optimizers.
+    state: by `OffloadedSlice.values`.
     """
 
     def __init__(

@@ -29,8 +29,9 @@ MASTER = ""
 class Chunk:
     """Elements start .. stop of a slice, in parameter group `group`.
 
-    states: the dtypes of the tensors of its size that the optimizer keeps, as far as known. present: those that are in
-    the file now. keys: of the whole state, in order.
+    states: the dtypes of the tensors of its size that the optimizer keeps, as far as known.
+    present: those that are in the file now.
+    keys: of the whole state, in order.
     """
 
     part: OffloadedSlice
@@ -60,7 +61,8 @@ class Chunk:
 def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] | None) -> list[list[Chunk]]:
     """Chunks of at most `budget` bytes together, in order.
 
-    wholes: whole slices. sizes: if they must stay whole, the elements by which each counts, the same on every rank.
+    wholes: whole slices.
+    sizes: if they must stay whole, the elements by which each counts, the same on every rank.
     """
     groups: list[list[Chunk]] = [[]]
     room = budget
@@ -93,7 +95,8 @@ def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] |
 class SubGroup:
     """Chunks and their inner optimizer. file: where states and masters lie; None: they stay in memory.
 
-    make: the inner optimizer from parameter groups. settings: of every parameter group.
+    make: the inner optimizer from parameter groups.
+    settings: of every parameter group.
     """
 
     def __init__(

@@ -27,8 +27,10 @@ from ...gradients.compression import OwnedCompressor
 class CompressedGather:
     """Gathers whole units of compressed shards. Construction is collective.
 
-    comm: the ranks that have shards. largest: elements of the largest shard. shared: the ranks of a node share whole
-    units. device: as torch has it, of the shards.
+    comm: the ranks that have shards.
+    largest: elements of the largest shard.
+    shared: the ranks of a node share whole units.
+    device: as torch has it, of the shards.
 
     place: uint8; all ranks' messages of one flat group; the node's, where it shares them.
     """

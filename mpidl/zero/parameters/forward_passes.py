@@ -27,7 +27,11 @@ _TORCH = vars(torch.nn.modules.module)  # the globals of the functions that run 
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """A pass of a module. frame: in which torch runs it. thread: its number."""
+    """A pass of a module.
+
+    frame: in which torch runs it.
+    thread: its number.
+    """
 
     module: torch.nn.Module
     frame: FrameType

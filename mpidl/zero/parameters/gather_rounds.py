@@ -50,7 +50,11 @@ class Purpose(IntEnum):
 
 
 class Gatherable(Protocol):
-    """A unit. whole_bytes: of all ranks' shards. exact: whether it was gathered in full precision the last time."""
+    """A unit.
+
+    whole_bytes: of all ranks' shards.
+    exact: whether it was gathered in full precision the last time.
+    """
 
     whole_bytes: int
     exact: bool
@@ -94,7 +98,9 @@ class GatherRound:
 class GatherRounds:
     """Starts rounds, which run in the order in which they are started.
 
-    comm: serves nothing else. device: of the units. compresses: whether they are gathered compressed.
+    comm: serves nothing else.
+    device: of the units.
+    compresses: whether they are gathered compressed.
     """
 
     def __init__(
@@ -157,9 +163,10 @@ class GatherRounds:
     ) -> GatherRound:
         """Starts a round, in which this rank wants a unit gathered or takes part in the others' gathers.
 
-        wanted: the number of a unit, or None. held: numbers of those that must stay whole for this rank; where it waits
-        for a reduction also what is whole already, as others may have gathered what it needs next. pinned: of those
-        that it needs in full precision.
+        wanted: the number of a unit, or None.
+        held: numbers of those that must stay whole for this rank; where it waits for a reduction also what is whole
+            already, as others may have gathered what it needs next.
+        pinned: of those that it needs in full precision.
         """
         held = frozenset(held)
         if purpose is Purpose.REDUCES:

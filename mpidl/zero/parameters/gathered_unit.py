@@ -133,11 +133,15 @@ class UnitState(Enum):
 class GatheredUnit:
     """A unit's flat parameters, and their state on this rank. It does not keep the model, as graphs keep it.
 
-    number: int; of the unit in messages between the ranks. name: of its module.
-    flats: list of FlatParameters. whole_bytes: int; of all of them, whole.
+    number: int; of the unit in messages between the ranks.
+    name: of its module.
+    flats: list of FlatParameters.
+    whole_bytes: int; of all of them, whole.
     exact: whether it was gathered in full precision the last time; the same on all ranks.
-    trained: int; parameters that train. frozen: whether any parameter does not.
-    state: UnitState. pin_count: int; `gathered` blocks that hold it.
+    trained: int; parameters that train.
+    frozen: whether any parameter does not.
+    state: UnitState.
+    pin_count: int; `gathered` blocks that hold it.
     arrived: set of trained parameters whose gradient this backward pass has given since the unit was last gathered.
     open_calls: dict of a call's id to int; calls whose backward has begun and not ended, and the number of their inputs
         whose gradient is to come.

@@ -33,9 +33,11 @@ class HeldUnits:
     """Gathers the units of a model as they are used, and releases them.
 
     units: all of them, by their numbers; the last one is the model's own.
-    rounds: in which the units are gathered. waits: for these rounds.
+    rounds: in which the units are gathered.
+    waits: for these rounds.
     prefetch: number of units that may be gathered ahead of the one that computes.
-    watch: of the model's backward passes. forwards: the forward passes of the model, or of parts that hold units.
+    watch: of the model's backward passes.
+    forwards: the forward passes of the model, or of parts that hold units.
     names: of the parameters.
 
     for_next_pass: list of GatherRound; those that `prefetch_next_pass` has started, to be emptied when they are over.

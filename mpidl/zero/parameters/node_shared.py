@@ -34,7 +34,9 @@ from .units import FlatGroup, UnitLayout, backward_order
 class NodeSharedParameters(ParameterStrategy):
     """Moves a model's parameters into shared memory.
 
-    layouts: from `units.lay_out`. arenas: from `shared_arenas`. place: where both lie.
+    layouts: from `units.lay_out`.
+    arenas: from `shared_arenas`.
+    place: where both lie.
     """
 
     write_effect: ClassVar = "the node has one copy, which every rank that did so has changed once more"

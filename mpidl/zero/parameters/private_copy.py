@@ -17,8 +17,8 @@ from ..parameter_shard import ParameterShard
 class PrivateCopy:
     """A copy of the parameters of which `shard` is this rank's part. rank: among those over which they are cut.
 
-    show: a function that makes the parameters the tensors that it is given. hide: one that makes them what they are
-    without a copy.
+    show: a function that makes the parameters the tensors that it is given.
+    hide: one that makes them what they are without a copy.
     """
 
     def __init__(self, shard: ParameterShard, rank: int) -> None:

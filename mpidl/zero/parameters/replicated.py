@@ -36,7 +36,9 @@ from .strategy import NamesOf, ParameterStrategy
 class ReplicatedParameters(ParameterStrategy):
     """Moves buckets of parameters into one flat buffer each, of which a shard is this rank's to update.
 
-    model: its parameters that train are moved. comm: the ranks that have shards. place: where the parameters lie.
+    model: its parameters that train are moved.
+    comm: the ranks that have shards.
+    place: where the parameters lie.
     bucket_bytes: size of a bucket; gradients have the same buckets, so that a shard of one is the shard of the other.
     block: elements of which no shard's edge may cut any.
     """

@@ -23,7 +23,8 @@ _DEADLOCK_POLL_S, _DEADLOCK_POLLS = 0.5, 4  # between looks at what the others w
 class RoundWaits:
     """Waits for rounds on one Communicator.
 
-    comm: of the rounds. worlds: the user's Communicators, in which others may wait for a rank that gathers.
+    comm: of the rounds.
+    worlds: the user's Communicators, in which others may wait for a rank that gathers.
     """
 
     def __init__(self, comm: Communicator, worlds: Sequence[Communicator]) -> None:
@@ -32,8 +33,10 @@ class RoundWaits:
     def until_over(self, started: GatherRound, does: str, advice: str = "") -> None:
         """Returns when the round is over. Raises TrainingError where others wait for this rank in another operation.
 
-        The round stays in flight; they join it when they next gather something. does: why this rank waits. advice: ends
-        the error's message.
+        does: why this rank waits.
+        advice: ends the error's message.
+
+        The round stays in flight; they join it when they next gather something.
         """
         before: dict[int, str] = {}
         polls = 0

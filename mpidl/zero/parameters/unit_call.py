@@ -21,8 +21,9 @@ _CONSUMERS = "_mpidl_consumers"  # of a tensor that is a unit's output: what to 
 class UnitCall:
     """Follows the backward pass of one forward pass through a unit, from its outputs to its inputs.
 
-    use: called when its backward pass begins. ended: when it has given the gradients of all its inputs. leaves: hooks
-    of inputs that outlive the graph, to be removed at the end of the pass.
+    use: called when its backward pass begins.
+    ended: when it has given the gradients of all its inputs.
+    leaves: hooks of inputs that outlive the graph, to be removed at the end of the pass.
     """
 
     def __init__(self, unit: GatheredUnit, use: Callable[[], None], ended: Callable[[], None]) -> None:

@@ -32,8 +32,10 @@ class UnitHooks:
     """The hooks of a model and its modules, for its units.
 
     modules: of the units, by their numbers; the last one is the model.
-    units: by their numbers. held: gathers and releases them.
-    watch: of the model's backward passes. forwards: its forward passes, which the hooks note.
+    units: by their numbers.
+    held: gathers and releases them.
+    watch: of the model's backward passes.
+    forwards: its forward passes, which the hooks note.
     names: of the parameters.
     reshards: whether units are released between their forward and their backward pass.
     end_backward: called at the end of a forward pass after which no backward pass comes, to release all units.

@@ -35,8 +35,10 @@ class Unit:
 class FlatGroup:
     """Parameters of a unit that lie side by side.
 
-    parameters: in the order in which they lie. layout: where each lies, and how the group is cut over the ranks.
-    dtype: of all of them. trains: whether all of them do, else none.
+    parameters: in the order in which they lie.
+    layout: where each lies, and how the group is cut over the ranks.
+    dtype: of all of them.
+    trains: whether all of them do, else none.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]

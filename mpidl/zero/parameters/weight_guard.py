@@ -34,7 +34,9 @@ _HEALS = "optimizer.load_model_state_dict(...) sets the weights right"
 class _ParameterMemory:
     """The layout of a parameter, as the engine has made it.
 
-    values: what its data was then. address: where it lay. counted: whether writing to it in place is wrong.
+    values: what its data was then.
+    address: where it lay.
+    counted: whether writing to it in place is wrong.
     version: torch's count of writes to it, of which none was wrong.
     """
 

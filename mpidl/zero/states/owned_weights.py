@@ -30,7 +30,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class OwnedWeights:
-    """Weights by the plain model's names. owned: the same rank's state. names: of the parameters in `slices`."""
+    """Weights by the plain model's names.
+
+    owned: the same rank's state.
+    names: of the parameters in `slices`.
+    """
 
     def __init__(
         self,

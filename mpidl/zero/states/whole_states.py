@@ -110,8 +110,8 @@ def scatter_model(
 ) -> None:
     """Rank 0's whole state into every rank's part of the model, and of the masters.
 
-    gathered: whole parameters inside, of which rank 0's changes go to all. tp: the ranks over which the model is cut,
-    each rank 0 of `over` or none; all of those give the whole.
+    gathered: whole parameters inside, of which rank 0's changes go to all.
+    tp: the ranks over which the model is cut, each rank 0 of `over` or none; all of those give the whole.
     """
     places = names.tensors(model)
 

@@ -30,8 +30,9 @@ from ..slices import Slice
 class BackwardSteps:
     """A `Stepper` of `ShardReducer`.
 
-    partial: steps on some slices at a time. shards: by the buckets' numbers; more may come. agree: called at the begin
-    of a pass, raises TrainingError on every rank where one of them cannot step.
+    partial: steps on some slices at a time.
+    shards: by the buckets' numbers; more may come.
+    agree: called at the begin of a pass, raises TrainingError on every rank where one of them cannot step.
     """
 
     def __init__(

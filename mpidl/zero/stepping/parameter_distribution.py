@@ -32,8 +32,9 @@ from ..shard_group import ShardGroup
 class RankElements:
     """A rank's elements of one parameter. tp: its number there.
 
-    count: of elements of its part of the parameter, the next ones in order. cut: the part's place in the whole
-    parameter; None: it is the whole. gives: whether the whole is made of it.
+    count: of elements of its part of the parameter, the next ones in order.
+    cut: the part's place in the whole parameter; None: it is the whole.
+    gives: whether the whole is made of it.
     """
 
     tp: int
@@ -44,7 +45,11 @@ class RankElements:
 
 @dataclass(frozen=True)
 class Distribution:
-    """The elements of one parameter, by rank. shape: of the whole. of: each rank's."""
+    """The elements of one parameter, by rank.
+
+    shape: of the whole.
+    of: each rank's.
+    """
 
     shape: torch.Size
     of: tuple[RankElements, ...]
@@ -116,8 +121,10 @@ def distributions(
 ) -> list[Distribution]:
     """Returns the distribution of each parameter. Collective over `comm` with tp, else local.
 
-    comm: of `ranks_of_wholes`. tp: this rank's number on tp; None where that has one rank. parts: of each parameter the
-    shape here, the elements of every rank that has slices of it, this rank's number among these, and the placement.
+    comm: of `ranks_of_wholes`.
+    tp: this rank's number on tp; None where that has one rank.
+    parts: of each parameter the shape here, the elements of every rank that has slices of it, this rank's number among
+        these, and the placement.
     """
     if tp is None:
         return [

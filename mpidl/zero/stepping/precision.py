@@ -75,7 +75,11 @@ class Precision:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Changes that a Precision makes to a model. kept: modules that stay in fp32, none in another. dtypes: new ones."""
+    """Changes that a Precision makes to a model.
+
+    kept: modules that stay in fp32, none in another.
+    dtypes: new ones.
+    """
 
     precision: Precision
     kept: dict[str, torch.nn.Module] = field(default_factory=dict)

@@ -28,8 +28,12 @@ _ERROR = "error"
 class ReplicatedSteps(InnerOptimizer):
     """An optimizer that exchanges bits on the whole parameters of stage 1.
 
-    optimizer_class, settings: make the OneBitOptimizer. groups: of the model's parameters. shards: of every bucket, and
-    wholes: its parameters, flat. slices: of all parameters. gradients: of the buckets, whole.
+    optimizer_class, settings: make the OneBitOptimizer.
+    groups: of the model's parameters.
+    shards: of every bucket, and
+    wholes: its parameters, flat.
+    slices: of all parameters.
+    gradients: of the buckets, whole.
     """
 
     updates_wholes: ClassVar[bool] = True

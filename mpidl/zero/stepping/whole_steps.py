@@ -43,8 +43,11 @@ BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no par
 
 @dataclass(eq=False)
 class _Owned:
-    """A parameter. part: this rank's slice of it. held: all ranks'. owner: the rank that steps on it.
+    """A parameter.
 
+    part: this rank's slice of it.
+    held: all ranks'.
+    owner: the rank that steps on it.
     whole: what the inner optimizer steps on, on the owner; between steps without memory.
     """
 
@@ -68,10 +71,14 @@ class _ReplicatedState:
 class WholeSteps(InnerOptimizer):
     """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
 
-    over: the ranks over which parameters are cut. mesh: over whose tp they may be cut, too. make: an inner optimizer of
-    parameter groups. slices: of all parameters, also of those that are added later. together: steps on all that a rank
-    owns in one call. param_groups: settings, and slices' values. state: by these, cut like them, from `cut_state` until
-    the next step; else empty. With tp the constructor is collective over the mesh.
+    over: the ranks over which parameters are cut.
+    mesh: over whose tp they may be cut, too.
+    make: an inner optimizer of parameter groups.
+    slices: of all parameters, also of those that are added later.
+    together: steps on all that a rank owns in one call.
+    param_groups: settings, and slices' values.
+    state: by these, cut like them, from `cut_state` until the next step; else empty. With tp the constructor is
+        collective over the mesh.
     """
 
     needs_wholes: ClassVar = True
