@@ -58,8 +58,9 @@ def in_turn(
     """Starts a job for each engine and has all take their turns, as many launches as --launches says.
 
     job: of JOBS.
-    own: its options besides the common ones. Returns by engine the slowest rank's seconds of all turns, and the answer
-        to the last one. Raises JobFailed.
+    own: its options besides the common ones.
+
+    Returns by engine the slowest rank's seconds of all turns, and the answer to the last one. Raises JobFailed.
     """
     found: report.Found = {name: {"seconds": []} for name in engines}
     for _ in range(options.launches):

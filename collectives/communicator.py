@@ -69,12 +69,16 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
     where it lets ranks read each other's memory; the bits of results are the same. The same on every rank; groups made
     from this one have it too.
 
-    rank, size: this rank's number and how many there are. local_rank, local_size: the same within this node.
-    nodes: how many nodes. node_ranks: the ranks of this node. node_cores: how many cores these may use together.
+    rank, size: this rank's number and how many there are.
+    local_rank, local_size: the same within this node.
+    nodes: how many nodes.
+    node_ranks: the ranks of this node.
+    node_cores: how many cores these may use together.
     layout: nodes and their ranks, by which tables of algorithms are kept: "2x4", or "3+1" where nodes differ.
     is_debugging: whether the ranks compare each operation before it begins, as MPIDL_DEBUG=1 on any rank asks for.
-    mpi: the communicator that was given. world_ranks: the number in MPI.COMM_WORLD of each rank of the group, in its
-    order; -1 for a rank that is not in there.
+    mpi: the communicator that was given.
+    world_ranks: the number in MPI.COMM_WORLD of each rank of the group, in its order; -1 for a rank that is not in
+        there.
 
     In a `with` statement it is closed at the end, with an exception as `close` does while one is handled.
 
@@ -471,8 +475,11 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
     ) -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
 
-        So that what comes later may depend on what came first, and nothing comes in between. name: for errors. task:
-        calls operations, none of them asynchronous, the same on every rank; with async_op it runs in another thread.
+        So that what comes later may depend on what came first, and nothing comes in between.
+
+        name: for errors.
+        task: calls operations, none of them asynchronous, the same on every rank; with async_op it runs in another
+            thread.
 
         device: as torch has it, where the arrays are. On a GPU the parts come after what torch's current stream holds
         now, and what is queued there later, or after `Work.wait`, sees what they did; while they run, and for all that

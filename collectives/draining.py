@@ -24,7 +24,9 @@ def exempt_from_watchdog(comm: Communicator, on: bool = True) -> None:
 def register_drain_hook(comm: Communicator, task: Callable[[], None] | None) -> None:
     """Registers a task to run before the last wait for what is queued in `comm`; to be called on every rank.
 
-    That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such
-    task, which the other ranks are told of: they may still be in the middle of their program. task: None: none.
+    That is in `close`, or at the end of the program. There it comes after the end of all groups that have no such task,
+    which the other ranks are told of: they may still be in the middle of their program.
+
+    task: None for none.
     """
     comm._end.register_drain_hook(task)

@@ -42,8 +42,10 @@ class ModelFiles:
         tensors: of the model, or of its parts over tp, by name.
         rename: from a name in the files to the model's; None from it leaves a tensor out.
         may_miss: which names the files may lack.
-        asked_by, model: names for errors. Raises ConfigurationError for files that cannot be read, missing and
-            unexpected names, other shapes, and two tensors of one name.
+        asked_by, model: names for errors.
+
+        Raises ConfigurationError for files that cannot be read, missing and unexpected names, other shapes, and two
+        tensors of one name.
         """
         self._path, self._asked_by = path, asked_by
         self.names: dict[torch.Tensor, list[str]] = {}

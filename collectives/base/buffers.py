@@ -209,9 +209,10 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
 
     name: the argument's name in errors.
     writable: refuse memory that must not be written. Of subclasses of numpy's array the elements count, and of masked
-        arrays, which are refused, the mask too. Raises ArgumentTypeError for what is no array or has no numeric
-        elements, ArgumentError for an array whose elements do not lie in one piece, or that is read-only and must be
-        written.
+        arrays, which are refused, the mask too.
+
+    Raises ArgumentTypeError for what is no array or has no numeric elements, ArgumentError for an array whose elements
+    do not lie in one piece, or that is read-only and must be written.
     """
     if isinstance(array, np.ndarray):
         return _inspect_numpy(array, name, writable)

@@ -30,8 +30,10 @@ class GroupDivision(OrderedGroup):
         """Translates ranks of this group into the numbers that the same processes have in another group.
 
         ranks: a rank, or several.
-        other: another group; by default the world. Returns a number, or a list of numbers; None for a process that is
-            not in the other group. Not collective, and possible after `close`.
+        other: another group; by default the world.
+
+        Returns a number, or a list of numbers; None for a process that is not in the other group. Not collective, and
+        possible after `close`.
         """
         if other is not None and not isinstance(other, OrderedGroup):
             raise arguments.wrong_type("translate_ranks: other", other, "a Communicator")

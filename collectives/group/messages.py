@@ -136,7 +136,9 @@ class GroupMessages(OrderedGroup):
         """Waits for a message of the tag from a rank, or from any (None), and describes it without receiving it.
 
         The next `recv` from the described `source` with this tag takes that message. Messages for receives that are
-        posted already are not seen. timeout: seconds, after which WorkTimeout is raised.
+        posted already are not seen.
+
+        timeout: seconds, after which WorkTimeout is raised.
         """
         self._refusal.check("probe")
         limit = inf if timeout is None else arguments.seconds("probe: timeout", timeout)

@@ -29,7 +29,9 @@ class GroupObjects(GroupMessages):
     """A group whose ranks exchange objects that pickle takes.
 
     Every operation but `send_object` and `recv_object` is collective, and raises ArgumentTypeError on every rank if one
-    cannot pickle what it gives. timeout: as of operations on arrays, for all that it takes.
+    cannot pickle what it gives.
+
+    timeout: as of operations on arrays, for all that it takes.
     """
 
     # Defined by the Communicator, which derives from this class:

@@ -22,8 +22,9 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-4  # seconds
 class _Local(threading.local):
     """State of a thread.
 
-    caller_is_waiting: returns True while the program waits for this thread's operation. may_sleep: the thread may sleep
-    while it waits for messages. all_in_background: all ranks run the operation in a thread that is not the program's.
+    caller_is_waiting: returns True while the program waits for this thread's operation.
+    may_sleep: the thread may sleep while it waits for messages.
+    all_in_background: all ranks run the operation in a thread that is not the program's.
     """
 
     caller_is_waiting: Callable[[], bool] = staticmethod(lambda: True)

@@ -89,7 +89,9 @@ def make(folder: Path) -> None:
 def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
     """Makes the directory to write into, with empty ones in it, and removes what interrupted saves have left.
 
-    The lock of `folder` is this process's from now on: see `directory_lock`. inside: names of the empty directories.
+    The lock of `folder` is this process's from now on: see `directory_lock`.
+
+    inside: names of the empty directories.
     """
     make(folder)
     with _ONE_AT_A_TIME:

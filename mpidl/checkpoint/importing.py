@@ -42,8 +42,9 @@ def import_safetensors(
     rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
         GPT-2 and BERT need it.
     mesh: where the model lies over pp, tp or ep of one, as for `load`. Dtypes are converted; masters take the values
-        unrounded. Raises CheckpointError, on every rank, for weights that are missing or do not fit, and then has
-        changed nothing.
+        unrounded.
+
+    Raises CheckpointError, on every rank, for weights that are missing or do not fit, and then has changed nothing.
     """
     engine = engine_of(model, optimizer, process_group, mesh, needed="mesh=, so that each part gets its own")
     engine.optimizer = None  # weights alone

@@ -109,7 +109,9 @@ def _one_of(folder: Path, *names: str) -> Path:
 class MarkedTokenizer:
     """Another tokenizer with BERT's marks behind its vocabulary; no text becomes a mark.
 
-    pad, cls, sep, mask: their numbers. special: all of them. vocab_size: with them.
+    pad, cls, sep, mask: their numbers.
+    special: all of them.
+    vocab_size: with them.
     """
 
     names = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

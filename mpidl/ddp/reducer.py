@@ -139,7 +139,9 @@ class Reducer:
     def before_forward(self, training: bool) -> None:
         """Notes before a synchronised forward pass which parameters train, for the backward pass to agree on.
 
-        Collective only in training mode in a `join` that ends with the first rank. training: the module's mode.
+        Collective only in training mode in a `join` that ends with the first rank.
+
+        training: the module's mode.
         """
         if training:
             self.join.begin_forward()

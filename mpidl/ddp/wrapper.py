@@ -414,7 +414,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Tells how gradients are reduced now, in what JSON has, for a log. Not collective.
 
         buckets: the names of each bucket's parameters, in the order in which buckets are reduced; of a copy none before
-            its first pass. bucket_bytes: of each.
+            its first pass.
+        bucket_bytes: of each.
         reduces_at_end: True where the ranks fill the cores of one node, and reduce together when they wait at the end
             of the pass; False where a thread, or a communication hook, reduces meanwhile.
         """

@@ -25,8 +25,9 @@ _LINK_BYTES = 2 << 20
 def measure(comm: Communicator, hosts: Sequence[str]) -> dict[str, Any]:
     """Bytes a second of copies and of all-reduces, and for each further node its link. Collective. hosts: of each rank.
 
-    copy: the slowest rank's. all-reduces: n bytes over the time. links: by host, bytes a second in one direction, and
-    the seconds that a short message takes.
+    copy: the slowest rank's.
+    all-reduces: n bytes over the time.
+    links: by host, bytes a second in one direction, and the seconds that a short message takes.
     """
     source, target = np.ones(_BYTES // 4, np.float32), np.empty(_BYTES // 4, np.float32)
     nodes = list(dict.fromkeys(hosts))

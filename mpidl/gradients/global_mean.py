@@ -23,8 +23,10 @@ def global_mean(
 
     loss_sum: the sum of this rank's losses in this pass.
     count: how many samples (tokens, ...) this rank has in the whole step; with several micro-batches a step, each call
-        gets the count of all of them. Returns loss_sum * ranks / (count of all ranks): its mean over the ranks, summed
-        over the micro-batches, is the loss of the whole batch.
+        gets the count of all of them.
+
+    Returns loss_sum * ranks / (count of all ranks): its mean over the ranks, summed over the micro-batches, is the loss
+    of the whole batch.
 
     Raises TrainingError on every rank when no rank has a sample.
     """

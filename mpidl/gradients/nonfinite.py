@@ -40,9 +40,12 @@ def is_finite(gradient: torch.Tensor) -> bool:
 def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator | None = None) -> Found | None:
     """(parameter, rank) of every `.grad` that is not finite, the model's last parameters first; None if all are.
 
-    Collective. model: a plain one or a DistributedDataParallel; for another's gradients see
-    `ZeroOptimizer.find_nonfinite`. An average of DDP is not finite on any rank: to learn which rank it came
-    from, look at a backward pass within `no_sync`, or have a NonfiniteWatch on the model.
+    Collective.
+
+    model: a plain one or a DistributedDataParallel; for another's gradients see `ZeroOptimizer.find_nonfinite`.
+
+    An average of DDP is not finite on any rank: to learn which rank it came from, look at a backward pass within
+    `no_sync`, or have a NonfiniteWatch on the model.
     """
     if trainer_of_model(model) is not None:
         raise ConfigurationError(

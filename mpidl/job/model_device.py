@@ -20,8 +20,9 @@ def place_of_model(what: str, model: torch.nn.Module, ignored: Container[str] = 
     """The place of a model's parameters and buffers, but those of ignored names.
 
     what: the argument that the model is.
-    device: where those on the meta device are to be; by default with the others, or in the host's memory. Raises
-        ConfigurationError for several devices, and for a GPU that cannot be used here.
+    device: where those on the meta device are to be; by default with the others, or in the host's memory.
+
+    Raises ConfigurationError for several devices, and for a GPU that cannot be used here.
     """
     named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if name not in ignored]
     first: dict[torch.device, str] = {}

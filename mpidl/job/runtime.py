@@ -89,7 +89,9 @@ def _divide_cores(comm: Communicator, bound: list[list[int]]) -> None:
     """Gives each rank as many threads as the node has cores for it, at least one.
 
     A launcher may bind every rank to cores of its own or leave all of them to all: either way the node's cores are
-    those that any of its ranks may use. bound: these, of each.
+    those that any of its ranks may use.
+
+    bound: these, of each.
     """
     if any(os.environ.get(setting) for setting in _THREAD_SETTINGS):
         return

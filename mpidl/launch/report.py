@@ -194,9 +194,11 @@ class Report:
     def _said_by_intel(self, ends: Sequence[tuple[int, int, str, int]]) -> str:
         """Tells which rank ended first, from the lines of Intel MPI's launcher.
 
-        The launcher tells of every rank that a signal has ended, also of those that it has killed itself. ends: rank,
-        process, node and signal of each. One that another signal than SIGKILL has ended was not killed by the launcher;
-        else it is the one that ended first, which may have ended with a status and not be among them.
+        ends: rank, process, node and signal of each.
+
+        The launcher tells of every rank that a signal has ended, also of those that it has killed itself. One that
+        another signal than SIGKILL has ended was not killed by the launcher; else it is the one that ended first, which
+        may have ended with a status and not be among them.
         """
         rank, process, node, number = next((end for end in ends if end[3] != signal.SIGKILL), ends[0])
         if number == signal.SIGKILL and len(ends) > 1:

@@ -104,7 +104,9 @@ def slot_bytes(
 ) -> int:
     """Bytes a rank of the memory by which the ranks of tp exchange activations; none for tp of 1.
 
-    Arguments as those of `activation_bytes`. node_ranks: how many ranks of a tp group are on a node; by default all.
+    Arguments as those of `activation_bytes`.
+
+    node_ranks: how many ranks of a tp group are on a node; by default all.
 
     Each rank has one slot for a summand, s b h elements, and two more in which summands become the outputs of
     row-parallel layers, if those are large (`mpidl.tensor.sum_memory`). Under sequence parallelism the ranks of a node

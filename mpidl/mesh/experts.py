@@ -28,7 +28,9 @@ def gradient_group(
 ) -> tuple[Communicator, int]:
     """The Communicator over which an engine averages a model's gradients, and the divisor of each contribution.
 
-    That of edp and ep for a model of experts alone; else as `data_group`, and 1. what: whose arguments these are.
+    That of edp and ep for a model of experts alone; else as `data_group`, and 1.
+
+    what: whose arguments these are.
     """
     mesh = checked(what, process_group, mesh)
     if mesh is None or not isinstance(model, torch.nn.Module):

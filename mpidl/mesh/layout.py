@@ -57,7 +57,9 @@ class Layout:
     def of(cls, nodes: Sequence[int], dp: int = -1, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> Layout:
         """Places `len(nodes)` ranks on axes of these sizes, one of which may be -1: what the others leave.
 
-        nodes: the node of each rank. Raises UsageError for sizes that do not fit.
+        nodes: the node of each rank.
+
+        Raises UsageError for sizes that do not fit.
         """
         sizes = _completed({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}, len(nodes))
         inner = sizes["ep"] // sizes["cp"] if sizes["ep"] % sizes["cp"] == 0 else 1  # the part of dp that is in ep

@@ -120,7 +120,9 @@ class ResNet(nn.Module):
     zero_init_residual: blocks start as their shortcuts.
     segments: while training, the residual blocks run in so many checkpointed segments; 0: without. An attribute, too,
         which may be changed at any time.
-    use_reentrant: see torch.utils.checkpoint. Raises ConfigurationError for what is not in these ranges.
+    use_reentrant: see torch.utils.checkpoint.
+
+    Raises ConfigurationError for what is not in these ranges.
     """
 
     def __init__(

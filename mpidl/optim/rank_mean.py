@@ -147,8 +147,9 @@ class RankMean:
     def errors(self, flying: Reduction | None = None) -> list[torch.Tensor | None]:
         """The mean over the ranks of what each tensor's reductions still owe, whole, on every rank. Collective.
 
-        A rank that loads it in place of its own errors keeps their sum, whatever the number of ranks. flying: a
-        reduction that has not been finished, whose error counts as that of its tensor.
+        A rank that loads it in place of its own errors keeps their sum, whatever the number of ranks.
+
+        flying: a reduction that has not been finished, whose error counts as that of its tensor.
         """
         found: list[torch.Tensor | None] = []
         for number, size in enumerate(self.sizes):

@@ -35,7 +35,9 @@ def check_replicas(
 ) -> None:
     """Raises ModelMismatch on every rank, naming the first that differs and on which ranks, unless all hold the same.
 
-    Collective. what:
+    Collective.
+
+    what:
         a module, plain or DistributedDataParallel: its parameters. At stage 3 of ZeRO none is replicated.
         an optimizer: a torch one's states and groups; a ZeroOptimizer's groups, as its states are shards.
         a mapping of names to tensors, arrays, numbers or nests of them that should be equal: shared results, a loss.

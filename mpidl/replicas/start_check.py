@@ -36,8 +36,9 @@ def _order(p: torch.Tensor) -> str:
 def check_models_agree(comm: Communicator, model: torch.nn.Module, ignored: Container[str] = ()) -> None:
     """Raises ModelMismatch on every rank unless all have parameters and buffers of the same names, shapes, dtypes.
 
-    Collective. Also compares which parameters train, and which are one under several names. ignored: names not to look
-    at.
+    Collective. Also compares which parameters train, and which are one under several names.
+
+    ignored: names not to look at.
     """
     lines = []
     first: dict[torch.Tensor, str] = {}

@@ -37,8 +37,9 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = N
     """Copies a whole model to the meta device, cut as for a rank of tp. Not collective.
 
     ranks, rank: of tp.
-    plan: as for `parallelize`. Raises ConfigurationError for a plan or a number of ranks that does not fit, and for a
-        model that is cut already.
+    plan: as for `parallelize`.
+
+    Raises ConfigurationError for a plan or a number of ranks that does not fit, and for a model that is cut already.
     """
     if any(placement(p).cut is not None for p in model.parameters()):
         raise ConfigurationError("model: is cut over tp already; needs a whole one")

@@ -35,8 +35,10 @@ def cross_entropy(
 
     logits: [tokens, vocabulary], [vocabulary] or, as after a transpose, [batch, vocabulary, ...].
     target: int64 [tokens], [] or [batch, ...], of the whole vocabulary.
-    weight: [vocabulary]. Raises TrainingError for a target out of range that is not ignored. Two all-reduces forward,
-        of 3 numbers a token together (4 with label smoothing), none backward; in fp32 for 16-bit logits.
+    weight: [vocabulary].
+
+    Raises TrainingError for a target out of range that is not ignored. Two all-reduces forward, of 3 numbers a token
+    together (4 with label smoothing), none backward; in fp32 for 16-bit logits.
     """
     if isinstance(logits, VocabLogits):
         logits._group.check_inputs(target, "the targets")

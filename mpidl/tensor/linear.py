@@ -355,8 +355,11 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """A linear layer of which each rank of tp has some input features; its output is the same on all.
 
-    Arguments as those of ColumnParallelLinear. input_is_parallel: whether the input has this rank's features; else it
-    has all, the same on every rank. [..., this rank's of in_features] -> [..., out_features]
+    Arguments as those of ColumnParallelLinear.
+
+    input_is_parallel: whether the input has this rank's features; else it has all, the same on every rank.
+
+    [..., this rank's of in_features] -> [..., out_features]
     """
 
     def __init__(

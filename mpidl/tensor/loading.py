@@ -31,9 +31,10 @@ def load_safetensors(model: nn.Module, path: str | Path, *, rename: Rename | Non
     model: cut by `parallelize`, or whole; on the meta device or not.
     path: a file, or a directory as Hugging Face saves it.
     rename: from a name in the files to the model's; None from it leaves a tensor out. Values are converted to the
-        model's dtypes. Of tied weights the files may have one. Raises ConfigurationError on every rank for files that
-        cannot be read, missing and unexpected names, other shapes, and buffers on the meta device that nothing
-        computes; the model is not to be used then.
+        model's dtypes. Of tied weights the files may have one.
+
+    Raises ConfigurationError on every rank for files that cannot be read, missing and unexpected names, other shapes,
+    and buffers on the meta device that nothing computes; the model is not to be used then.
     """
     tp: TensorParallel | None = getattr(model, ATTRIBUTE, None)
 

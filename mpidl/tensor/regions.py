@@ -31,8 +31,8 @@ class AttentionParallel:
         of each head in a row (interleaved).
     whole_input: whether the module asks for the shape of its input, which is then gathered before it, and not in the
         fused layer.
-    output: of the layer that joins the heads. heads,
-    key_heads: their numbers, or the attributes that have them, of the module, or of its config as "config.NAME";
+    output: of the layer that joins the heads.
+    heads, key_heads: their numbers, or the attributes that have them, of the module, or of its config as "config.NAME";
         key_heads where several query heads share a key/value head.
     scaled, scaled_keys: attributes that grow with the number of query heads, or of key/value heads, such as these
         numbers.

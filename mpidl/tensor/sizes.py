@@ -34,8 +34,8 @@ class Heads:
     """Heads of an attention that a rank holds.
 
     query, key: runs of query heads and of key/value heads.
-    sharers: ranks with the same key/value heads. all_query,
-    all_key: numbers of heads of the whole attention.
+    sharers: ranks with the same key/value heads.
+    all_query, all_key: numbers of heads of the whole attention.
     """
 
     query: Run

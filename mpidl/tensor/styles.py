@@ -188,7 +188,9 @@ class Region:
     input: the argument that comes in pieces under sequence parallelism.
     memory: one that is always whole, such as what a decoder attends to.
     copies: whether the region's own layers do not begin it by themselves.
-    part: what this rank computes of it. Raises ConfigurationError for a module whose forward pass is not its class's.
+    part: what this rank computes of it.
+
+    Raises ConfigurationError for a module whose forward pass is not its class's.
     """
 
     def __init__(

@@ -439,7 +439,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Tells how training is laid out now, in what JSON has, for a log. Not collective.
 
         buckets: the names of the parameters whose gradients are reduced together, in the order in which they are; in
-            stage 3 those of one unit. bucket_bytes: of each, whole.
+            stage 3 those of one unit.
+        bucket_bytes: of each, whole.
         shard_ranks, replicas: the ranks over which state is cut, and those that hold the same shard.
         steps_on: "slices"; "wholes" for classes whose step needs whole parameters, each on one rank; or "replicas" for
             those that update whole parameters on every rank.

@@ -61,7 +61,9 @@ class GpuGroup:
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """The operation by the group's transport for "auto", or for the algorithm that is asked for. Collective.
 
-        It can be run again and again on the same arrays. arguments: as `Backend` has them.
+        It can be run again and again on the same arrays.
+
+        arguments: as `Backend` has them.
         """
         transport = next((t for t in self._set_up if t.serves(operation, algorithm)), None)
         if transport is None:  # the one that always works, with memory that is needed only now

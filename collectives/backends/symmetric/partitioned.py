@@ -57,7 +57,9 @@ class Pool:
     """The partitioned reductions of a group, of which one is under way at a time. crowded: see Counters.
 
     Each has counts of its own: what a slower rank has handed in to one that is abandoned would count for the next one.
-    They lie in blocks of memory, which live as long as any of their reductions. made: how many reductions there were.
+    They lie in blocks of memory, which live as long as any of their reductions.
+
+    made: how many reductions there were.
     """
 
     def __init__(self, group: Group, allocator: Allocator, *, crowded: bool) -> None:

@@ -27,8 +27,9 @@ class WeightFiles:
     """Opened and compared with a model, whose tensors they fit. tensors: those of which they have the values.
 
     path, rename, missing: as `zero.Safetensors` has them.
-    names: the model's, several for a tied one; one of them must be in the files, or all may be missing. Raises
-        ConfigurationError as ModelFiles, and for arguments that are none.
+    names: the model's, several for a tied one; one of them must be in the files, or all may be missing.
+
+    Raises ConfigurationError as ModelFiles, and for arguments that are none.
     """
 
     def __init__(

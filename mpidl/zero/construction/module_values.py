@@ -24,8 +24,9 @@ class ModuleCalls:
     init_fn: called with each module that has some of its own; None: the `reset_parameters` (or `_reset_parameters`) of
         every module that has such a method, for all that is in the module.
     filled_later: parameters that get their values after the calls, which may set them.
-    loadable: what `file_values` could give, for the message. Raises ConfigurationError for a module with parameters or
-        buffers that no call sets.
+    loadable: what `file_values` could give, for the message.
+
+    Raises ConfigurationError for a module with parameters or buffers that no call sets.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class ShardReducer:
     keep_whole: stage 1, where the buckets stay allocated; else they take turns in a few buffers.
     names: of the parameters.
     reduce_dtype: of the buckets; by default that of their parameters.
-    wait(work, timeout): waits for a reduction; timeout: optional, seconds, WorkTimeout when they pass first.
+    wait: waits for a Work, optionally with a limit in seconds, after which it raises WorkTimeout.
     num_shared_buffers: of each dtype; one fills while the others are reduced. `BufferPool` makes it more on a GPU.
     num_dedicated_buffers: buckets, the last ones, with buffers of their own, as they fill all through a pass.
     place: where the parameters lie.

@@ -229,8 +229,9 @@ class GatherRounds:
 def leave(comm: Communicator, units: int) -> None:
     """Takes part in rounds, without an engine, until all ranks do so, and none is left. Collective.
 
-    Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so. units: how many there
-    are.
+    Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so.
+
+    units: how many there are.
     """
     message, table = _messages(comm, units)
     message[:] = [-1, Purpose.GONE, *[0] * (message.size - 2)]

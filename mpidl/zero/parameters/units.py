@@ -113,7 +113,9 @@ def warn_of_large_root_unit(units: Sequence[Unit], stacklevel: int) -> None:
 def lay_out(units: Sequence[Unit], ranks: int, block: int = 1) -> list[UnitLayout]:
     """Lays the units' parameters out in flat groups, each cut over `ranks`; to be done once, when dtypes are final.
 
-    A group has those parameters of a unit that are of one dtype and all train, or all do not. block: as of `layout_of`.
+    A group has those parameters of a unit that are of one dtype and all train, or all do not.
+
+    block: as of `layout_of`.
     """
     layouts = []
     for unit in units:

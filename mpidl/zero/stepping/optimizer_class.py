@@ -71,9 +71,11 @@ def find_needs(
 ) -> StepNeeds:
     """The needs of a step: no wholes, if a step on a parameter is one on its parts.
 
-    Raises ConfigurationError if it depends on other parameters too. offloaded: refuses what needs whole parameters, and
-    what notes anything in its groups, as there are several of it then. step_in_backward: refuses these too, and what
-    else does not step on one parameter after another.
+    Raises ConfigurationError if it depends on other parameters too.
+
+    offloaded: refuses what needs whole parameters, and what notes anything in its groups, as there are several of it
+        then.
+    step_in_backward: refuses these too, and what else does not step on one parameter after another.
     """
     name = optimizer_class.__name__
     if step_in_backward:

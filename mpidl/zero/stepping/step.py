@@ -92,7 +92,9 @@ def _hand_settings_on(parts: Parts, outer: torch.optim.Optimizer) -> None:
 def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str | None) -> list[torch.nn.Parameter]:
     """Gives each slice its part of the reduced gradient, or None where no rank's passes reached the parameter.
 
-    Returns the reached ones. problem: why this rank cannot step, for which all ranks raise TrainingError.
+    Returns the reached ones.
+
+    problem: why this rank cannot step, for which all ranks raise TrainingError.
     """
     parts.grad_attributes.update()
     flags = [r for number in range(len(parts.shards)) for r in parts.reduced_gradients.reached(number)]
