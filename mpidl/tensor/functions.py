@@ -32,9 +32,21 @@ from .communication import TensorGroup
 from .sizes import run_of
 
 
-@uncompiled
+def _without_graph() -> bool:
+    """Tells whether neither autograd nor the compiler makes a graph: their wrappers take as long as a short product."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
 def copy_to_region(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """[...] -> the same. Its gradient is the sum of the ranks'."""
+    if _without_graph():
+        group.check_inputs(x)
+        return x
+    return _copy_to_region(x, group)
+
+
+@uncompiled
+def _copy_to_region(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return _Copy.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -116,7 +128,6 @@ class CutProduct:
         return gradient.t().mm(x) if self.out_in else x.t().mm(gradient)
 
 
-@uncompiled
 def column_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, setting: CutProduct
 ) -> torch.Tensor:
@@ -125,10 +136,16 @@ def column_product(
     Of a piece of sequences, which is gathered in either pass, [batch, piece, in] -> [batch, length, out]. Backward, the
     sum over the ranks of the input's gradient begins before the weight's gradient is computed.
     """
-    return _ColumnProduct.apply(x, weight, bias, setting)  # type: ignore[no-any-return, no-untyped-call]
+    if _without_graph():
+        return _column_product(x, weight, bias, setting)
+    return _column_product_in_graph(x, weight, bias, setting)
 
 
 @uncompiled
+def _column_product_in_graph(*arguments: Any) -> torch.Tensor:
+    return _ColumnProduct.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def row_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -141,7 +158,14 @@ def row_product(
     x, weight: this rank's features of `in`. In pieces of sequences [batch, length, in] -> [batch, piece, out].
     sums: keeps the result, or gives one that it has kept, which is the result without communication.
     """
-    return _RowProduct.apply(x, weight, bias, setting, sums)  # type: ignore[no-any-return, no-untyped-call]
+    if _without_graph():
+        return _row_product(x, weight, bias, setting, sums)
+    return _row_product_in_graph(x, weight, bias, setting, sums)
+
+
+@uncompiled
+def _row_product_in_graph(*arguments: Any) -> torch.Tensor:
+    return _RowProduct.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Sums(Protocol):
@@ -292,19 +316,7 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.setting = setting
-        group, length, matrix = setting.group, setting.length, setting.matrix(weight)
-        if length is None:
-            group.check_inputs(x)
-        if length is not None and group.overlaps:
-            return _product_by_chunks(x, matrix, bias, group, length)
-        if length is not None:
-            x = group.all_gather(x, length)
-        y = x.new_empty(*x.shape[:-1], matrix.shape[1])  # no view, so that what follows may write into it
-        if bias is None:
-            torch.mm(rows_of(x), matrix, out=rows_of(y))
-        else:
-            torch.addmm(bias, rows_of(x), matrix, out=rows_of(y))
-        return y
+        return _column_product(x, weight, bias, setting)
 
     @staticmethod
     @once_differentiable
@@ -343,21 +355,7 @@ class _RowProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.setting = setting
-        y = None if sums is None else sums.take()
-        if y is not None:
-            return y
-        group, matrix = setting.group, setting.matrix(weight)
-        if setting.length is None:
-            partial = group.summand((*x.shape[:-1], matrix.shape[1]), x)
-            torch.mm(rows_of(x), matrix, out=rows_of(partial))
-            y = group.all_reduce(partial)
-        else:
-            y = _scattered_product(x, matrix, group)
-        if bias is not None:
-            y.add_(bias)
-        if sums is not None:
-            sums.keep(y)
-        return y
+        return _row_product(x, weight, bias, setting, sums)
 
     @staticmethod
     @once_differentiable
@@ -373,6 +371,44 @@ class _RowProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = setting.of_weight(rows_of(x), flat)
         return of_x, of_weight, of_bias, None, None
+
+
+def _column_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, setting: CutProduct
+) -> torch.Tensor:
+    group, length, matrix = setting.group, setting.length, setting.matrix(weight)
+    if length is None:
+        group.check_inputs(x)
+    if length is not None and group.overlaps:
+        return _product_by_chunks(x, matrix, bias, group, length)
+    if length is not None:
+        x = group.all_gather(x, length)
+    y = x.new_empty(*x.shape[:-1], matrix.shape[1])  # no view, so that what follows may write into it
+    if bias is None:
+        torch.mm(rows_of(x), matrix, out=rows_of(y))
+    else:
+        torch.addmm(bias, rows_of(x), matrix, out=rows_of(y))
+    return y
+
+
+def _row_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, setting: CutProduct, sums: Sums | None
+) -> torch.Tensor:
+    y = None if sums is None else sums.take()
+    if y is not None:
+        return y
+    group, matrix = setting.group, setting.matrix(weight)
+    if setting.length is None:
+        partial = group.summand((*x.shape[:-1], matrix.shape[1]), x)
+        torch.mm(rows_of(x), matrix, out=rows_of(partial))
+        y = group.all_reduce(partial)
+    else:
+        y = _scattered_product(x, matrix, group)
+    if bias is not None:
+        y.add_(bias)
+    if sums is not None:
+        sums.keep(y)
+    return y
 
 
 def _product_by_chunks(

@@ -234,7 +234,8 @@ class TensorParallel:
     def end_region(self) -> None:
         """Ends a region, and its stream of random numbers."""
         self.part = self.gathered = None
-        self.end_stream(of_region=True)
+        if torch.compiler.is_compiling() or self._stream is not None:
+            self.end_stream(of_region=True)
 
     def end_pass(self) -> None:
         """Ends a forward pass of the model, and all that one which failed has left open."""

@@ -33,6 +33,7 @@ class VocabLogits(torch.Tensor):
     _group: TensorGroup
     _tokens: int
     _dim: int
+    _gathered: torch.Tensor | None = None
 
     @classmethod
     def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int, dim: int = -1) -> VocabLogits:
@@ -52,6 +53,14 @@ class VocabLogits(torch.Tensor):
         last = self.local if _is_last(self) else self.local.movedim(self._dim, -1)
         gathered = join_last(last, self._group, self._tokens)
         return gathered if _is_last(self) else gathered.movedim(-1, self._dim)
+
+    def _whole_to_read(self) -> torch.Tensor:
+        """Gathers them; without gradients once for all operations, as sampling takes several."""
+        if torch.is_grad_enabled():
+            return self.whole()
+        if self._gathered is None:
+            self._gathered = self.whole()
+        return self._gathered
 
     def part_like(self, local: torch.Tensor) -> VocabLogits:
         """Makes logits of other values of the same tokens, in the same dimension."""
@@ -93,7 +102,7 @@ class VocabLogits(torch.Tensor):
                 "needs one that is not in place, or .whole() before"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits.whole, (args, kwargs))
+            args, kwargs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits._whole_to_read, (args, kwargs))
             return function(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from collectives import Communicator
 from mpidl import TrainingError
 from mpidl.tensor import VocabLogits
+from mpidl.tensor.communication import TensorGroup
 from mpidl.tensor.vocab_logits import HANDLERS
 from tests.mpidl.tensor.vocabulary_parts import TARGETS, logits_of, part_of_gradient, random_logits
 
@@ -224,3 +225,16 @@ def test_one_rank_may_print_and_copy_logits(comm: Communicator) -> None:
             pickle.dumps(logits.detach())
     comm.barrier()
     assert pickle.loads(pickle.dumps(logits.detach().whole())).shape == (8, 13)
+
+
+def test_without_gradients_several_operations_gather_once(comm: Communicator) -> None:
+    group = TensorGroup(comm)
+    whole = random_logits(3, 13)
+    _, logits = logits_of(comm, whole, group)
+    with torch.no_grad():
+        least = torch.topk(logits, 2).values[..., -1:]
+        kept = logits.masked_fill(logits < least, -torch.inf)
+    assert group.traffic.all_gathers == 1
+    assert torch.equal(kept, whole.masked_fill(whole < least, -torch.inf))
+    assert logits.softmax(-1).requires_grad  # what was gathered without gradients is not used with them
+    assert group.traffic.all_gathers == 2
