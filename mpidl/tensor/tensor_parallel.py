@@ -150,9 +150,12 @@ class TensorParallel:
     # ---- sequences in pieces -----------------------------------------------------------------------------------------
 
     @property
-    @uncompiled
     def length(self) -> int | None:
         """The whole length of the sequences that are in pieces here; None where they are whole."""
+        return self._length_here() if self.sequence_parallel else None
+
+    @uncompiled
+    def _length_here(self) -> int | None:
         node = _backward_node()
         if node is None:
             return self._length
