@@ -27,11 +27,17 @@ from ..meeting import Meeting, Meetings, MeetsInMemory
 from .group import Group, entry_of
 from .tickets import Tickets
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # at most
+_LEAST_CHUNK = 1 << 16  # bytes; shorter ones cost more to draw than they save
 _KEPT_CHUNKS = 1024  # whose calls are kept for the next time
 _BLOCK = 16  # reductions whose counts lie in one allocation, which keeps a file open
 _ARRAYS = 1 << 20  # more than there are: a rank that has handed in n of generation g has the number g * _ARRAYS + n
 _DRAWN = 1 << 32  # more than there are chunks: those of generation g have the tickets from g * _DRAWN on
+
+
+def _chunk_bytes(nbytes: int, ranks: int) -> int:
+    """The bytes of a chunk of an array: where all ranks wait for it at once, each has one to reduce."""
+    return min(_CHUNK_BYTES, max(_LEAST_CHUNK, -(-nbytes // ranks // STRIDE) * STRIDE))
 
 
 class Counts:
@@ -127,7 +133,7 @@ class PartitionedReduction(MeetsInMemory):
         self._arrays = [
             _arrays(allocator, data, of_part) for data, of_part in zip(parts, zip(*places, strict=True), strict=True)
         ]
-        sizes = [max(1, _CHUNK_BYTES // data.dtype.itemsize) for data in parts]
+        sizes = [_chunk_bytes(data.nbytes, len(places)) // data.dtype.itemsize for data in parts]
         self._chunks = [
             (part, first, min(first + size, data.size))
             for part, (data, size) in enumerate(zip(parts, sizes, strict=True))
